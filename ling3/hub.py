@@ -1,0 +1,71 @@
+"""Where a checkpoint lives: the one in the package, a directory, or a repository on the Hugging Face hub."""
+
+import importlib.resources
+import os
+import pathlib
+from collections.abc import Sequence
+
+
+def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str]) -> pathlib.Path:
+    """The local directory of the checkpoint that `path` names, downloaded first when it is only on the hub.
+
+    `"nano"` is always the checkpoint in the package (write `"./nano"` for a directory of that name). Otherwise an
+    existing directory wins, then whatever cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a
+    `pathlib.Path`) is an error without a look at the network, and the rest is a hub id, `owner/name`: only its files
+    that match `allow_patterns` are fetched, into the hub's own cache, progress on stderr.
+
+    Raises FileNotFoundError when there is nothing of that name or the hub cannot be reached, NotADirectoryError when
+    `path` is a file, PermissionError when the repository is gated, ValueError when it is no possible name at all.
+    """
+    name = os.fspath(path)
+    if name == "nano":
+        return _packaged(name)
+    if not name or "\0" in name:
+        raise ValueError(f"{name!r} names no checkpoint: give a directory, a hub id such as 'owner/name', or 'nano'")
+
+    directory = pathlib.Path(os.path.expanduser(name))
+    if os.path.isdir(directory):
+        return directory
+    if os.path.exists(directory):
+        raise NotADirectoryError(f"{directory} is a file: give the directory that holds config.json and the weights")
+    # On Windows a path has backslashes, which no hub id has.
+    local = isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+    if local:
+        raise FileNotFoundError(f"no checkpoint directory at {directory.absolute()}")
+    return _download(name, list(allow_patterns))
+
+
+def _packaged(name: str) -> pathlib.Path:
+    directory = pathlib.Path(str(importlib.resources.files("ling3") / "checkpoints" / name))
+    if not directory.is_dir():
+        raise FileNotFoundError(f"the {name!r} checkpoint is missing from this installation ({directory}): reinstall")
+    return directory
+
+
+def _download(repo_id: str, allow_patterns: list[str]) -> pathlib.Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=allow_patterns))
+    except errors.HFValidationError as error:
+        raise ValueError(
+            f"{repo_id!r} is neither a directory (looked for it in {pathlib.Path.cwd()}) nor a hub id: {error}"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise PermissionError(
+            f"the hub repository {repo_id!r} is gated: accept its terms at https://huggingface.co/{repo_id} "
+            "and log in with `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"no directory {repo_id!r} (looked for it in {pathlib.Path.cwd()}) and no such repository on the hub; "
+            "a private one needs `hf auth login`"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"no directory {repo_id!r} (looked for it in {pathlib.Path.cwd()}), and the hub cannot be reached for a "
+            "repository of that name, nor is it in the hub's cache: check the name and the network"
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise FileNotFoundError(f"downloading {repo_id!r} from the hub failed: {error}") from error
