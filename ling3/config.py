@@ -1,15 +1,27 @@
 """Ling-3's configuration: what the model *is*, read from a checkpoint's `config.json`."""
 
 import dataclasses
-from typing import Literal
+import os
+import pathlib
+from typing import Any, Literal
+
+from ling3 import config_reader, strict_json
+from ling3.config_fields import ConfigError, check, normalized
+
+__all__ = ["ConfigError", "Ling3Config"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ling3Config:
     """The shape and the laws of a Ling-3 model (`BailingMoeV3ForCausalLM`), in the published field names.
 
-    Defaults are those of the published Ling-3.0-tiny. Lengths are in tokens, sizes in channels.
+    Defaults are those of the published Ling-3.0-tiny. Lengths are in tokens, sizes in channels. `kda_lower_bound` is
+    None for the softplus law (the published `kda_safe_gate: false`); the two limit lists have one number per layer, 0
+    for no clamp. Raises ConfigError, naming every field that is of the wrong type, out of range or does not fit the rest.
     """
+
+    # The import hook's type check would come before `__post_init__`, with an error that names no field to correct.
+    __no_type_check__ = True
 
     vocab_size: int = 157184
     hidden_size: int = 1536
@@ -44,6 +56,61 @@ class Ling3Config:
     initializer_range: float = 0.02
     eos_token_id: tuple[int, ...] = (156895,)
     pad_token_id: int | None = 156892
+
+    def __post_init__(self) -> None:
+        values = normalized({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        if problems := check(values):
+            raise ConfigError("Ling3Config", problems)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @staticmethod
+    def from_file(path: str | os.PathLike[str]) -> "Ling3Config":
+        """The configuration in `path`, a `config.json` or a directory that holds one. Raises ConfigError."""
+        file = pathlib.Path(path)
+        file = file / "config.json" if file.is_dir() else file
+        try:
+            raw = strict_json.parse(file.read_bytes(), str(file))
+        except OSError as error:
+            raise ConfigError(str(file), [f"cannot be read ({error}); expected a checkpoint's config.json"]) from error
+        except ValueError as error:
+            raise ConfigError(str(file), [str(error).removeprefix(f"{file}: ")]) from error
+        return Ling3Config.from_dict(raw, str(file))
+
+    @staticmethod
+    def from_dict(raw: object, source: str = "config.json") -> "Ling3Config":
+        """The configuration that the JSON object `raw` describes, in Ling's names or transformers 5's; `source` is for errors.
+
+        What would change the numbers and is not computed here is refused by name, and so is every other model, Ling 2.6
+        included. Unknown fields that cannot change them are accepted; `config_reader.read` has the rule. Raises ConfigError.
+        """
+        return Ling3Config(**config_reader.read(raw, source))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The published `config.json`: `from_dict(config.to_dict()) == config`."""
+        raw = dataclasses.asdict(self)
+        for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+            raw[name] = None if raw[name] is None else list(raw[name])
+        eos = self.eos_token_id
+        return {
+            "architectures": [config_reader.ARCHITECTURES[0]],
+            "model_type": config_reader.MODEL_TYPE,
+            **raw,
+            "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+            "gated_attention_proj_granularity_type": "head_wise",
+            "hidden_act": "silu",
+            "kda_safe_gate": self.kda_lower_bound is not None,
+            "moe_router_enable_expert_bias": True,
+            "no_kda_lora": True,
+            "num_key_value_heads": self.num_attention_heads,
+            "rope_interleave": True,
+            "rope_scaling": None,
+            "router_dtype": "fp32",
+            "score_function": "sigmoid",
+            "tie_word_embeddings": False,
+            "topk_method": "noaux_tc",
+            "use_mla_nope": False,
+        }
 
     def attention_kind(self, layer: int) -> Literal["kda", "mla"]:
         """The attention of 0-based `layer`: MLA closes each group of `layer_group_size`, KDA fills the rest."""

@@ -1,0 +1,268 @@
+"""What a Ling-3 `config.json` may say: the fields with their ranges and aliases, and everything that is refused by name."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A configuration that is no Ling-3 this code computes; lists every field, what it held, what it should, what to do."""
+
+    def __init__(self, source: str, problems: list[str]):
+        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+        super().__init__("\n  ".join([f"{source}: {count}", *problems]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """The type and the range of one field, ends included unless `exclusive`; `optional` ones may be absent or null."""
+
+    kind: Literal["int", "float", "bool", "int list", "float list"]
+    low: int | float = 0
+    high: int | float = math.inf
+    exclusive: bool = False
+    optional: bool = False
+
+    def describe(self) -> str:
+        if self.kind == "bool":
+            return "true or false"
+        noun = {
+            "int": "an integer",
+            "float": "a finite number",
+            "int list": "integers",
+            "float list": "finite numbers",
+        }[self.kind]
+        above, below = ("above", "below") if self.exclusive else ("from", "to")
+        low = f" {above} {self.low:,}" if self.low > -math.inf else ""
+        high = f" {below} {self.high:,}" if self.high < math.inf else ""
+        return f"{noun}{low}{high}{' or null' if self.optional else ''}"
+
+    def admits(self, value: object) -> bool:
+        if value is None:
+            return self.optional
+        if self.kind == "bool":
+            return isinstance(value, bool)
+        if self.kind.endswith("list"):
+            return isinstance(value, tuple) and all(self._number(item) for item in value)
+        return self._number(value)
+
+    def _number(self, value: object) -> bool:
+        wanted = int if self.kind.startswith("int") else float
+        if isinstance(value, bool) or not isinstance(value, wanted) or not math.isfinite(value):
+            return False
+        return self.low < value < self.high if self.exclusive else self.low <= value <= self.high
+
+
+_SIZE = Field("int", 1, 2**20)
+_POSITIVE = Field("float", 0, exclusive=True)
+_LIMITS = Field("float list", 0, optional=True)
+
+FIELDS: dict[str, Field] = {
+    "vocab_size": Field("int", 1, 2**24),
+    "hidden_size": _SIZE,
+    "intermediate_size": _SIZE,
+    "num_hidden_layers": Field("int", 1, 1000),
+    "layer_group_size": Field("int", 1, 1000),
+    "first_k_dense_replace": Field("int", 0, 1000),
+    "num_attention_heads": Field("int", 1, 4096),
+    "head_dim": Field("int", 1, 4096),
+    "q_lora_rank": Field("int", 1, 2**20, optional=True),
+    "kv_lora_rank": _SIZE,
+    "qk_nope_head_dim": Field("int", 1, 4096),
+    "qk_rope_head_dim": Field("int", 2, 4096),
+    "v_head_dim": Field("int", 1, 4096),
+    "rope_theta": _POSITIVE,
+    "max_position_embeddings": Field("int", 1, 2**31 - 1),
+    "rms_norm_eps": Field("float", 0, 1, exclusive=True),
+    "short_conv_kernel_size": Field("int", 1, 64),
+    "kda_lower_bound": Field("float", -math.inf, 0, exclusive=True, optional=True),
+    "num_experts": Field("int", 1, 4096),
+    "num_experts_per_tok": Field("int", 1, 4096),
+    "num_shared_experts": Field("int", 0, 64),
+    "moe_intermediate_size": _SIZE,
+    "moe_shared_expert_intermediate_size": _SIZE,
+    "n_group": Field("int", 1, 4096),
+    "topk_group": Field("int", 1, 4096),
+    "routed_scaling_factor": _POSITIVE,
+    "norm_topk_prob": Field("bool"),
+    "expert_swiglu_limit_list": _LIMITS,
+    "share_expert_swiglu_limit_list": _LIMITS,
+    "num_nextn_predict_layers": Field("int", 0, 64),
+    "initializer_range": _POSITIVE,
+    "eos_token_id": Field("int list", 0, 2**31 - 1),
+    "pad_token_id": Field("int", 0, 2**31 - 1, optional=True),
+}
+"""Each of `Ling3Config`'s fields. The bounds are far beyond any real model and keep a corrupt file from allocating one."""
+
+MAX_PARAMETERS = 2**42
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "num_experts": ("num_local_experts",),
+    "num_experts_per_tok": ("num_experts_per_token",),
+    "num_shared_experts": ("n_shared_experts",),
+    "n_group": ("num_expert_group",),
+    "norm_topk_prob": ("moe_renormalize",),
+    "max_position_embeddings": ("model_max_length",),
+    "num_nextn_predict_layers": ("num_mtp_layers",),
+    "short_conv_kernel_size": ("linear_conv_kernel_dim",),
+    "rope_theta": ("rope_parameters.rope_theta", "rope_scaling.rope_theta"),
+}
+"""Other names of the same field, in Ling's own files and in what transformers 5 writes. `head_dim` is told apart in `config_reader.py`."""
+
+_FALSE = (False, None)
+REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "score_function": (("sigmoid",), "the router's scores are sigmoids"),
+    "scoring_func": (("sigmoid",), "the router's scores are sigmoids"),
+    "moe_router_activation_func": (("sigmoid",), "the router's scores are sigmoids"),
+    "topk_method": (("noaux_tc",), "experts are chosen in groups, by biased scores"),
+    "router_dtype": (("fp32", "float32"), "the router computes in float32"),
+    "moe_router_enable_expert_bias": ((True,), "experts are chosen by biased scores"),
+    "scale_router_input": (_FALSE, "the router sees its input unscaled"),
+    "moe_layer_freq": ((1, None), "every layer after the dense ones is sparse"),
+    "hidden_act": (("silu", "swish"), "every MLP is a SwiGLU"),
+    "tie_word_embeddings": ((False,), "`lm_head` is a matrix of its own"),
+    "attention_bias": (_FALSE, "no linear map has a bias"),
+    "use_bias": (_FALSE, "no linear map has a bias"),
+    "use_qkv_bias": (_FALSE, "no linear map has a bias"),
+    "mlp_bias": (_FALSE, "no linear map has a bias"),
+    "use_mla_nope": (_FALSE, "MLA rotates the last channels of its queries and keys"),
+    "mla_use_nope": (_FALSE, "MLA rotates the last channels of its queries and keys"),
+    "rope_interleave": ((True,), "RoPE rotates neighbouring channels"),
+    "gated_attention_proj_granularity_type": (("head_wise",), "MLA has one output gate per head"),
+    "no_kda_lora": ((True,), "KDA's gates are full-rank projections"),
+    "use_kda_lora": (_FALSE, "KDA's gates are full-rank projections"),
+    "kda_allow_neg_eigval": (_FALSE, "KDA's write strength lies between 0 and 1"),
+    "linear_attention": (("kda", None), "the linear attention is KDA"),
+    "linear_silu": ((True,), "KDA's convolutions end in a SiLU"),
+    "use_qk_norm": ((True,), "KDA normalizes its queries and keys"),
+    "group_norm_size": ((1, None), "KDA's output norm is per head"),
+    "value_norm": (_FALSE, "values are not normalized"),
+    "up_proj_norm": (_FALSE, "experts have no norm"),
+    "use_nGPT": (_FALSE, "the residual stream is not normalized"),
+    "sliding_window": ((None, 0), "MLA attends to the whole context"),
+    "use_sliding_window": (_FALSE, "MLA attends to the whole context"),
+    "quantization_config": ((None, {}), "weights are plain BF16, F16 or F32; use the unquantized checkpoint"),
+    "quantization": ((None, {}), "weights are plain BF16, F16 or F32; use the unquantized checkpoint"),
+}
+"""Fields that may hold only the values for which this code is right, and the law that it computes."""
+
+HARMLESS = frozenset(
+    "architectures model_type auto_map dtype torch_dtype transformers_version use_cache pretraining_tp bos_token_id partial_rotary_factor "
+    "attention_dropout embedding_dropout hidden_dropout output_dropout output_attentions output_hidden_states output_router_logits "
+    "attn_implementation _attn_implementation max_window_layers mtp_loss_scaling_factor mtp_use_kda seq_aux aux_loss_alpha "
+    "router_aux_loss_coef router_z_loss_coef chunk_size_feed_forward".split()
+)
+"""Fields that are known to change no logit. `partial_rotary_factor` repeats `qk_rope_head_dim`; `mtp_*` belongs to skipped layers."""
+
+TELLING = frozenset(
+    "attn attention rope rotary mrope yarn kda gdn mla moe expert experts router routed routing gate gated gating norm layernorm linear "
+    "conv bias swiglu act activation scale scaling multiplier softcap softcapping clamp limit residual window sliding quant quantized "
+    "head heads layer layers lora recurrent state topk shared share hidden intermediate embedding embeddings latent index indexer".split()
+)
+"""Words that say that an unknown field speaks of the computation: such a field is refused unless its value switches it off."""
+
+
+def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with whole numbers made floats where a float is meant, a single end-of-text id a tuple, and lists tuples."""
+
+    def real(item: Any) -> Any:
+        return float(item) if type(item) is int and abs(item) < 2**1000 else item
+
+    result = dict(values)
+    for name, value in values.items():
+        kind = FIELDS[name].kind
+        if kind == "float":
+            result[name] = real(value)
+        elif kind == "float list" and isinstance(value, list | tuple):
+            result[name] = tuple(real(item) for item in value)
+        elif kind == "int list":
+            result[name] = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    return result
+
+
+def check(values: Mapping[str, Any]) -> list[str]:
+    """The problems of a whole set of field values, types and ranges first, and how they fit together if those are right."""
+    problems = [
+        f"{name}: {'absent' if value is None else f'found {shown(value)}'}; expected {FIELDS[name].describe()}; {_advice(name, value)}"
+        for name, value in values.items()
+        if not FIELDS[name].admits(value)
+    ]
+    return problems or _misfits(values)
+
+
+def shown(value: object) -> str:
+    """`value` for an error message, cut to a readable length."""
+    text = repr(list(value)) if isinstance(value, tuple) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _advice(name: str, value: object) -> str:
+    if isinstance(value, str):
+        return (
+            "write the number without quotes" if FIELDS[name].kind != "bool" else "write true or false without quotes"
+        )
+    if isinstance(value, bool):
+        return "write the number, not true or false"
+    if value is None:
+        return "add it"
+    return "correct it"
+
+
+def _misfits(v: Mapping[str, Any]) -> list[str]:
+    problems = []
+    group = v["num_experts"] // v["n_group"]
+    if v["qk_rope_head_dim"] % 2:
+        problems.append(
+            f"qk_rope_head_dim: found {v['qk_rope_head_dim']}; expected an even number; RoPE rotates pairs of channels"
+        )
+    if v["first_k_dense_replace"] > v["num_hidden_layers"]:
+        problems.append(
+            f"first_k_dense_replace: found {v['first_k_dense_replace']}; expected at most num_hidden_layers, "
+            f"{v['num_hidden_layers']}; correct one of them"
+        )
+    if v["num_experts"] % v["n_group"]:
+        problems.append(
+            f"n_group: found {v['n_group']}; expected a divisor of num_experts, {v['num_experts']}; groups are of one size"
+        )
+    elif v["n_group"] > 1 and group < 2:
+        problems.append(
+            f"n_group: found {v['n_group']}; expected groups of two experts or more; a group's score is the sum of its two best"
+        )
+    elif v["num_experts_per_tok"] > min(v["topk_group"], v["n_group"]) * group:
+        problems.append(
+            f"num_experts_per_tok: found {v['num_experts_per_tok']}; expected at most topk_group * num_experts / n_group, "
+            f"{min(v['topk_group'], v['n_group']) * group}; only experts of the kept groups can be chosen"
+        )
+    if v["topk_group"] > v["n_group"]:
+        problems.append(
+            f"topk_group: found {v['topk_group']}; expected at most n_group, {v['n_group']}; correct one of them"
+        )
+    for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        if v[name] is not None and len(v[name]) != v["num_hidden_layers"]:
+            problems.append(
+                f"{name}: found {len(v[name])} limits; expected one per layer, {v['num_hidden_layers']}; 0 means no clamp"
+            )
+    if (parameters := _parameters(v)) > MAX_PARAMETERS:
+        problems.append(
+            f"the sizes together: about {parameters:,} parameters; expected at most {MAX_PARAMETERS:,}; correct the sizes"
+        )
+    return problems
+
+
+def _parameters(v: Mapping[str, Any]) -> int:
+    """The weights of a model of these sizes, counting KDA and MLA, dense and sparse in every layer: an upper bound."""
+    hidden, heads = v["hidden_size"], v["num_attention_heads"]
+    kda = 6 * hidden * heads * v["head_dim"]
+    queries = heads * (v["qk_nope_head_dim"] + v["qk_rope_head_dim"]) * ((v["q_lora_rank"] or 0) + hidden)
+    mla = (
+        queries
+        + v["kv_lora_rank"] * (hidden + heads * (v["qk_nope_head_dim"] + v["v_head_dim"]))
+        + hidden * heads * v["v_head_dim"]
+    )
+    experts = (
+        v["num_experts"] * v["moe_intermediate_size"]
+        + v["num_shared_experts"] * v["moe_shared_expert_intermediate_size"]
+    )
+    mlp = 3 * hidden * (v["intermediate_size"] + experts)
+    return 2 * v["vocab_size"] * hidden + v["num_hidden_layers"] * (kda + mla + mlp)

@@ -1,0 +1,35 @@
+"""JSON from files that strangers wrote: no key twice, no NaN, no nesting deep enough to exhaust the stack."""
+
+import json
+from typing import Any
+
+
+def parse(text: str | bytes, source: str) -> Any:
+    """The value that `text` (UTF-8) holds; `source` is the file that errors name.
+
+    Python's own parser keeps the last of two equal keys and accepts `NaN` and `Infinity`, which are not JSON.
+    Raises ValueError, with the line and column where there is one.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError(f"{source}: nested too deeply to be read; a Ling-3 file has at most four levels") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}: no valid JSON ({error}); fetch or write the file again") from error
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        seen: set[str] = set()
+        twice = sorted({key for key, _ in pairs if key in seen or seen.add(key)})
+        raise ValueError(f"the same key twice: {', '.join(map(repr, twice[:5]))}; keep one of each")
+    return mapping
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON value; write a finite number")
