@@ -17,7 +17,7 @@ class Ling3Config:
 
     Defaults are those of the published Ling-3.0-tiny. Lengths are in tokens, sizes in channels. `kda_lower_bound` is
     None for the softplus law (the published `kda_safe_gate: false`); the two limit lists have one number per layer, 0
-    for no clamp. Raises ConfigError, naming every field that is of the wrong type, out of range or does not fit the rest.
+    for no clamp. Raises ConfigError, naming every field of the wrong type, out of range or at odds with the rest.
     """
 
     # The import hook's type check would come before `__post_init__`, with an error that names no field to correct.
@@ -79,10 +79,10 @@ class Ling3Config:
 
     @staticmethod
     def from_dict(raw: object, source: str = "config.json") -> "Ling3Config":
-        """The configuration that the JSON object `raw` describes, in Ling's names or transformers 5's; `source` is for errors.
+        """The configuration in the JSON object `raw`, in Ling's names or transformers 5's; `source` is for errors.
 
         What would change the numbers and is not computed here is refused by name, and so is every other model, Ling 2.6
-        included. Unknown fields that cannot change them are accepted; `config_reader.read` has the rule. Raises ConfigError.
+        included. Fields that cannot change them are accepted; `config_reader.read` has the rule. Raises ConfigError.
         """
         return Ling3Config(**config_reader.read(raw, source))
 

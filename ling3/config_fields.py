@@ -1,4 +1,4 @@
-"""What a Ling-3 `config.json` may say: the fields with their ranges and aliases, and everything that is refused by name."""
+"""What a Ling-3 `config.json` may say: the fields with their ranges and aliases, and what is refused by name."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 class ConfigError(ValueError):
-    """A configuration that is no Ling-3 this code computes; lists every field, what it held, what it should, what to do."""
+    """No Ling-3 that this code computes: every field at fault, what it held, what was expected, what to do."""
 
     def __init__(self, source: str, problems: list[str]):
         count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
@@ -93,7 +93,7 @@ FIELDS: dict[str, Field] = {
     "eos_token_id": Field("int list", 0, 2**31 - 1),
     "pad_token_id": Field("int", 0, 2**31 - 1, optional=True),
 }
-"""Each of `Ling3Config`'s fields. The bounds are far beyond any real model and keep a corrupt file from allocating one."""
+"""Each of `Ling3Config`'s fields. The bounds, far beyond any real model, keep a corrupt file from allocating."""
 
 MAX_PARAMETERS = 2**42
 
@@ -108,7 +108,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "short_conv_kernel_size": ("linear_conv_kernel_dim",),
     "rope_theta": ("rope_parameters.rope_theta", "rope_scaling.rope_theta"),
 }
-"""Other names of the same field, in Ling's own files and in what transformers 5 writes. `head_dim` is told apart in `config_reader.py`."""
+"""Other names of a field, in Ling's own files and those of transformers 5; for `head_dim`, see `config_reader.py`."""
 
 _FALSE = (False, None)
 REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -148,23 +148,25 @@ REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Fields that may hold only the values for which this code is right, and the law that it computes."""
 
 HARMLESS = frozenset(
-    "architectures model_type auto_map dtype torch_dtype transformers_version use_cache pretraining_tp bos_token_id partial_rotary_factor "
-    "attention_dropout embedding_dropout hidden_dropout output_dropout output_attentions output_hidden_states output_router_logits "
-    "attn_implementation _attn_implementation max_window_layers mtp_loss_scaling_factor mtp_use_kda seq_aux aux_loss_alpha "
-    "router_aux_loss_coef router_z_loss_coef chunk_size_feed_forward".split()
+    "architectures model_type auto_map dtype torch_dtype transformers_version use_cache pretraining_tp bos_token_id "
+    "partial_rotary_factor attention_dropout embedding_dropout hidden_dropout output_dropout output_attentions "
+    "output_hidden_states output_router_logits attn_implementation _attn_implementation max_window_layers "
+    "mtp_loss_scaling_factor mtp_use_kda seq_aux aux_loss_alpha router_aux_loss_coef router_z_loss_coef "
+    "chunk_size_feed_forward".split()
 )
-"""Fields that are known to change no logit. `partial_rotary_factor` repeats `qk_rope_head_dim`; `mtp_*` belongs to skipped layers."""
+"""Fields that change no logit. `partial_rotary_factor` repeats `qk_rope_head_dim`; `mtp_*` is of skipped layers."""
 
 TELLING = frozenset(
-    "attn attention rope rotary mrope yarn kda gdn mla moe expert experts router routed routing gate gated gating norm layernorm linear "
-    "conv bias swiglu act activation scale scaling multiplier softcap softcapping clamp limit residual window sliding quant quantized "
-    "head heads layer layers lora recurrent state topk shared share hidden intermediate embedding embeddings latent index indexer".split()
+    "attn attention rope rotary mrope yarn kda gdn mla moe expert experts router routed routing gate gated gating norm "
+    "layernorm linear conv bias swiglu act activation scale scaling multiplier softcap softcapping clamp limit "
+    "residual window sliding quant quantized head heads layer layers lora recurrent state topk shared share hidden "
+    "intermediate embedding embeddings latent index indexer".split()
 )
-"""Words that say that an unknown field speaks of the computation: such a field is refused unless its value switches it off."""
+"""Words by which an unknown field speaks of the computation: it is refused unless its value switches it off."""
 
 
 def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with whole numbers made floats where a float is meant, a single end-of-text id a tuple, and lists tuples."""
+    """`values` with lists, or a single end-of-text id, as tuples, and whole numbers as floats where those belong."""
 
     def real(item: Any) -> Any:
         return float(item) if type(item) is int and abs(item) < 2**1000 else item
@@ -182,13 +184,18 @@ def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(values: Mapping[str, Any]) -> list[str]:
-    """The problems of a whole set of field values, types and ranges first, and how they fit together if those are right."""
+    """The problems of a full set of field values: types and ranges, and only then how they fit together."""
     problems = [
-        f"{name}: {'absent' if value is None else f'found {shown(value)}'}; expected {FIELDS[name].describe()}; {_advice(name, value)}"
+        f"{name}: {found(value)}; expected {FIELDS[name].describe()}; {_advice(name, value)}"
         for name, value in values.items()
         if not FIELDS[name].admits(value)
     ]
     return problems or _misfits(values)
+
+
+def found(value: object) -> str:
+    """What a message says that a field held."""
+    return "absent" if value is None else f"found {shown(value)}"
 
 
 def shown(value: object) -> str:
@@ -223,16 +230,18 @@ def _misfits(v: Mapping[str, Any]) -> list[str]:
         )
     if v["num_experts"] % v["n_group"]:
         problems.append(
-            f"n_group: found {v['n_group']}; expected a divisor of num_experts, {v['num_experts']}; groups are of one size"
+            f"n_group: found {v['n_group']}; expected a divisor of num_experts, {v['num_experts']}; "
+            "groups are of one size"
         )
     elif v["n_group"] > 1 and group < 2:
         problems.append(
-            f"n_group: found {v['n_group']}; expected groups of two experts or more; a group's score is the sum of its two best"
+            f"n_group: found {v['n_group']}; expected groups of two experts or more; "
+            "a group's score is the sum of its two best"
         )
     elif v["num_experts_per_tok"] > min(v["topk_group"], v["n_group"]) * group:
         problems.append(
-            f"num_experts_per_tok: found {v['num_experts_per_tok']}; expected at most topk_group * num_experts / n_group, "
-            f"{min(v['topk_group'], v['n_group']) * group}; only experts of the kept groups can be chosen"
+            f"num_experts_per_tok: found {v['num_experts_per_tok']}; expected at most topk_group * num_experts / "
+            f"n_group, {min(v['topk_group'], v['n_group']) * group}; only experts of the kept groups can be chosen"
         )
     if v["topk_group"] > v["n_group"]:
         problems.append(
@@ -241,11 +250,13 @@ def _misfits(v: Mapping[str, Any]) -> list[str]:
     for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         if v[name] is not None and len(v[name]) != v["num_hidden_layers"]:
             problems.append(
-                f"{name}: found {len(v[name])} limits; expected one per layer, {v['num_hidden_layers']}; 0 means no clamp"
+                f"{name}: found {len(v[name])} limits; expected one per layer, {v['num_hidden_layers']}; "
+                "0 means no clamp"
             )
     if (parameters := _parameters(v)) > MAX_PARAMETERS:
         problems.append(
-            f"the sizes together: about {parameters:,} parameters; expected at most {MAX_PARAMETERS:,}; correct the sizes"
+            f"the sizes together: found about {parameters:,} parameters; expected at most {MAX_PARAMETERS:,}; "
+            "correct the sizes"
         )
     return problems
 

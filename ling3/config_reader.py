@@ -3,7 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ling3.config_fields import ALIASES, FIELDS, HARMLESS, REQUIRED, TELLING, ConfigError, check, normalized, shown
+from ling3.config_fields import (
+    ALIASES,
+    FIELDS,
+    HARMLESS,
+    REQUIRED,
+    TELLING,
+    ConfigError,
+    check,
+    found,
+    normalized,
+    shown,
+)
 
 ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
 """Ling-3's own name, and the one transformers 5 writes."""
@@ -12,8 +23,8 @@ MODEL_TYPE = "bailing_hybrid"
 
 _ABSENT = {"num_nextn_predict_layers": 0, "initializer_range": 0.02}
 _DERIVED = frozenset(
-    "num_key_value_heads num_kv_heads_for_linear_attn linear_num_heads linear_head_dim qk_head_dim rotary_dim layer_types "
-    "mlp_layer_types linear_attn_config kda_safe_gate rope_parameters rope_scaling".split()
+    "num_key_value_heads num_kv_heads_for_linear_attn linear_num_heads linear_head_dim qk_head_dim rotary_dim "
+    "layer_types mlp_layer_types linear_attn_config kda_safe_gate rope_parameters rope_scaling".split()
 )
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
@@ -51,43 +62,37 @@ def read(raw: object, source: str) -> dict[str, Any]:
 def _not_ling3(raw: Mapping[str, Any]) -> str | None:
     """Why this file is another model's. Ling 2.6, with Lightning attention, has the same `model_type`."""
     if raw.get("model_type") not in (None, MODEL_TYPE):
-        return f"model_type: found {shown(raw['model_type'])}; expected '{MODEL_TYPE}'; ling3 reads Ling-3 checkpoints only"
+        return f"model_type: found {shown(raw['model_type'])}; expected '{MODEL_TYPE}'; ling3 reads Ling-3 only"
     architectures = raw.get("architectures")
-    wanted = f"expected {' or '.join(ARCHITECTURES)}"
     if architectures is None:
-        if not any(name.startswith("kda_") for name in raw):
-            return (
-                f"architectures: absent, and no KDA field either; {wanted}; without them this is no Ling-3 "
-                "(Ling 2.6, of the same model_type, has Lightning attention instead of KDA, which ling3 does not compute)"
-            )
-        return None
-    if (
-        not isinstance(architectures, list)
-        or not architectures
-        or not set(map(str, architectures)) <= set(ARCHITECTURES)
-    ):
-        return (
-            f"architectures: found {shown(architectures)}; {wanted}; ling3 reads Ling-3 only (Ling 2.6, of the same "
-            "model_type, has Lightning attention instead of KDA, which ling3 does not compute)"
-        )
-    return None
+        if any(name.startswith("kda_") for name in raw):
+            return None
+        what = "absent, and no KDA field either"
+    else:
+        if isinstance(architectures, list) and architectures and all(name in ARCHITECTURES for name in architectures):
+            return None
+        what = found(architectures)
+    return (
+        f"architectures: {what}; expected {' or '.join(ARCHITECTURES)}; ling3 reads Ling-3 only (Ling 2.6, of the same "
+        "model_type, has Lightning attention instead of KDA, which ling3 does not compute)"
+    )
 
 
 def _pick(raw: Mapping[str, Any], names: tuple[str, ...], problems: list[str]) -> Any:
     """The one value under all of `names` (`a.b` is a field of an object); null counts as absent."""
-    found = {}
+    said = {}
     for name in names:
         outer, _, inner = name.partition(".")
         value = raw.get(outer)
         value = value.get(inner) if inner and isinstance(value, Mapping) else None if inner else value
         if value is not None:
-            found[name] = value
-    if any(value != next(iter(found.values())) for value in found.values()):
-        said = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
+            said[name] = value
+    if any(value != next(iter(said.values())) for value in said.values()):
+        each = ", ".join(f"{name} {shown(value)}" for name, value in said.items())
         problems.append(
-            f"{names[0]}: found {said}; expected one value, as these are names of one field; keep the right one"
+            f"{names[0]}: found {each}; expected one value, as these are names of one field; keep the right one"
         )
-    return next(iter(found.values()), None)
+    return next(iter(said.values()), None)
 
 
 def _head_dim(raw: Mapping[str, Any], problems: list[str]) -> Any:
@@ -107,8 +112,7 @@ def _lower_bound(raw: Mapping[str, Any], problems: list[str]) -> Any:
     """The bound of KDA's decay, or None for the softplus law when the safe gate is off."""
     safe, bound = raw.get("kda_safe_gate"), raw.get("kda_lower_bound")
     if not isinstance(safe, bool):
-        found = "absent" if safe is None else f"found {shown(safe)}"
-        problems.append(f"kda_safe_gate: {found}; expected true or false; it says which law KDA's decay follows")
+        problems.append(f"kda_safe_gate: {found(safe)}; expected true or false; it says which law KDA's decay follows")
     elif safe and bound is None:
         problems.append(
             "kda_lower_bound: absent; expected a finite number below 0; add it, or set kda_safe_gate to false"
@@ -146,7 +150,7 @@ def _rope_problems(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _refused(raw: Mapping[str, Any]) -> list[str]:
-    """The fields whose value means a computation that this code does not do, and unknown ones whose name says they might."""
+    """Fields whose value means a computation that this code does not do, and unknown ones whose name says it might."""
     known = {*FIELDS, *HARMLESS, *_DERIVED, *(alias for aliases in ALIASES.values() for alias in aliases)}
     problems = []
     for name, value in raw.items():
@@ -183,15 +187,16 @@ def _disagreements(raw: Mapping[str, Any], values: dict[str, Any]) -> list[str]:
         "num_heads": heads,
         "short_conv_kernel_size": values["short_conv_kernel_size"],
     }
-    found = {name: raw.get(name) for name in expected}
-    found["num_kv_heads_for_linear_attn"] = raw.get("num_kv_heads_for_linear_attn") or None
+    said = {name: raw.get(name) for name in expected}
+    said["num_kv_heads_for_linear_attn"] = raw.get("num_kv_heads_for_linear_attn") or None
     expected["num_kv_heads_for_linear_attn"] = heads
     if isinstance(raw.get("linear_attn_config"), Mapping):
         for key, value in raw["linear_attn_config"].items():
-            found[f"linear_attn_config.{key}"] = value
+            said[f"linear_attn_config.{key}"] = value
             expected[f"linear_attn_config.{key}"] = linear.get(key)
     return [
-        f"{name}: found {shown(value)}; expected {shown(expected[name])}, from the other fields; ling3 computes no other arrangement"
-        for name, value in found.items()
+        f"{name}: found {shown(value)}; expected {shown(expected[name])}, from the other fields; "
+        "ling3 computes no other arrangement"
+        for name, value in said.items()
         if value is not None and value != expected[name]
     ]
