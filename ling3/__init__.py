@@ -1,0 +1,14 @@
+"""Ling-3: a hybrid of Kimi Delta Attention and gated MLA over a sparse mixture of experts, in JAX and Equinox."""
+
+from jaxtyping import install_import_hook as _install_import_hook
+
+# Shapes and types are checked in every session; an int is a fine float.
+_install_import_hook("ling3", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+from ling3.cache import Cache, KDAState, LatentCache  # noqa: E402
+from ling3.config import Ling3Config  # noqa: E402
+from ling3.model import Ling3ForCausalLM, init  # noqa: E402
+
+from ling3.version import __version__  # noqa: E402
+
+__all__ = ["Cache", "KDAState", "LatentCache", "Ling3Config", "Ling3ForCausalLM", "init"]

@@ -1,0 +1,40 @@
+"""The short causal convolution in front of KDA's queries, keys and values."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ling3.cache import Span
+from ling3.layers.linear import normal
+from ling3.ops.precision import wide
+
+
+class ShortConv(eqx.Module):
+    """y_t = silu(Σ_j w_j · x_{t-taps+1+j}), each channel for itself, without bias (Kimi Linear, arXiv 2510.26692, §4).
+
+    The memory is the last `taps - 1` inputs, before the convolution. The checkpoint has the weight as [channels, 1, taps].
+    """
+
+    weight: Float[Array, "channels taps"]
+
+    @staticmethod
+    def init(channels: int, taps: int, *, key: PRNGKeyArray) -> "ShortConv":
+        return ShortConv(normal(key, (channels, taps), jnp.float32, taps**-0.5))
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq {self.weight.shape[0]}"],
+        tail: Float[Array, "batch {self.weight.shape[1]-1} {self.weight.shape[0]}"],
+        span: Span,
+    ) -> tuple[
+        Float[Array, "batch seq {self.weight.shape[0]}"], Float[Array, "batch {self.weight.shape[1]-1} {self.weight.shape[0]}"]
+    ]:
+        """The outputs in float32 (or wider), and the tail after each row's last valid token in the dtype it came in."""
+        seq, taps = x.shape[1], self.weight.shape[1]
+        inputs = jnp.concatenate([tail, x.astype(tail.dtype)], axis=1)
+        dtype = wide(x.dtype)
+        weight = self.weight.astype(dtype)
+        y = sum(inputs[:, j : j + seq].astype(dtype) * weight[None, None, :, j] for j in range(taps))
+        last = span.length[:, None] + jnp.arange(taps - 1, dtype=jnp.int32)[None]
+        return jax.nn.silu(y), jnp.take_along_axis(inputs, last[..., None], axis=1)

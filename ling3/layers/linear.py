@@ -1,0 +1,58 @@
+"""Matrix layers: the linear map and the embedding table."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
+
+from ling3.ops.precision import wide
+
+
+class Linear(eqx.Module):
+    """y = x Wᵀ, without bias. The weight is `[out, in]`, as checkpoints have it, so that no load transposes."""
+
+    weight: Float[Array, "out_features in_features"]
+
+    @staticmethod
+    def init(out_features: int, in_features: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float) -> "Linear":
+        return Linear(normal(key, (out_features, in_features), dtype, std))
+
+    def __call__(
+        self, x: Float[Array, "*batch {self.weight.shape[1]}"], dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch {self.weight.shape[0]}"]:
+        """Products are summed in float32 or wider; the result has `dtype`, or that of `x`."""
+        return matmul_transposed(x, self.weight).astype(x.dtype if dtype is None else dtype)
+
+
+class Embedding(eqx.Module):
+    """One row of the table per token id. Ids outside the table are the caller's error: JAX would clamp them."""
+
+    weight: Float[Array, "vocab hidden"]
+
+    @staticmethod
+    def init(vocab: int, hidden: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float) -> "Embedding":
+        return Embedding(normal(key, (vocab, hidden), dtype, std))
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq {self.weight.shape[1]}"]:
+        return self.weight[tokens]
+
+
+def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, std: float) -> Float[Array, "..."]:
+    """A weight drawn from N(0, std²)."""
+    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def matmul_transposed(
+    x: Float[Array, "*batch in_features"], weight: Float[Array, "out_features in_features"]
+) -> Float[Array, "*batch out_features"]:
+    """x Wᵀ with float32 (or wider) sums and result, whatever the operands' dtype.
+
+    A single bfloat16 row is computed as two: XLA's CPU backend would otherwise convert the whole weight to float32.
+    """
+    out = wide(x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    lonely = rows.shape[0] == 1 and x.dtype == jnp.bfloat16
+    rows = jnp.concatenate([rows, rows]) if lonely else rows
+    y = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=out)
+    return (y[:1] if lonely else y).reshape(*x.shape[:-1], weight.shape[0])

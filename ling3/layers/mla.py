@@ -1,0 +1,204 @@
+"""Gated multi-head latent attention: full attention whose cache is one low-rank latent per token."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
+
+from ling3.cache import LatentCache, Span
+from ling3.config import Ling3Config
+from ling3.layers.linear import Linear
+from ling3.layers.norm import RMSNorm
+from ling3.layers.rope import rotate
+from ling3.ops.attention import BLOCK, block_attention
+from ling3.ops.precision import wide
+
+
+class MLA(eqx.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1) with a head-wise output gate (Ling-3's config).
+
+        q = q_b_proj(RMSNorm(q_a_proj(x)))  or  q_proj(x)             [heads, nope + rope]
+        latent, k_rope = kv_a_proj_with_mqa(x);   latent = RMSNorm(latent)
+        k_nope, v = kv_b_proj(latent)                                 [heads, nope], [heads, value]
+        o = softmax((q_nope·k_nope + rope(q_rope)·rope(k_rope)) / sqrt(nope + rope)) v
+        y = dense(sigmoid(g_proj(x)) · o)                             the gate in float32, one number per head
+
+    Only `[latent | rope(k_rope)]` is remembered. Many tokens at once expand keys and values from it; a single token
+    absorbs `kv_b_proj` into query and output instead (q_nope W_uk, then W_uv), the same numbers without the expansion.
+    """
+
+    q_a_proj: Linear | None  # [q_rank, hidden]
+    q_a_layernorm: RMSNorm | None
+    q_b_proj: Linear | None  # [heads·(nope + rope), q_rank]
+    q_proj: Linear | None  # [heads·(nope + rope), hidden], where there is no q_a_proj
+    kv_a_proj_with_mqa: Linear  # [latent + rope, hidden]
+    kv_a_layernorm: RMSNorm
+    kv_b_proj: Linear  # [heads·(nope + value), latent]
+    g_proj: Linear  # [heads, hidden]
+    dense: Linear  # [hidden, heads·value]
+    nope: int = eqx.field(static=True)
+    rope: int = eqx.field(static=True)
+    rope_theta: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MLA":
+        """Random weights."""
+        keys = iter(jax.random.split(key, 6))
+        heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+        nope, rope, value, q_rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.q_lora_rank
+
+        def linear(rows: int, columns: int) -> Linear:
+            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.initializer_range)
+
+        return MLA(
+            q_a_proj=None if q_rank is None else linear(q_rank, hidden),
+            q_a_layernorm=None if q_rank is None else RMSNorm.init(q_rank, config.rms_norm_eps),
+            q_b_proj=None if q_rank is None else linear(heads * (nope + rope), q_rank),
+            q_proj=linear(heads * (nope + rope), hidden) if q_rank is None else None,
+            kv_a_proj_with_mqa=linear(latent + rope, hidden),
+            kv_a_layernorm=RMSNorm.init(latent, config.rms_norm_eps),
+            kv_b_proj=linear(heads * (nope + value), latent),
+            g_proj=linear(heads, hidden),
+            dense=linear(hidden, heads * value),
+            nope=nope,
+            rope=rope,
+            rope_theta=config.rope_theta,
+        )
+
+    def init_state(self, batch: int, max_length: int, dtype: DTypeLike) -> LatentCache:
+        """An empty cache for `max_length` tokens a row, rounded up to whole attention blocks."""
+        entry = self.kv_a_layernorm.weight.shape[0] + self.rope
+        return LatentCache(jnp.zeros((batch, -(-max_length // BLOCK) * BLOCK, entry), dtype))
+
+    def __call__(
+        self, x: Float[Array, "batch seq hidden"], state: LatentCache | None, span: Span
+    ) -> tuple[Float[Array, "batch seq hidden"], LatentCache | None]:
+        """The layer's output for each token, and the cache with the span's tokens in it.
+
+        Without a cache the span's tokens see each other alone, in a form that can be differentiated.
+        """
+        batch, seq, _ = x.shape
+        positions = span.positions(seq)
+        q_nope, q_rope = self._queries(x, positions)
+        entries = self._entries(x, positions)
+        if state is None:
+            blocks = -(-seq // BLOCK)
+            held = jnp.pad(entries, ((0, 0), (0, blocks * BLOCK - seq), (0, 0)))
+            positions = positions - span.start[:, None]
+            length = span.length
+        else:
+            state = state.append(entries, span)
+            held, length = state.entries, span.start + span.length
+            blocks = -(-jnp.max(length) // BLOCK)
+        attend = self._absorbed if seq == 1 else self._expanded
+        o = attend(q_nope, q_rope, positions, held, length, blocks)
+        return self._output(o.astype(x.dtype), x), state
+
+    def _queries(
+        self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
+    ) -> tuple[Float[Array, "batch seq heads {self.nope}"], Float[Array, "batch seq heads {self.rope}"]]:
+        """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5."""
+        if self.q_proj is not None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = rearrange(q, "b s (h d) -> b s h d", d=self.nope + self.rope)
+        q_nope, q_rope = q[..., : self.nope], rotate(q[..., self.nope :], positions, self.rope_theta)
+        scale = (self.nope + self.rope) ** -0.5
+        return q_nope * scale, q_rope * scale
+
+    def _entries(
+        self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
+    ) -> Float[Array, "batch seq entry"]:
+        """What is remembered of each token: [normalised latent | rotated key shared by all heads]."""
+        latent = self.kv_a_layernorm.weight.shape[0]
+        compressed = self.kv_a_proj_with_mqa(x)
+        compressed_kv, k_rope_raw = compressed[..., :latent], compressed[..., latent:]
+        k_rope = rotate(k_rope_raw[:, :, None], positions, self.rope_theta)[:, :, 0]
+        return jnp.concatenate([self.kv_a_layernorm(compressed_kv), k_rope], axis=-1)
+
+    def _expanded(
+        self,
+        q_nope: Float[Array, "batch seq heads nope"],
+        q_rope: Float[Array, "batch seq heads rope"],
+        positions: Int32[Array, "batch seq"],
+        entries: Float[Array, "batch positions entry"],
+        length: Int32[Array, " batch"],
+        blocks: int | Int32[Array, ""],
+    ) -> Float[Array, "batch seq heads value"]:
+        """Attention over keys and values of every head, expanded from the latents block by block."""
+        q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
+        heads, latent = q.shape[1], entries.shape[-1] - self.rope
+        value = self.kv_b_proj.weight.shape[0] // heads - self.nope
+
+        def read(i):
+            block = _finite_block(entries, i, length)
+            expanded = self.kv_b_proj(block[..., :latent].astype(q.dtype))
+            expanded = rearrange(expanded, "b p (h d) -> b p h d", h=heads)
+            k_nope, v = expanded[..., : self.nope], expanded[..., self.nope :]
+            k_rope = jnp.broadcast_to(block[:, :, None, latent:].astype(q.dtype), (*k_nope.shape[:-1], self.rope))
+            return jnp.concatenate([k_nope, k_rope], axis=-1), v
+
+        return rearrange(block_attention(q, positions, read, length, blocks, value), "b h s v -> b s h v")
+
+    def _absorbed(
+        self,
+        q_nope: Float[Array, "batch seq heads nope"],
+        q_rope: Float[Array, "batch seq heads rope"],
+        positions: Int32[Array, "batch seq"],
+        entries: Float[Array, "batch positions entry"],
+        length: Int32[Array, " batch"],
+        blocks: int | Int32[Array, ""],
+    ) -> Float[Array, "batch seq heads value"]:
+        """Attention over the latents themselves: every head's query shares the one key and value of a token."""
+        heads, latent = q_nope.shape[2], entries.shape[-1] - self.rope
+        w_uk, w_uv = self._absorbed_weights(heads)
+        q_latent = _per_head("hrn,hnl->hrl", q_nope, w_uk).astype(q_nope.dtype)
+        q = rearrange(jnp.concatenate([q_latent, q_rope], axis=-1), "b s h d -> b 1 (s h) d")
+
+        def read(i):
+            block = _finite_block(entries, i, length).astype(q.dtype)[:, :, None]
+            return block, block[..., :latent]
+
+        row_positions = jnp.repeat(positions, heads, axis=1)
+        o_latent = block_attention(q, row_positions, read, length, blocks, latent).astype(q_nope.dtype)
+        o_latent = rearrange(o_latent, "b 1 (s h) l -> b s h l", h=heads)
+        return _per_head("hrl,hvl->hrv", o_latent, w_uv)
+
+    def _absorbed_weights(
+        self, heads: int
+    ) -> tuple[Float[Array, "heads {self.nope} latent"], Float[Array, "heads value latent"]]:
+        """kv_b_proj, split into W_uk (latent to key) and W_uv (latent to value) of each head."""
+        weight = rearrange(self.kv_b_proj.weight, "(h d) l -> h d l", h=heads)
+        return weight[:, : self.nope], weight[:, self.nope :]
+
+    def _output(
+        self, pre_o_proj: Float[Array, "batch seq heads value"], x: Float[Array, "batch seq hidden"]
+    ) -> Float[Array, "batch seq hidden"]:
+        """The head-wise gate, then the output projection."""
+        gate: Float[Array, "batch seq heads"] = jax.nn.sigmoid(self.g_proj(x, wide(x.dtype)))
+        gated = pre_o_proj * gate.astype(x.dtype)[..., None]
+        return self.dense(rearrange(gated, "b s h v -> b s (h v)"))
+
+
+def _per_head(
+    product: str, x: Float[Array, "batch seq heads inner"], weight: Float[Array, "heads rows columns"]
+) -> Float[Array, "batch seq heads outer"]:
+    """One matrix product per head, summed in float32 or wider: `product` is an einsum over [heads, batch·seq, inner].
+
+    Heads stand first because XLA's CPU backend has no bfloat16 product for the other order.
+    """
+    rows = rearrange(x, "b s h i -> h (b s) i")
+    y = jnp.einsum(product, rows, weight, preferred_element_type=wide(x.dtype))
+    return rearrange(y, "h (b s) o -> b s h o", b=x.shape[0])
+
+
+def _finite_block(
+    entries: Float[Array, "batch positions entry"], i: int | Int32[Array, ""], length: Int32[Array, " batch"]
+) -> Float[Array, "batch block entry"]:
+    """Block i of the entries, with 0 where nothing was written: what lies there may be NaN, and 0 · NaN is NaN."""
+    block = lax.dynamic_slice_in_dim(entries, i * BLOCK, BLOCK, axis=1)
+    positions = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    return jnp.where((positions[None] < length[:, None])[..., None], block, 0.0)

@@ -1,0 +1,38 @@
+"""The dense feed-forward: Ling-3's first layers and its shared experts."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
+
+from ling3.layers.linear import Linear
+from ling3.ops.experts import swiglu
+from ling3.ops.precision import wide
+
+
+class MLP(eqx.Module):
+    """y = down_proj(silu(gate_proj(x)) · up_proj(x)) (SwiGLU, arXiv 2002.05202), with flash's clamp where `limit` > 0.
+
+    The clamp: silu(gate_proj(x)) is capped at `limit`, up_proj(x) clipped to ±limit.
+    """
+
+    gate_proj: Linear  # [intermediate, hidden]
+    up_proj: Linear  # [intermediate, hidden]
+    down_proj: Linear  # [hidden, intermediate]
+    limit: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(
+        hidden: int, intermediate: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float, limit: float = 0.0
+    ) -> "MLP":
+        gate, up, down = jax.random.split(key, 3)
+        return MLP(
+            Linear.init(intermediate, hidden, key=gate, dtype=dtype, std=std),
+            Linear.init(intermediate, hidden, key=up, dtype=dtype, std=std),
+            Linear.init(hidden, intermediate, key=down, dtype=dtype, std=std),
+            limit,
+        )
+
+    def __call__(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq hidden"]:
+        sums = wide(x.dtype)
+        return self.down_proj(swiglu(self.gate_proj(x, sums), self.up_proj(x, sums), self.limit).astype(x.dtype))

@@ -1,0 +1,131 @@
+"""The sparse mixture of experts: a grouped sigmoid router, routed experts and a shared one."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
+
+from ling3.config import Ling3Config
+from ling3.layers.linear import normal
+from ling3.layers.mlp import MLP
+from ling3.ops.experts import block_experts
+from ling3.ops.precision import wide
+
+
+class Router(eqx.Module):
+    """Bias-balanced grouped top-k routing (DeepSeek-V3, arXiv 2412.19437, §2.1.2), all of it in float32.
+
+        s = sigmoid(x Wᵀ);   c = s + expert_bias                    c chooses, s weighs
+        group score = sum of the two best c of a group;  the best `topk_group` groups stay, the others' c become -inf
+        chosen = the top_k best c;   weights = s[chosen] / (Σ s[chosen] + 1e-20) · scaling
+
+    Groups are struck out with -inf and not 0: c can be negative. Ties go to the lower index.
+    """
+
+    weight: Float[Array, "experts hidden"]
+    expert_bias: Float[Array, " experts"]
+    top_k: int = eqx.field(static=True)
+    groups: int = eqx.field(static=True)
+    top_groups: int = eqx.field(static=True)
+    normalize: bool = eqx.field(static=True)
+    scaling: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: Ling3Config, *, key: PRNGKeyArray) -> "Router":
+        return Router(
+            weight=normal(key, (config.num_experts, config.hidden_size), jnp.float32, config.initializer_range),
+            expert_bias=jnp.zeros(config.num_experts, jnp.float32),
+            top_k=config.num_experts_per_tok,
+            groups=config.n_group,
+            top_groups=config.topk_group,
+            normalize=config.norm_topk_prob,
+            scaling=config.routed_scaling_factor,
+        )
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"]
+    ) -> tuple[Int32[Array, "tokens {self.top_k}"], Float[Array, "tokens {self.top_k}"]]:
+        """The experts chosen for each token, best first, and their weights."""
+        scores = self.scores(x)
+        choice = scores + self.expert_bias.astype(scores.dtype)[None]
+        grouped = choice.reshape(choice.shape[0], self.groups, -1)
+        best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
+        _, kept = lax.top_k(best, self.top_groups)
+        keep = jnp.any(kept[:, :, None] == jnp.arange(self.groups, dtype=kept.dtype)[None, None], axis=1)
+        grouped = jnp.where(keep[..., None], grouped, -jnp.inf)
+        _, chosen = lax.top_k(grouped.reshape(choice.shape), self.top_k)
+        weights = jnp.take_along_axis(scores, chosen, axis=1)
+        if self.normalize:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return chosen, weights * self.scaling
+
+    def scores(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
+        """s = sigmoid(x Wᵀ) in float32 or wider: each expert's own affinity, before any bias."""
+        dtype = wide(x.dtype)
+        logits = jnp.matmul(x.astype(dtype), self.weight.astype(dtype).T, precision=lax.Precision.HIGHEST)
+        return jax.nn.sigmoid(logits)
+
+
+class Experts(eqx.Module):
+    """The routed experts' SwiGLU weights, stacked; the checkpoint has them one by one as `experts.{e}.gate_proj.weight`."""
+
+    gate_proj: Float[Array, "experts intermediate hidden"]
+    up_proj: Float[Array, "experts intermediate hidden"]
+    down_proj: Float[Array, "experts hidden intermediate"]
+    limit: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike, limit: float) -> "Experts":
+        gate, up, down = jax.random.split(key, 3)
+        shape = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
+        std = config.initializer_range
+        return Experts(
+            normal(gate, shape, dtype, std),
+            normal(up, shape, dtype, std),
+            normal(down, (shape[0], shape[2], shape[1]), dtype, std),
+            limit,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        chosen: Int32[Array, "tokens top_k"],
+        weights: Float[Array, "tokens top_k"],
+    ) -> Float[Array, "tokens hidden"]:
+        """Σ_j weights_j · expert_{chosen_j}(x) in float32 or wider, summed in top-k order."""
+        return block_experts(x, chosen, weights, self.gate_proj, self.up_proj, self.down_proj, self.limit)
+
+
+class MoE(eqx.Module):
+    """y = Σ_e w_e · expert_e(x) + shared_experts(x): the routed part carries the scaling factor, the shared part none."""
+
+    gate: Router
+    experts: Experts
+    shared_experts: MLP | None
+
+    @staticmethod
+    def init(config: Ling3Config, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MoE":
+        """Random weights; the SwiGLU limits are those of 0-based `layer` (0 where the config has none)."""
+        gate, experts, shared = jax.random.split(key, 3)
+        limits, shared_limits = config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list
+        return MoE(
+            gate=Router.init(config, key=gate),
+            experts=Experts.init(config, key=experts, dtype=dtype, limit=limits[layer] if limits else 0.0),
+            shared_experts=None
+            if config.num_shared_experts == 0
+            else MLP.init(
+                config.hidden_size,
+                config.moe_shared_expert_intermediate_size * config.num_shared_experts,
+                key=shared,
+                dtype=dtype,
+                std=config.initializer_range,
+                limit=shared_limits[layer] if shared_limits else 0.0,
+            ),
+        )
+
+    def __call__(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq hidden"]:
+        tokens = x.reshape(-1, x.shape[-1])
+        chosen, weights = self.gate(tokens)
+        y = self.experts(tokens, chosen, weights).astype(x.dtype).reshape(x.shape)
+        return y if self.shared_experts is None else y + self.shared_experts(x)

@@ -1,0 +1,49 @@
+"""Root-mean-square norms, computed in float32 whatever they are given."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ling3.ops.precision import wide
+
+
+class RMSNorm(eqx.Module):
+    """y = w · x / sqrt(mean(x²) + eps) over the last axis (Zhang & Sennrich, arXiv 1910.07467); y has the dtype of x."""
+
+    weight: Float[Array, " features"]
+    eps: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(features: int, eps: float) -> "RMSNorm":
+        return RMSNorm(jnp.ones(features, jnp.float32), eps)
+
+    def __call__(self, x: Float[Array, "*batch {self.weight.shape[0]}"]) -> Float[Array, "*batch {self.weight.shape[0]}"]:
+        return rms_normalize(x, self.weight, self.eps).astype(x.dtype)
+
+
+class GatedRMSNorm(eqx.Module):
+    """y = RMSNorm(x) · w · sigmoid(gate): KDA's output norm and output gate, per head, in float32 until the end."""
+
+    weight: Float[Array, " value"]
+    eps: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(value: int, eps: float) -> "GatedRMSNorm":
+        return GatedRMSNorm(jnp.ones(value, jnp.float32), eps)
+
+    def __call__(
+        self, x: Float[Array, "batch seq heads value"], gate: Float[Array, "batch seq heads value"]
+    ) -> Float[Array, "batch seq heads value"]:
+        """Returns float32 (or wider, if `x` is)."""
+        normalized = rms_normalize(x, self.weight, self.eps)
+        return normalized * jax.nn.sigmoid(gate.astype(normalized.dtype))
+
+
+def rms_normalize(x: Float[Array, "*batch features"], weight: Float[Array, " features"], eps: float) -> Float[Array, "*batch features"]:
+    """w · x / sqrt(mean(x²) + eps) in float32 or wider, not cast back."""
+    dtype = wide(x.dtype)
+    x = x.astype(dtype)
+    scaled = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return scaled * weight.astype(dtype).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -1,0 +1,1 @@
+"""Pure functions over arrays: no modules, no weights of their own, no configuration."""

@@ -1,0 +1,217 @@
+"""The Kimi Delta Attention recurrence, in its two equal forms.
+
+Kimi Linear, arXiv 2510.26692, §3. Per head, with a state S [key, value], a log decay g <= 0 per key channel and a
+writing strength beta in (0, 1):
+
+    S <- exp(g) S;    u = beta (v - S^T k);    S <- S + k u^T;    o = S^T q
+
+`recurrent_kda` is that law, token by token: the specification. `chunk_kda` computes the same numbers chunk by chunk on
+matrix products. All work happens in the dtype of `g`, which is float32 in the model (float64 in the tests).
+"""
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Float
+
+# The largest exponent a factor of a decayed product may reach: exp(40)² = exp(80) still fits float32 (exp(88.7)).
+MAX_NATS = 40.0
+# Tokens of a chunk that share one reference point for their decays.
+SUB_CHUNK = 16
+
+
+def kda_step(
+    q: Float[Array, "batch heads key"],
+    k: Float[Array, "batch heads key"],
+    v: Float[Array, "batch heads value"],
+    g: Float[Array, "batch heads key"],
+    beta: Float[Array, "batch heads"],
+    state: Float[Array, "batch heads key value"],
+) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+    """One token of the recurrence: the output o and the state after it.
+
+    The state is read once for both products, since S^T q after the write is (exp(g) S)^T q + (q·k) u.
+    """
+    decayed = jnp.exp(g)[..., None, :] * jnp.stack([k, q], axis=-2)
+    read = jnp.einsum("bhrk,bhkv->bhrv", decayed, state, precision=lax.Precision.HIGHEST)
+    u = beta[..., None] * (v - read[..., 0, :])
+    o = read[..., 1, :] + jnp.sum(q * k, axis=-1, keepdims=True) * u
+    return o, jnp.exp(g)[..., None] * state + k[..., None] * u[..., None, :]
+
+
+def recurrent_kda(
+    q: Float[Array, "batch seq heads key"],
+    k: Float[Array, "batch seq heads key"],
+    v: Float[Array, "batch seq heads value"],
+    g: Float[Array, "batch seq heads key"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads key value"],
+) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+    """The recurrence token by token: outputs o for every token and the state after the last.
+
+    A token with g = 0 and beta = 0 leaves the state as it is: that is how padding is written.
+    """
+
+    def one(state, token):
+        o, state = kda_step(*token, state)
+        return state, o
+
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
+    state, o = lax.scan(one, state, tokens)
+    return jnp.moveaxis(o, 0, 1), state
+
+
+def chunk_kda(
+    q: Float[Array, "batch seq heads key"],
+    k: Float[Array, "batch seq heads key"],
+    v: Float[Array, "batch seq heads value"],
+    g: Float[Array, "batch seq heads key"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads key value"],
+    *,
+    lower_bound: float | None,
+    chunk_size: int = 64,
+) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+    """The recurrence on matrix products, `chunk_size` tokens at a time (a multiple of 16).
+
+    With G the sum of g from the chunk's start, inside a chunk:
+
+        A_ij = b_i Σ_c k_ic k_jc e^{G_ic - G_jc}  (i > j);  M = (I + A)^-1;  U = M (b v);  W = M (b k e^G)
+        v' = U - W S;   o = (q e^G) S + tril(Σ_c q_ic k_jc e^{G_ic - G_jc}) v';   S <- e^{G_C} S + (k e^{G_C - G})^T v'
+
+    `lower_bound` is a promise, `lower_bound <= g <= 0`: it lets the decayed products factor into plain matrix products
+    (see `_decayed_products`). None promises only g <= 0 and takes a per-channel form: the same numbers, slower.
+    """
+    seq = q.shape[1]
+    chunk = min(chunk_size, -(-seq // SUB_CHUNK) * SUB_CHUNK)
+    pad = -seq % chunk
+    q, k, v, g = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q, k, v, g))
+    beta = jnp.pad(beta, ((0, 0), (0, pad), (0, 0)))
+    q, k, v, g = (rearrange(x, "b (n c) h d -> n b h c d", c=chunk) for x in (q, k, v, g))
+    beta = rearrange(beta, "b (n c) h -> n b h c 1", c=chunk)
+
+    products, since_start, to_end = _decayed_products(k, jnp.concatenate([k, q], axis=-2), g, lower_bound)
+    kk, qk = jnp.split(products, 2, axis=-2)
+    inverse = unit_lower_inverse(jnp.tril(beta * kk, -1))
+    corrected = _matmul(inverse, beta * jnp.concatenate([v, k * since_start], axis=-1))
+    u, w = corrected[..., : v.shape[-1]], corrected[..., v.shape[-1] :]
+    reads = jnp.concatenate([w, q * since_start], axis=-2)
+    decay = since_start[..., -1, :, None]
+
+    def one(state, xs):
+        u, reads, qk, writes, decay = xs
+        w_state, q_state = jnp.split(_matmul(reads, state), 2, axis=-2)
+        new = u - w_state
+        return decay * state + _matmul(jnp.swapaxes(writes, -1, -2), new), q_state + _matmul(qk, new)
+
+    state, o = lax.scan(one, state, (u, reads, jnp.tril(qk), k * to_end, decay))
+    return rearrange(o, "n b h c d -> b (n c) h d")[:, :seq], state
+
+
+def _decayed_products(
+    right: Float[Array, "*chunks tokens key"],
+    lefts: Float[Array, "*chunks lefts key"],
+    g: Float[Array, "*chunks tokens key"],
+    lower_bound: float | None,
+) -> tuple[Float[Array, "*chunks lefts tokens"], Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"]]:
+    """P_ij = Σ_c left_ic right_jc e^{G_ic - G_jc} where i >= j (above that: anything finite), e^G and e^{G_C - G}.
+
+    `lefts` holds one or more blocks of as many rows as `right`, one below the other. e^{-G} over a whole chunk would
+    overflow, so rows go by sub-chunks: both factors of a row block are taken relative to that block's midpoint. With a
+    bound the left factor then stays below e^MAX_NATS, and right factors of earlier tokens only shrink. All sums run
+    inside one sub-chunk and are joined as sums to the next border, so no large G cancels against another.
+    """
+    chunk, blocks = right.shape[-2], lefts.shape[-2] // right.shape[-2]
+    sub = SUB_CHUNK
+    while lower_bound is not None and -lower_bound * (sub // 2) > MAX_NATS and sub > 1:
+        sub //= 2
+    rows = rearrange(lefts, "... (r i s) k -> ... i r s k", r=blocks, s=sub)
+    from_start = jnp.zeros_like(g[..., :1, :])
+    to_end = g[..., :0, :]
+    products, since_start = [], []
+    for i in range(chunk // sub):
+        seen = (i + 1) * sub
+        inside = jnp.cumsum(g[..., i * sub : seen, :], axis=-2)
+        total = inside[..., -1:, :]
+        reference = inside[..., sub // 2 : sub // 2 + 1, :] if lower_bound is not None else inside[..., :1, :]
+        left = rows[..., i, :, :, :] * jnp.exp(inside - reference)[..., None, :, :]
+        left = rearrange(left, "... r s k -> ... (r s) k")
+        if lower_bound is not None:
+            decays = jnp.concatenate([reference + to_end, reference - inside], axis=-2)
+            block = _matmul(left, jnp.swapaxes(right[..., :seen, :] * jnp.exp(decays), -1, -2))
+        else:
+            earlier = right[..., : i * sub, :] * jnp.exp(reference + to_end)
+            own = _masked_products(rows[..., i, :, :, :], right[..., i * sub : seen, :], inside)
+            block = jnp.concatenate([_matmul(left, jnp.swapaxes(earlier, -1, -2)), own], axis=-1)
+        products.append(jnp.pad(block, [(0, 0)] * (block.ndim - 1) + [(0, chunk - seen)]))
+        since_start.append(from_start + inside)
+        from_start = from_start + total
+        to_end = jnp.concatenate([to_end + total, total - inside], axis=-2)
+    stacked = rearrange(jnp.stack(products, axis=-3), "... i (r s) j -> ... (r i s) j", r=blocks)
+    return stacked, jnp.exp(jnp.concatenate(since_start, axis=-2)), jnp.exp(to_end)
+
+
+def _masked_products(
+    lefts: Float[Array, "*chunks blocks tokens key"],
+    right: Float[Array, "*chunks tokens key"],
+    inside: Float[Array, "*chunks tokens key"],
+) -> Float[Array, "*chunks blocks*tokens tokens"]:
+    """The products of one sub-chunk channel by channel, for gates without a bound: no exponent above 0 is formed."""
+    span = inside[..., :, None, :] - inside[..., None, :, :]
+    causal = jnp.tril(jnp.ones(span.shape[-3:-1], bool))
+    decay = jnp.exp(jnp.where(jnp.broadcast_to(causal[..., None], span.shape), span, -jnp.inf))
+    products = jnp.einsum("...rik,...jk,...ijk->...rij", lefts, right, decay, precision=lax.Precision.HIGHEST)
+    return rearrange(products, "... r i j -> ... (r i) j")
+
+
+def unit_lower_inverse(strict: Float[Array, "*batch size size"]) -> Float[Array, "*batch size size"]:
+    """(I + A)^-1 for strictly lower triangular A whose size is a power of two times an odd number of at most 16.
+
+    By halves: [[P, 0], [B, Q]]^-1 = [[P^-1, 0], [-Q^-1 B P^-1, Q^-1]]. Every intermediate is a sub-block of the
+    result, which the delta rule keeps small; the shorter product (I - A)(I + A²)(I + A⁴)… passes through powers of A
+    that are not.
+    """
+    size = strict.shape[-1]
+    if size == 1:
+        return jnp.ones_like(strict)
+    half = size // 2
+    if size % 2:
+        top, row = unit_lower_inverse(strict[..., :-1, :-1]), strict[..., -1:, :-1]
+        bottom = jnp.concatenate([-_matmul(row, top), jnp.ones_like(strict[..., :1, :1])], axis=-1)
+        return jnp.concatenate([jnp.pad(top, [(0, 0)] * (top.ndim - 1) + [(0, 1)]), bottom], axis=-2)
+    diagonal = jnp.stack([strict[..., :half, :half], strict[..., half:, half:]], axis=-3)
+    p, q = jnp.moveaxis(unit_lower_inverse(diagonal), -3, 0)
+    corner = -_matmul(_matmul(q, strict[..., half:, :half]), p)
+    top = jnp.concatenate([p, jnp.zeros_like(p)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corner, q], axis=-1)], axis=-2)
+
+
+def _matmul(
+    a: Float[Array, "*batch rows inner"], b: Float[Array, "*batch inner columns"]
+) -> Float[Array, "*batch rows columns"]:
+    # HIGHEST keeps float32 products in float32 where the hardware would rather use fewer bits.
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def kda_gate(
+    f: Float[Array, "batch seq heads key"],
+    A_log: Float[Array, " heads"],
+    dt_bias: Float[Array, "heads key"],
+    lower_bound: float | None,
+) -> Float[Array, "batch seq heads key"]:
+    """The log decay g per token, head and key channel, in nats; one law for prefill and decode.
+
+        bounded:    g = lower_bound · sigmoid(exp(A_log) · (f + dt_bias))      in (lower_bound, 0)
+        unbounded:  g = -exp(A_log) · softplus(f + dt_bias)                    Kimi-Linear's law
+    """
+    rate = jnp.exp(A_log)[None, None, :, None]
+    f = f + dt_bias[None, None]
+    if lower_bound is None:
+        return -rate * jax.nn.softplus(f)
+    return lower_bound * jax.nn.sigmoid(rate * f)
+
+
+def l2_normalize(x: Float[Array, "batch seq heads key"]) -> Float[Array, "batch seq heads key"]:
+    """x / sqrt(Σ x² + 1e-6) per head: the epsilon inside the root, on the sum and not on the mean."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
