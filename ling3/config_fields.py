@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ class Field:
     optional: bool = False
 
     def describe(self) -> str:
+        """What is expected, for an error message."""
         if self.kind == "bool":
             return "true or false"
         noun = {
@@ -39,6 +41,7 @@ class Field:
         return f"{noun}{low}{high}{' or null' if self.optional else ''}"
 
     def admits(self, value: object) -> bool:
+        """Whether `value` is of this type and in this range."""
         if value is None:
             return self.optional
         if self.kind == "bool":
@@ -148,19 +151,33 @@ REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Fields that may hold only the values for which this code is right, and the law that it computes."""
 
 HARMLESS = frozenset(
-    "architectures model_type auto_map dtype torch_dtype transformers_version use_cache pretraining_tp bos_token_id "
-    "partial_rotary_factor attention_dropout embedding_dropout hidden_dropout output_dropout output_attentions "
-    "output_hidden_states output_router_logits attn_implementation _attn_implementation max_window_layers "
-    "mtp_loss_scaling_factor mtp_use_kda seq_aux aux_loss_alpha router_aux_loss_coef router_z_loss_coef "
-    "chunk_size_feed_forward".split()
+    {
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "embedding_dropout",
+        "hidden_dropout",
+        "max_window_layers",
+        "model_type",
+        "mtp_loss_scaling_factor",
+        "mtp_use_kda",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "partial_rotary_factor",
+        "router_aux_loss_coef",
+        "router_z_loss_coef",
+        "transformers_version",
+    }
 )
-"""Fields that change no logit. `partial_rotary_factor` repeats `qk_rope_head_dim`; `mtp_*` is of skipped layers."""
+"""Fields that change no logit, though their names may sound so; `partial_rotary_factor` repeats `qk_rope_head_dim`."""
 
-TELLING = frozenset(
-    "attn attention rope rotary mrope yarn kda gdn mla moe expert experts router routed routing gate gated gating norm "
-    "layernorm linear conv bias swiglu act activation scale scaling multiplier softcap softcapping clamp limit "
-    "residual window sliding quant quantized head heads layer layers lora recurrent state topk shared share hidden "
-    "intermediate embedding embeddings latent index indexer".split()
+TELLING = re.compile(
+    r"(?:^|_)(?:attn|attention|rope|rotary|mrope|yarn|kda|gdn|mla|moe|experts?|router|routed|routing|gate|gated|gating|"
+    r"norm|layernorm|linear|conv|bias|swiglu|act|activation|scale|scaling|multiplier|softcap|softcapping|clamp|limit|"
+    r"residual|window|sliding|quant|quantized|heads?|layers?|lora|recurrent|state|topk|shared?|hidden|intermediate|"
+    r"embeddings?|latent|index|indexer)(?:_|$)",
+    re.IGNORECASE,
 )
 """Words by which an unknown field speaks of the computation: it is refused unless its value switches it off."""
 

@@ -1,0 +1,150 @@
+"""One safetensors file: its header checked before anything else, its tensors as views of the mapped file."""
+
+import dataclasses
+import json
+import math
+import mmap
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from ling3 import strict_json
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+"""The format's element types that numpy can hold; the others (FP8 and smaller) are those of quantized weights."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_FOREIGN = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes, with pickle inside, which ling3 never reads",
+    b"\x80": "a pickle, which ling3 never reads",
+    b"GGUF": "a GGUF file",
+    b"\x89HDF": "an HDF5 file",
+    b"version https://git-lfs": "a Git LFS pointer; fetch the file itself with `git lfs pull`",
+    b"<": "a web page or another markup file",
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded as it should be; the message names the file, the key and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """What the header says of one tensor: `dtype` is the format's name of it, `start` a byte offset into the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size in the file, in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
+
+
+class SafetensorsFile:
+    """A safetensors file, opened for reading.
+
+    `tensors` has every tensor's `TensorInfo` in the header's order. Opening reads the header only: the `safetensors`
+    package checks it against the file (length, overlaps, holes, sizes), this class what that package lets pass.
+    Raises CheckpointError when the file is damaged or no safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        try:
+            with self.path.open("rb") as file:
+                head = file.read(32)
+                self._check(head)
+                file.seek(8)
+                length = int.from_bytes(head[:8], "little")
+                header = self._header(file.read(length))
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error})") from error
+        self.tensors: dict[str, TensorInfo] = {
+            name: TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+    def view(self, name: str) -> np.ndarray:
+        """The tensor `name`, read-only and not copied: pages come from the disk as they are touched."""
+        info = self.tensors[name]
+        array = np.frombuffer(self._map, DTYPES[info.dtype], count=math.prod(info.shape), offset=info.start)
+        return array.reshape(info.shape)
+
+    def release(self, name: str) -> None:
+        """Let go of the memory that reading `name` has taken; the tensor stays readable, from the disk again."""
+        info = self.tensors[name]
+        start = info.start - info.start % mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED") and info.nbytes:
+            self._map.madvise(mmap.MADV_DONTNEED, start, info.start + info.nbytes - start)
+
+    def _check(self, head: bytes) -> None:
+        try:
+            with safetensors.safe_open(self.path, framework="numpy"):
+                pass
+        except safetensors.SafetensorError as error:
+            # Only now: a safetensors file begins with its header's length, which may look like any of these.
+            for magic, what in _FOREIGN.items():
+                if head.startswith(magic):
+                    raise CheckpointError(f"{self.path}: this is {what}; expected a safetensors file") from error
+            raise CheckpointError(
+                f"{self.path}: no valid safetensors file ({error}); it is damaged or incomplete: fetch it again"
+            ) from error
+
+    def _header(self, text: bytes) -> dict[str, dict]:
+        try:
+            return strict_json.parse(text, f"{self.path}: header")
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+
+
+def write(
+    path: pathlib.Path,
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    read: Callable[[str], np.ndarray],
+) -> None:
+    """Write the `tensors`, of these dtypes and shapes, to `path` one by one: `read(name)` gives each in its turn.
+
+    The data is on the disk when this returns. Wider types go first, so that every tensor is aligned to its own size.
+    """
+    names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        dtype, shape = tensors[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            dtype, shape = tensors[name]
+            array = read(name)
+            if array.dtype != dtype or array.shape != shape:
+                raise ValueError(f"{name}: found {array.dtype}{list(array.shape)}; expected {dtype}{list(shape)}")
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
