@@ -31,6 +31,9 @@ DTYPES: dict[str, np.dtype] = {
 }
 """The format's element types that numpy can hold; the others (FP8 and smaller) are those of quantized weights."""
 
+FLOATS = ("F32", "BF16", "F16")
+"""The types that weights may have."""
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _FOREIGN = {

@@ -1,0 +1,547 @@
+import dataclasses
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from published_configs import TINY
+from random_checkpoint import TINY_LIKE, draw, to_bfloat16, write
+
+import ling3
+from ling3 import checkpoint, safetensors_file
+from ling3.checkpoint import CheckpointError, load, save, weight_names
+from ling3.config import ConfigError, Ling3Config
+
+CONFIG = dataclasses.replace(
+    TINY_LIKE, num_hidden_layers=4, layer_group_size=4, num_experts=8, n_group=4, topk_group=2, vocab_size=61
+)
+STORED = to_bfloat16(draw(CONFIG, seed=0))
+EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    write(tmp_path / "x", CONFIG, STORED)
+    return tmp_path / "x"
+
+
+def with_weights(directory: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
+    weights = dict(STORED)
+    change(weights)
+    safetensors.numpy.save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def sharded(directory: Path) -> dict[str, str]:
+    """Cut the single file in two, with an index; returns the weight map."""
+    names = sorted(STORED)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    (directory / "model.safetensors").unlink()
+    for file, part in halves.items():
+        safetensors.numpy.save_file({name: STORED[name] for name in part}, directory / file)
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    write_index(directory, weight_map)
+    return weight_map
+
+
+def write_index(directory: Path, weight_map: object) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def refusal(directory: Path, **options) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(directory, **options)
+    assert str(directory) in str(caught.value)
+    return str(caught.value)
+
+
+def stored_in(directory: Path) -> dict[str, np.ndarray]:
+    stored = {}
+    for file in directory.glob("*.safetensors"):
+        stored |= safetensors.numpy.load_file(file)
+    return stored
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].shape == array.shape, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+class TestNames:
+    def test_the_census_of_the_published_tiny(self):
+        weights = list(weight_names(Ling3Config.from_dict(TINY)))
+        assert len(weights) == len({weight.name for weight in weights}) == 9_283
+        assert sum(weight.size for weight in weights) == 7_893_392_800
+
+    def test_names_and_shapes_are_the_published_ones(self):
+        assert {w.name: w.shape for w in weight_names(CONFIG)} == {name: w.shape for name, w in STORED.items()}
+
+    def test_a_structure_of_the_published_flash_allocates_nothing(self):
+        grown = in_a_process("""
+            small = Ling3Config.from_dict(FLASH | {"num_hidden_layers": 6, "expert_swiglu_limit_list": None,
+                                                   "share_expert_swiglu_limit_list": None})
+            structure(small)
+            config = Ling3Config.from_dict(FLASH)
+            before = peak()
+            built = structure(config)
+            print(peak() - before)
+        """)
+        assert grown < 50 * 2**20
+
+
+class TestLoad:
+    def test_every_array_is_where_its_name_says(self, directory):
+        model = load(directory)
+        assert model.config == CONFIG
+        layer = model.model.layers[2]
+        np.testing.assert_array_equal(layer.attention.f_proj.weight, STORED["model.layers.2.attention.f_proj.weight"])
+        np.testing.assert_array_equal(
+            layer.attention.k_conv1d.weight, STORED["model.layers.2.attention.k_conv1d.weight"][:, 0]
+        )
+        np.testing.assert_array_equal(layer.mlp.experts.up_proj[5], STORED[EXPERT])
+        np.testing.assert_array_equal(model.lm_head.weight, STORED["lm_head.weight"])
+
+    def test_as_stored(self, directory):
+        dtypes = {leaf.path: np.dtype(leaf.value.dtype) for leaf in checkpoint.leaves(load(directory))}
+        for weight in weight_names(CONFIG):
+            assert dtypes[weight.path] == STORED[weight.name].dtype
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_in_a_dtype(self, directory, dtype):
+        model = load(directory, dtype)
+        expected = {leaf.path: leaf.value.dtype for leaf in checkpoint.leaves(checkpoint.structure(CONFIG, dtype))}
+        assert {leaf.path: leaf.value.dtype for leaf in checkpoint.leaves(model)} == expected
+        layer = model.model.layers[1]
+        assert layer.attention.q_proj.weight.dtype == dtype
+        assert (
+            layer.attention.A_log.dtype
+            == layer.input_layernorm.weight.dtype
+            == layer.mlp.gate.weight.dtype
+            == jnp.float32
+        )
+        np.testing.assert_array_equal(
+            np.asarray(layer.mlp.gate.weight), STORED["model.layers.1.mlp.gate.weight"].astype(np.float32)
+        )
+
+    def test_float32_weights_are_rounded_to_bfloat16(self, directory):
+        weights = draw(CONFIG, seed=0)
+        write(directory, CONFIG, weights)
+        found = np.asarray(load(directory, jnp.bfloat16).lm_head.weight)
+        np.testing.assert_array_equal(found, weights["lm_head.weight"].astype(ml_dtypes.bfloat16))
+
+    def test_float16_is_read(self, directory):
+        half = STORED["lm_head.weight"].astype(np.float16)
+        with_weights(directory, lambda weights: weights.update({"lm_head.weight": half}))
+        assert load(directory).lm_head.weight.dtype == jnp.float16
+        np.testing.assert_array_equal(load(directory, jnp.float32).lm_head.weight, half.astype(np.float32))
+
+    def test_no_other_dtype(self, directory):
+        with pytest.raises(ValueError, match="dtype: found float16; expected None"):
+            load(directory, jnp.float16)
+
+    def test_the_model_outlives_its_files(self, directory):
+        model = load(directory)
+        (directory / "model.safetensors").write_bytes(bytes(1000))
+        np.testing.assert_array_equal(model.lm_head.weight, STORED["lm_head.weight"])
+
+    def test_a_log_in_four_dimensions(self, directory):
+        name = "model.layers.0.attention.A_log"
+        with_weights(directory, lambda weights: weights.update({name: STORED[name].reshape(1, 1, -1, 1)}))
+        np.testing.assert_array_equal(load(directory).model.layers[0].attention.A_log, STORED[name])
+
+    def test_memory_peaks_at_the_model_and_its_largest_array(self, tmp_path):
+        config = dataclasses.replace(CONFIG, vocab_size=2**18, hidden_size=128)
+        rng = np.random.default_rng(0)
+        weights = {
+            w.name: np.full(w.shape, rng.uniform(0.1, 1), np.float32).astype(ml_dtypes.bfloat16)
+            for w in weight_names(config)
+        }
+        write(tmp_path / "x", config, weights)
+        total = sum(array.nbytes for array in weights.values())
+        largest = max(array.nbytes for array in weights.values())
+        grown = in_a_process(f"""
+            import jax, jax.numpy as jnp
+            structure(Ling3Config())
+            jax.block_until_ready(jnp.ones(3))
+            before = peak()
+            model = load({str(tmp_path / "x")!r})
+            print(peak() - before)
+        """)
+        assert 0.9 * total <= grown <= total + largest + 24 * 2**20
+
+    def test_headers_are_judged_before_any_weight_is_read(self, directory, monkeypatch):
+        with_weights(directory, lambda weights: weights.pop(EXPERT))
+        monkeypatch.setattr(safetensors_file.SafetensorsFile, "view", None)
+        assert EXPERT in refusal(directory)
+
+
+class TestRefused:
+    def test_missing_and_left_over_together(self, directory):
+        def change(weights):
+            weights["model.layers.2.mlp.experts.8.up_proj.weight"] = weights.pop(EXPERT)
+            weights["model.norm.bias"] = weights["model.norm.weight"]
+            del weights["lm_head.weight"]
+
+        message = refusal(with_weights(directory, change))
+        asked, left = message.split("has no place for")
+        assert EXPERT in asked and "lm_head.weight" in asked
+        assert "experts.8.up_proj" in left and "model.norm.bias, in model.safetensors" in left
+
+    def test_long_lists_are_cut(self, directory):
+        message = refusal(with_weights(directory, lambda weights: weights.clear() or weights.update(x=np.zeros(1))))
+        assert f"and {len(STORED) - 12:,} more" in message
+
+    def test_shapes(self, directory):
+        def change(weights):
+            weights[EXPERT] = weights[EXPERT].T.copy()
+            weights["model.layers.0.attention.q_conv1d.weight"] = weights["model.layers.0.attention.q_conv1d.weight"][
+                :, 0
+            ]
+
+        message = refusal(with_weights(directory, change))
+        assert f"{EXPERT}, in model.safetensors: found [72, 32]; expected [32, 72]" in message
+        assert "q_conv1d.weight, in model.safetensors: found [64, 4]; expected [64, 1, 4]" in message
+
+    @pytest.mark.parametrize("dtype", [np.int8, np.float64, ml_dtypes.float8_e4m3fn])
+    def test_types(self, directory, dtype):
+        message = refusal(
+            with_weights(directory, lambda weights: weights.update({EXPERT: weights[EXPERT].astype(dtype)}))
+        )
+        assert EXPERT in message and "expected F32, BF16, F16" in message and "unquantized" in message
+
+    def test_experts_of_several_types(self, directory):
+        with_weights(directory, lambda weights: weights.update({EXPERT: weights[EXPERT].astype(np.float32)}))
+        message = refusal(directory)
+        assert f"{EXPERT} is F32" in message and "dtype=jnp.float32" in message
+        np.testing.assert_array_equal(
+            load(directory, jnp.float32).model.layers[2].mlp.experts.up_proj[5], STORED[EXPERT].astype(np.float32)
+        )
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_numbers_that_are_not_finite(self, directory, value):
+        def change(weights):
+            for name in (EXPERT, "lm_head.weight"):
+                weights[name] = weights[name].copy()
+                weights[name][-1, -1] = value
+
+        with_weights(directory, change)
+        message = refusal(directory)
+        assert f"{EXPERT}, in model.safetensors" in message and "lm_head.weight" in message
+        assert not bool(jnp.isfinite(load(directory, check_finite=False).lm_head.weight).all())
+
+    def test_only_pickled_weights(self, directory):
+        (directory / "model.safetensors").unlink()
+        (directory / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+        message = refusal(directory)
+        assert "pytorch_model.bin" in message and "never reads pickled" in message
+
+    def test_no_weights(self, directory):
+        (directory / "model.safetensors").unlink()
+        assert "found no .safetensors file" in refusal(directory)
+
+    def test_a_damaged_file_is_named(self, directory):
+        whole = (directory / "model.safetensors").read_bytes()
+        (directory / "model.safetensors").write_bytes(whole[:-3])
+        assert "model.safetensors: no valid safetensors file" in refusal(directory)
+
+    def test_a_bad_configuration(self, directory):
+        (directory / "config.json").write_text("{}")
+        with pytest.raises(ConfigError):
+            load(directory)
+
+    def test_no_such_directory(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="no checkpoint directory"):
+            load(tmp_path / "absent")
+
+    def test_the_names_transformers_writes_get_a_hint(self, directory):
+        def change(weights):
+            for i in (0, 1, 2):
+                weights[f"model.layers.{i}.attention.dense.weight"] = weights.pop(
+                    f"model.layers.{i}.attention.o_proj.weight"
+                )
+
+        assert "transformers 5 writes KDA's o_proj" in refusal(with_weights(directory, change))
+
+
+class TestMultiTokenPrediction:
+    MTP = (
+        "attention.q_a_proj.weight",
+        "mlp.experts.0.up_proj.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "eh_proj.weight",
+        "enorm.weight",
+        "hnorm.weight",
+        "final_layernorm.weight",
+    )
+
+    def write(self, directory: Path, count: int, *extra: str) -> Path:
+        write(directory, dataclasses.replace(CONFIG, num_nextn_predict_layers=count), STORED)
+        names = [f"model.layers.{4 + layer}.{part}" for layer in range(count) for part in self.MTP]
+        return with_weights(
+            directory, lambda weights: weights.update({n: np.zeros(3, np.int8) for n in (*names, *extra)})
+        )
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_is_skipped(self, directory, count):
+        model = load(self.write(directory, count))
+        assert len(model.model.layers) == 4 and model.config.num_nextn_predict_layers == count
+
+    @pytest.mark.parametrize(
+        "extra",
+        [
+            "model.layers.5.enorm.weight",
+            "model.layers.4.shared_head.weight",
+            "model.layers.4",
+            "model.layers.3.enorm.weight",
+            "model.layers.-4.enorm.weight",
+            "mtp.layers.4.enorm.weight",
+        ],
+    )
+    def test_nothing_else_is(self, directory, extra):
+        message = refusal(self.write(directory, 1, extra))
+        assert message.split("has no place for:\n")[1].strip() == f"{extra}, in model.safetensors"
+
+    def test_not_without_the_configurations_word(self, directory):
+        assert "model.layers.4.enorm.weight" in refusal(self.write(directory, 0, "model.layers.4.enorm.weight"))
+
+
+class TestShards:
+    def test_with_an_index(self, directory, tmp_path):
+        sharded(directory)
+        save(load(directory), tmp_path / "out")
+        assert_same(stored_in(tmp_path / "out"), STORED)
+
+    def test_without_an_index(self, directory):
+        sharded(directory)
+        (directory / "model.safetensors.index.json").unlink()
+        np.testing.assert_array_equal(load(directory).lm_head.weight, STORED["lm_head.weight"])
+
+    def test_hidden_files_do_not_count(self, directory):
+        (directory / "._model.safetensors").write_bytes(b"\0" * 163)
+        load(directory)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "../x.safetensors",
+            "/etc/x.safetensors",
+            "a/b.safetensors",
+            "..",
+            "",
+            "x.bin",
+            ".a.safetensors",
+            3,
+            None,
+            ["a"],
+        ],
+    )
+    def test_names_that_lead_elsewhere(self, directory, name):
+        weight_map = sharded(directory)
+        message = refusal_at(directory, weight_map | {EXPERT: name})
+        assert f"{EXPERT}: {name!r}" in message and "no plain name" in message
+
+    def test_a_shard_that_is_not_there(self, directory):
+        weight_map = sharded(directory)
+        message = refusal_at(directory, weight_map | {EXPERT: "c.safetensors", "lm_head.weight": "d.safetensors"})
+        assert "c.safetensors: cannot be found" in message and "d.safetensors: cannot be found" in message
+
+    def test_a_tensor_in_two_shards(self, directory):
+        weight_map = sharded(directory)
+        other = "a.safetensors" if weight_map[EXPERT] == "b.safetensors" else "b.safetensors"
+        content = safetensors.numpy.load_file(directory / other)
+        safetensors.numpy.save_file(content | {EXPERT: STORED[EXPERT]}, directory / other)
+        assert f"{EXPERT}: in a.safetensors and b.safetensors" in refusal(directory)
+        (directory / "model.safetensors.index.json").unlink()
+        assert f"{EXPERT}: in a.safetensors and b.safetensors" in refusal(directory)
+
+    def test_an_index_that_disagrees_with_the_shards(self, directory):
+        weight_map = sharded(directory)
+        own = weight_map[EXPERT]
+        other = "a.safetensors" if own == "b.safetensors" else "b.safetensors"
+        changed = weight_map | {EXPERT: other, "ghost": own}
+        del changed["lm_head.weight"]
+        message = refusal_at(directory, changed)
+        assert f"{EXPERT}: not in {other}, but in {own}" in message
+        assert f"ghost: not in {own}" in message
+        assert "does not name:\n    lm_head.weight: in" in message
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("[]", "no weight_map"),
+            ('{"weight_map": {}}', "no weight_map"),
+            ('{"weight_map": ["a"]}', "no weight_map"),
+            ("{", "no valid JSON"),
+            ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "the same key twice: 'a'"),
+            ('{"a":' * 100000 + "1" + "}" * 100000, "nested too deeply"),
+        ],
+    )
+    def test_a_damaged_index(self, directory, text, said):
+        (directory / "model.safetensors.index.json").write_text(text)
+        assert said in refusal(directory)
+
+    def test_two_checkpoints_in_one_directory(self, directory, tmp_path):
+        shutil.copy(directory / "model.safetensors", tmp_path)
+        sharded(directory)
+        shutil.copy(tmp_path / "model.safetensors", directory)
+        assert "remove one of the two" in refusal(directory)
+
+    def test_links_within_the_hubs_cache(self, directory, tmp_path):
+        blobs = tmp_path / "models--a--b" / "blobs"
+        snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+        blobs.mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (directory / name).rename(blobs / f"blob-{name}")
+            (snapshot / name).symlink_to(Path("..") / ".." / "blobs" / f"blob-{name}")
+        np.testing.assert_array_equal(load(snapshot).lm_head.weight, STORED["lm_head.weight"])
+
+    @pytest.mark.parametrize("indexed", [True, False])
+    def test_links_that_lead_elsewhere(self, directory, tmp_path, indexed):
+        (directory / "model.safetensors").rename(tmp_path / "model.safetensors")
+        (directory / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+        if indexed:
+            write_index(directory, dict.fromkeys(STORED, "model.safetensors"))
+        assert f"is a link to {tmp_path / 'model.safetensors'}" in refusal(directory)
+
+    def test_a_broken_link(self, directory):
+        (directory / "model.safetensors").unlink()
+        (directory / "model.safetensors").symlink_to("nowhere")
+        assert "model.safetensors: cannot be found" in refusal(directory)
+
+
+class TestSave:
+    def test_what_is_loaded_is_what_is_saved(self, directory, tmp_path):
+        save(load(directory), tmp_path / "out")
+        assert_same(stored_in(tmp_path / "out"), STORED)
+        assert Ling3Config.from_file(tmp_path / "out") == CONFIG
+        assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+    def test_in_shards(self, directory, tmp_path):
+        save(load(directory), tmp_path / "out", max_shard_bytes=50_000)
+        shards = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+        assert shards[0] == f"model-00001-of-{len(shards):05}.safetensors" and len(shards) > 5
+        assert all((tmp_path / "out" / name).stat().st_size < 70_000 for name in shards)
+        assert_same(stored_in(tmp_path / "out"), STORED)
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(array.nbytes for array in STORED.values())
+        again = load(tmp_path / "out")
+        assert eqx.tree_equal(again, load(directory))
+
+    def test_multi_token_prediction_is_gone(self, directory, tmp_path):
+        write(directory, dataclasses.replace(CONFIG, num_nextn_predict_layers=1), STORED)
+        save(load(directory), tmp_path / "out")
+        assert Ling3Config.from_file(tmp_path / "out").num_nextn_predict_layers == 0
+
+    def test_with_a_tokenizer(self, directory, tmp_path):
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "pytorch_model.bin"):
+            (directory / name).write_text(name)
+        save(load(directory), tmp_path / "out", tokenizer_from=directory)
+        assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
+        assert (tmp_path / "out" / "chat_template.jinja").read_text() == "chat_template.jinja"
+        assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+    def test_a_tokenizer_that_is_not_there(self, directory, tmp_path):
+        with pytest.raises(CheckpointError, match=r"found no tokenizer\.json"):
+            save(load(directory), tmp_path / "out", tokenizer_from=directory)
+        assert not (tmp_path / "out").exists()
+
+    def test_what_is_there_stays(self, directory, tmp_path):
+        model = load(directory)
+        (tmp_path / "out").mkdir()
+        save(model, tmp_path / "out")
+        with pytest.raises(CheckpointError, match="is not empty"):
+            save(model, tmp_path / "out")
+        with pytest.raises(CheckpointError, match="is a file"):
+            save(model, directory / "config.json", overwrite=True)
+        (tmp_path / "diary").mkdir()
+        (tmp_path / "diary" / "page").touch()
+        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+            save(model, tmp_path / "diary", overwrite=True)
+        assert (tmp_path / "diary" / "page").exists()
+
+    def test_replacing_a_checkpoint_even_the_one_it_came_from(self, directory, tmp_path):
+        (directory / "stale.safetensors.bak").touch()
+        model = eqx.tree_at(lambda m: m.lm_head.weight, load(directory), replace_fn=lambda w: -w)
+        save(model, directory, overwrite=True)
+        assert eqx.tree_equal(load(directory), model)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
+        assert sorted(p.name for p in directory.iterdir()) == ["config.json", "model.safetensors"]
+
+    @pytest.mark.parametrize("overwrite", [True, False])
+    def test_a_failure_leaves_nothing_behind(self, directory, tmp_path, monkeypatch, overwrite):
+        model = load(directory)
+        target = directory if overwrite else tmp_path / "out"
+        real = safetensors_file.write
+
+        def fail(path, tensors, read):
+            real(path, tensors, read)
+            raise OSError("disk full")
+
+        monkeypatch.setattr(safetensors_file, "write", fail)
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(OSError, match="disk full"):
+            save(model, target, overwrite=overwrite)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_a_model_that_does_not_fit_its_configuration(self, directory, tmp_path):
+        model = load(directory)
+        cut = eqx.tree_at(lambda m: m.lm_head.weight, model, model.lm_head.weight[:-1])
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight: found bfloat16\[60, 72\]; expected \[61, 72\]"):
+            save(cut, tmp_path / "out")
+        whole = eqx.tree_at(lambda m: m.lm_head.weight, model, jnp.zeros((61, 72), jnp.int32))
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight: found int32"):
+            save(whole, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_model_that_no_file_had(self, tmp_path):
+        model = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5, leaf.dtype), checkpoint.structure(CONFIG))
+        save(model, tmp_path / "deep" / "out")
+        assert eqx.tree_equal(load(tmp_path / "deep" / "out"), model)
+
+
+def refusal_at(directory: Path, weight_map: object) -> str:
+    write_index(directory, weight_map)
+    return refusal(directory)
+
+
+def in_a_process(code: str) -> int:
+    """What `code` prints, run in an interpreter of its own, where `peak()` is the most memory it has had, in bytes."""
+    prelude = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from published_configs import FLASH
+from ling3.checkpoint import load
+from ling3.config import Ling3Config
+from ling3.weights import structure
+
+def peak():
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Here ru_maxrss would begin at that of the process that started this one.
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", prelude + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"JAX_PLATFORMS": "cpu", "PATH": "", "PYTHONPATH": str(Path(ling3.__file__).parents[1])},
+    )
+    return int(done.stdout)
