@@ -23,10 +23,11 @@ def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str]) -> path
     if not name or "\0" in name:
         raise ValueError(f"{name!r} names no checkpoint: give a directory, a hub id such as 'owner/name', or 'nano'")
 
-    directory = pathlib.Path(os.path.expanduser(name))
-    if os.path.isdir(directory):
+    # Unlike pathlib's, these do not raise for an unknown user or a name that is too long.
+    directory = pathlib.Path(os.path.expanduser(name))  # noqa: PTH111
+    if os.path.isdir(directory):  # noqa: PTH112
         return directory
-    if os.path.exists(directory):
+    if os.path.exists(directory):  # noqa: PTH110
         raise NotADirectoryError(f"{directory} is a file: give the directory that holds config.json and the weights")
     # On Windows a path has backslashes, which no hub id has.
     local = isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
@@ -43,8 +44,9 @@ def _packaged(name: str) -> pathlib.Path:
 
 
 def _download(repo_id: str, allow_patterns: list[str]) -> pathlib.Path:
-    import huggingface_hub
-    from huggingface_hub import errors
+    # Only a download pays for this import.
+    import huggingface_hub  # noqa: PLC0415
+    from huggingface_hub import errors  # noqa: PLC0415
 
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=allow_patterns))
