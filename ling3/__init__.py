@@ -7,8 +7,9 @@ _install_import_hook("ling3", "beartype.beartype(conf=beartype.BeartypeConf(is_p
 
 from ling3.cache import Cache, KDAState, LatentCache  # noqa: E402
 from ling3.config import Ling3Config  # noqa: E402
+from ling3.generate import generate  # noqa: E402
 from ling3.model import Ling3ForCausalLM, init  # noqa: E402
 
 from ling3.version import __version__  # noqa: E402
 
-__all__ = ["Cache", "KDAState", "LatentCache", "Ling3Config", "Ling3ForCausalLM", "init"]
+__all__ = ["Cache", "KDAState", "LatentCache", "Ling3Config", "Ling3ForCausalLM", "generate", "init"]

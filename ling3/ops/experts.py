@@ -37,12 +37,13 @@ def dense_experts(
 ) -> Float[Array, "tokens hidden"]:
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), in float32 or wider, every expert computed for every token."""
     dtype = wide(x.dtype)
-    matmul = functools.partial(jnp.einsum, preferred_element_type=dtype)
-    hidden = swiglu(matmul("td,eid->eti", x, gate_proj), matmul("td,eid->eti", x, up_proj), limit)
-    y = matmul("eti,edi->etd", hidden.astype(x.dtype), down_proj)
-    picks = jax.nn.one_hot(chosen, gate_proj.shape[0], dtype=dtype)
+    experts, intermediate, _ = gate_proj.shape
+    picks = jax.nn.one_hot(chosen, experts, dtype=dtype)
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
-    return jnp.einsum("te,etd->td", share, y, precision=lax.Precision.HIGHEST)
+    gate, up = (_times(x, w.reshape(experts * intermediate, -1), dtype) for w in (gate_proj, up_proj))
+    hidden = swiglu(gate, up, limit).reshape(-1, experts, intermediate) * share[..., None]
+    down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
+    return jnp.matmul(hidden.reshape(x.shape[0], -1).astype(x.dtype), down, preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
