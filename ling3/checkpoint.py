@@ -34,6 +34,8 @@ _MTP = (
     "final_layernorm",
 )
 _BLOCK = 2**20
+_EXPONENTS = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
+"""Each type's exponent bits, which are all set in infinities and NaN and in no other number."""
 
 
 def load(
@@ -164,12 +166,17 @@ def _read(
         for start in range(0, source.size, _BLOCK):
             block = source[start : start + _BLOCK]
             target[start : start + _BLOCK] = block
-            finite = finite and not (check_finite and not np.isfinite(block).all())
+            finite = finite and (not check_finite or _is_finite(block, _EXPONENTS[file.tensors[weight.name].dtype]))
         if not finite:
             infinite.append(f"{weight.name}, in {file.path.name}")
         file.release(weight.name)
         advance(source.nbytes)
     return array, infinite
+
+
+def _is_finite(block: np.ndarray, exponent: np.unsignedinteger) -> bool:
+    """Whether all numbers are finite, several times faster than numpy finds out for bfloat16."""
+    return bool((block.view(exponent.dtype) & exponent).max() < exponent)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

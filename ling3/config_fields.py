@@ -152,8 +152,10 @@ REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 HARMLESS = frozenset(
     {
+        "_attn_implementation",
         "architectures",
         "attention_dropout",
+        "attn_implementation",
         "auto_map",
         "embedding_dropout",
         "hidden_dropout",

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from published_configs import TINY
-from random_checkpoint import TINY_LIKE, draw, to_bfloat16, write
+from random_checkpoint import FLASH_LIKE, TINY_LIKE, draw, to_bfloat16, write
 
 import ling3
 from ling3 import checkpoint, safetensors_file
@@ -234,13 +234,15 @@ class TestRefused:
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_numbers_that_are_not_finite(self, directory, value):
         def change(weights):
-            for name in (EXPERT, "lm_head.weight"):
+            weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.float16)
+            for name in names:
                 weights[name] = weights[name].copy()
-                weights[name][-1, -1] = value
+                weights[name].reshape(-1)[-1] = value
 
+        names = (EXPERT, "lm_head.weight", "model.layers.0.attention.A_log", "model.norm.weight")
         with_weights(directory, change)
         message = refusal(directory)
-        assert f"{EXPERT}, in model.safetensors" in message and "lm_head.weight" in message
+        assert sorted(message.splitlines()[2:]) == sorted(f"    {name}, in model.safetensors" for name in names)
         assert not bool(jnp.isfinite(load(directory, check_finite=False).lm_head.weight).all())
 
     def test_only_pickled_weights(self, directory):
@@ -395,6 +397,10 @@ class TestShards:
         (directory / "model.safetensors.index.json").write_text(text)
         assert said in refusal(directory)
 
+    def test_an_index_that_is_no_file(self, directory):
+        (directory / "model.safetensors.index.json").mkdir()
+        assert "index.json: cannot be read" in refusal(directory)
+
     def test_two_checkpoints_in_one_directory(self, directory, tmp_path):
         shutil.copy(directory / "model.safetensors", tmp_path)
         sharded(directory)
@@ -426,6 +432,16 @@ class TestShards:
 
 
 class TestSave:
+    def test_without_query_compression_and_with_clamps(self, tmp_path):
+        config = dataclasses.replace(FLASH_LIKE, expert_swiglu_limit_list=[0, 0, 4, 4], kda_lower_bound=None)
+        weights = to_bfloat16(draw(config, seed=1))
+        write(tmp_path / "x", config, weights)
+        model = load(tmp_path / "x")
+        assert model.model.layers[2].mlp.experts.limit == 4.0
+        save(model, tmp_path / "out")
+        assert_same(stored_in(tmp_path / "out"), weights)
+        assert load(tmp_path / "out").config == config
+
     def test_what_is_loaded_is_what_is_saved(self, directory, tmp_path):
         save(load(directory), tmp_path / "out")
         assert_same(stored_in(tmp_path / "out"), STORED)
@@ -499,6 +515,25 @@ class TestSave:
         with pytest.raises(OSError, match="disk full"):
             save(model, target, overwrite=overwrite)
         assert sorted(tmp_path.rglob("*")) == before
+
+    def test_a_failed_replacement_puts_the_old_one_back(self, directory, tmp_path, monkeypatch):
+        model = load(directory)
+        rename = Path.rename
+
+        def fail(path, target):
+            if path.name.endswith(".partial"):
+                raise OSError("no rename today")
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="no rename today"):
+            save(model, directory, overwrite=True)
+        assert_same(stored_in(directory), STORED)
+        assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+    def test_shards_of_no_size(self, directory, tmp_path):
+        with pytest.raises(ValueError, match="max_shard_bytes: found 0; expected at least 1"):
+            save(load(directory), tmp_path / "out", max_shard_bytes=0)
 
     def test_a_model_that_does_not_fit_its_configuration(self, directory, tmp_path):
         model = load(directory)

@@ -202,6 +202,8 @@ def test_what_is_not_computed_is_refused_by_name(name, value):
         ("partial_rotary_factor", 1.0),
         ("max_window_layers", 3),
         ("use_cache", False),
+        ("attention_dropout", 0.1),
+        ("attn_implementation", "eager"),
         ("attn_logit_softcapping", None),
         ("norm_head", False),
         ("temperature", 0.6),
