@@ -73,6 +73,10 @@ def stored_in(directory: Path) -> dict[str, np.ndarray]:
     return stored
 
 
+def arrays_of(model: ling3.Ling3ForCausalLM) -> dict[str, np.ndarray]:
+    return {leaf.path: np.asarray(leaf.value) for leaf in checkpoint.leaves(model)}
+
+
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert found.keys() == expected.keys()
     for name, array in expected.items():
@@ -457,8 +461,7 @@ class TestSave:
         assert_same(stored_in(tmp_path / "out"), STORED)
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(array.nbytes for array in STORED.values())
-        again = load(tmp_path / "out")
-        assert eqx.tree_equal(again, load(directory))
+        assert_same(arrays_of(load(tmp_path / "out")), arrays_of(load(directory)))
 
     def test_multi_token_prediction_is_gone(self, directory, tmp_path):
         write(directory, dataclasses.replace(CONFIG, num_nextn_predict_layers=1), STORED)
@@ -496,7 +499,7 @@ class TestSave:
         (directory / "stale.safetensors.bak").touch()
         model = eqx.tree_at(lambda m: m.lm_head.weight, load(directory), replace_fn=lambda w: -w)
         save(model, directory, overwrite=True)
-        assert eqx.tree_equal(load(directory), model)
+        assert_same(arrays_of(load(directory)), arrays_of(model))
         assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
         assert sorted(p.name for p in directory.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -548,7 +551,7 @@ class TestSave:
     def test_a_model_that_no_file_had(self, tmp_path):
         model = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5, leaf.dtype), checkpoint.structure(CONFIG))
         save(model, tmp_path / "deep" / "out")
-        assert eqx.tree_equal(load(tmp_path / "deep" / "out"), model)
+        assert_same(arrays_of(load(tmp_path / "deep" / "out")), arrays_of(model))
 
 
 def refusal_at(directory: Path, weight_map: object) -> str:
