@@ -1,4 +1,4 @@
-"""Random Ling-3 checkpoints in the published names and layout, with every gate open, so that a wrong state or a wrong expert shows."""
+"""Random Ling-3 checkpoints in the published layout, every gate open, so that a wrong state or a wrong expert shows."""
 
 import dataclasses
 import itertools
@@ -16,20 +16,20 @@ TINY_LIKE = Ling3Config(
     vocab_size=307,
     hidden_size=72,
     intermediate_size=112,
-    num_hidden_layers=6,
-    layer_group_size=3,
+    num_hidden_layers=4,
+    layer_group_size=2,
     first_k_dense_replace=1,
     num_attention_heads=4,
     head_dim=16,
     q_lora_rank=24,
     kv_lora_rank=40,
-    qk_nope_head_dim=16,
+    qk_nope_head_dim=20,
     qk_rope_head_dim=8,
     v_head_dim=12,
     rope_theta=10000.0,
     max_position_embeddings=1024,
     num_experts=16,
-    num_experts_per_tok=4,
+    num_experts_per_tok=3,
     moe_intermediate_size=32,
     moe_shared_expert_intermediate_size=32,
     n_group=4,
@@ -37,22 +37,25 @@ TINY_LIKE = Ling3Config(
     eos_token_id=(306,),
     pad_token_id=305,
 )
-"""Ling-3.0-tiny's layout at a few hundred thousand parameters; no two sizes that could be confused are equal."""
+"""Ling-3.0-tiny's layout at a few hundred thousand parameters; no two sizes that could be confused are equal.
+
+Four layers, because tests compile a program per length: KDA and MLA in turn, a dense layer and then MoE.
+"""
 
 FLASH_LIKE = dataclasses.replace(TINY_LIKE, q_lora_rank=None, first_k_dense_replace=2, rope_theta=6000000.0)
-"""Ling-3.0-flash's layout: a plain `q_proj`, two dense layers, the long rotary base."""
+"""Ling-3.0-flash's layout: a plain `q_proj`, two dense layers (one KDA, one MLA), the long rotary base."""
 
 CLAMPED = dataclasses.replace(
     FLASH_LIKE,
-    expert_swiglu_limit_list=(0.0, 0.0, 0.0, 0.3, 0.5, 0.2),
-    share_expert_swiglu_limit_list=(0.0, 0.0, 0.4, 0.0, 0.2, 0.3),
+    expert_swiglu_limit_list=(0.0, 0.0, 0.3, 0.2),
+    share_expert_swiglu_limit_list=(0.0, 0.0, 0.0, 0.4),
 )
 """FLASH_LIKE with SwiGLU clamps that bite; routed and shared experts differ in where and how hard."""
 
 REAL_HEADS = dataclasses.replace(
     TINY_LIKE,
     hidden_size=96,
-    num_hidden_layers=4,
+    layer_group_size=4,
     num_attention_heads=2,
     head_dim=128,
     q_lora_rank=256,
@@ -62,7 +65,7 @@ REAL_HEADS = dataclasses.replace(
     v_head_dim=128,
     rope_theta=6000000.0,
 )
-"""The published head and latent sizes in a narrow, shallow model."""
+"""The published head and latent sizes, and a group of three KDA layers and one MLA, in a narrow model."""
 
 
 def draw(config: Ling3Config, seed: int) -> dict[str, np.ndarray]:
@@ -73,6 +76,7 @@ def draw(config: Ling3Config, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     heads, key, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
     nope, rope, value, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank
+    taps = config.short_conv_kernel_size
     weights = {}
 
     def linear(name: str, size_out: int, size_in: int, gain: float = 1.0) -> None:
@@ -95,7 +99,7 @@ def draw(config: Ling3Config, seed: int) -> dict[str, np.ndarray]:
         if config.attention_kind(i) == "kda":
             for n in "qkv":
                 linear(f"{at}.{n}_proj", heads * key, hidden)
-                weights[f"{at}.{n}_conv1d.weight"] = 0.5 * rng.standard_normal((heads * key, 1, config.short_conv_kernel_size))
+                weights[f"{at}.{n}_conv1d.weight"] = 0.5 * rng.standard_normal((heads * key, 1, taps))
             linear(f"{at}.f_proj", heads * key, hidden)
             linear(f"{at}.g_proj", heads * key, hidden)
             linear(f"{at}.b_proj", heads, hidden)
@@ -142,7 +146,7 @@ def write(path: Path, config: Ling3Config, weights: dict[str, np.ndarray]) -> No
 
 
 def published_config(config: Ling3Config) -> dict:
-    """`config.json` as Ling-3.0-tiny and -flash have it: the bound an int, the end of text one id, the constants spelled out."""
+    """`config.json` as published: an int for the bound, one end-of-text id, constants spelled out."""
     bound = config.kda_lower_bound
     return dataclasses.asdict(config) | {
         "architectures": ["BailingMoeV3ForCausalLM"],
@@ -167,14 +171,16 @@ def published_config(config: Ling3Config) -> dict:
     }
 
 
-def draw_well_posed(config: Ling3Config, length: int) -> tuple[dict, list[int], np.ndarray, dict[str, np.ndarray]]:
-    """Weights, tokens, and these tokens' logits and stages in float64, from the first seed that asks a fair question of fp32.
+def draw_well_posed(
+    config: Ling3Config, length: int, bfloat16: bool = False
+) -> tuple[dict[str, np.ndarray], list[int], np.ndarray, dict[str, np.ndarray]]:
+    """Weights, tokens, and their logits and stages in float64, from the first seed that asks fp32 a fair question.
 
-    Where two experts are nearly as good, rounding decides which is taken, and the logits jump by 1 or more in any of two correct
-    programs. So no token's choice of experts may hang on less than 2e-5: ten times the rounding of a score.
+    Where two experts are nearly as good, rounding decides which is taken, and two correct programs differ by 1 or more.
+    So no token's choice of experts may hang on less than 2e-5: ten times the rounding of a score.
     """
     for seed in itertools.count(1):
-        weights = draw(config, seed)
+        weights = to_bfloat16(draw(config, seed)) if bfloat16 else draw(config, seed)
         tokens = np.random.default_rng(seed).integers(0, config.vocab_size, length).tolist()
         logits, stages = reference.forward({name: w.astype(np.float64) for name, w in weights.items()}, config, tokens)
         if min(stage.min() for name, stage in stages.items() if name.endswith(".margin")) > 2e-5:

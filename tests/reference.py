@@ -1,9 +1,9 @@
 """Ling-3 in plain numpy float64, from the equations alone: slow, and the truth the fast code is held to.
 
-One sequence, one token after another: no batch, no cache, no chunks, no absorbed weights, and not a line shared with `ling3`
-(only the fields of its config are read). Weights come under their published names and in their published layout: linear
-weights `[out, in]`, convolutions `[channels, 1, taps]`, experts one by one. Shapes below: T tokens, D hidden, H heads,
-K key and value channels of KDA, R latent, N nope, P rope, V value channels of MLA, E experts.
+One sequence, one token after another: no batch, no cache, no chunks, no absorbed weights, and not a line shared with
+`ling3` (only the fields of its config are read). Weights come under their published names and in their published
+layout: linear weights `[out, in]`, convolutions `[channels, 1, taps]`, experts one by one. In shapes T is tokens,
+D hidden, P rope channels, E experts.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ Weights = Mapping[str, Array]
 
 
 def forward(weights: Weights, config, tokens: list[int]) -> tuple[Array, dict[str, Array]]:
-    """The logits `[T, vocab]` of one sequence, and each module's output under the module's published name, in the order computed.
+    """The logits `[T, vocab]` of one sequence, and each module's output by published name, in the order computed.
 
     Beside these, `….mlp.gate.margin` `[T]` says how near each token's choice of experts came to another one.
     """
@@ -40,7 +40,7 @@ def forward(weights: Weights, config, tokens: list[int]) -> tuple[Array, dict[st
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """The weights under one name: `at("mlp")` goes deeper, `at.weight` is an array, `at.q_proj(x)`'s product is `at.linear("q_proj", x)`."""
+    """The weights under one name: `at("mlp")` goes deeper, `at.A_log` is an array, `at.linear("q_proj", x)` applies."""
 
     weights: Weights
     prefix: str
@@ -69,10 +69,11 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def kda(at: _Reader, config, x: Array) -> Array:
-    """Kimi Delta Attention, `[T, D] -> [T, D]`: `S ← exp(g) S`, `S ← S + k b (v - Sᵀk)ᵀ`, `o = Sᵀq`, one token at a time."""
+    """Kimi Delta Attention, `[T, D] -> [T, D]`: `S ← exp(g) S`, `S ← S + k b (v - Sᵀk)ᵀ`, `o = Sᵀq`, token by token."""
     length, heads, size = len(x), config.num_attention_heads, config.head_dim
     q, k, v = (
-        silu(short_conv(at.linear(f"{n}_proj", x), at(f"{n}_conv1d").weight)).reshape(length, heads, size) for n in "qkv"
+        silu(short_conv(at.linear(f"{n}_proj", x), at(f"{n}_conv1d").weight)).reshape(length, heads, size)
+        for n in "qkv"
     )
     q = q / np.sqrt(np.sum(q**2, axis=-1, keepdims=True) + 1e-6) / np.sqrt(size)
     k = k / np.sqrt(np.sum(k**2, axis=-1, keepdims=True) + 1e-6)
@@ -100,7 +101,7 @@ def short_conv(x: Array, weight: Array) -> Array:
 
 
 def mla(at: _Reader, config, x: Array) -> Array:
-    """Multi-head latent attention with one output gate per head, `[T, D] -> [T, D]`; keys and values expanded from the latent."""
+    """Multi-head latent attention with one output gate per head, `[T, D] -> [T, D]`; keys and values are expanded."""
     length, heads = len(x), config.num_attention_heads
     nope, rope, value, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank
     if config.q_lora_rank is None:
@@ -122,7 +123,7 @@ def mla(at: _Reader, config, x: Array) -> Array:
 
 
 def rotate(x: Array, theta: float) -> Array:
-    """RoPE on the pairs `(x0, x1), (x2, x3), …` of `[T, heads, P]`; token t turns pair j by `t · theta^(-2j/P)` radians."""
+    """RoPE on the pairs `(x0, x1), (x2, x3), …` of `[T, heads, P]`: token t turns pair j by `t · theta^(-2j/P)`."""
     length, _, size = x.shape
     turn = np.exp(1j * np.outer(np.arange(length), theta ** (-np.arange(0, size, 2) / size)))[:, None, :]
     y = (x[:, :, 0::2] + 1j * x[:, :, 1::2]) * turn
@@ -130,7 +131,7 @@ def rotate(x: Array, theta: float) -> Array:
 
 
 def moe(at: _Reader, config, layer: int, x: Array, stages: dict[str, Array]) -> Array:
-    """`Σ_e w_e expert_e(x) + shared(x)`, `[T, D] -> [T, D]`; the clamp of `layer`, where its list has one, after the SiLU."""
+    """`Σ_e w_e expert_e(x) + shared(x)`, `[T, D] -> [T, D]`, with the clamps of 0-based `layer`, if any."""
     routed, shared = (
         limits[layer] if limits is not None else 0.0
         for limits in (config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list)
@@ -146,10 +147,10 @@ def moe(at: _Reader, config, layer: int, x: Array, stages: dict[str, Array]) -> 
 
 
 def route(logits: Array, bias: Array, config) -> tuple[Array, Array]:
-    """The weight of each expert, `[T, E]`, zero for those not chosen, and how far `[T]` the choice was from another one.
+    """The weight of each expert, `[T, E]`, zero for those not chosen, and how far, `[T]`, the choice was from another.
 
-    The bias chooses and does not weigh: groups by the sum of their two best biased scores, then experts in the kept groups.
-    Of equal scores the first wins.
+    The bias chooses and does not weigh: groups by the sum of their two best biased scores, then experts in the kept
+    groups. Of equal scores the first wins.
     """
     length, experts = logits.shape
     s = sigmoid(logits)

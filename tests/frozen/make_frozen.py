@@ -1,0 +1,51 @@
+"""Write the frozen cases anew: `python tests/frozen/make_frozen.py`, with the extra `parity` installed.
+
+Each directory is a checkpoint in the published layout (bf16) and `expected.safetensors`: tokens, and what transformers'
+`BailingHybridForCausalLM`, in fp32 on the CPU, makes of them.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "parity")]
+
+from oracle import Oracle  # noqa: E402
+from random_checkpoint import TINY_LIKE, draw_well_posed, write  # noqa: E402
+
+SMALL = dataclasses.replace(
+    TINY_LIKE,
+    vocab_size=56,
+    hidden_size=24,
+    intermediate_size=36,
+    num_attention_heads=2,
+    q_lora_rank=12,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    v_head_dim=10,
+    num_experts=8,
+    moe_intermediate_size=10,
+    moe_shared_expert_intermediate_size=10,
+    eos_token_id=(55,),
+    pad_token_id=54,
+)
+CASES = {
+    "tiny-like": SMALL,
+    "flash-like": dataclasses.replace(SMALL, q_lora_rank=None, first_k_dense_replace=2, rope_theta=6000000.0),
+    "no-bound": dataclasses.replace(SMALL, kda_lower_bound=None),
+}
+LENGTH, PROMPT_LENGTHS, NEW_TOKENS = 81, (1, 9, 66), 24
+
+if __name__ == "__main__":
+    for name, config in CASES.items():
+        weights, tokens, _, _ = draw_well_posed(config, LENGTH, bfloat16=True)
+        oracle = Oracle(config, weights)
+        expected = {"tokens": np.array(tokens, np.int32), "logits": oracle.logits(tokens)}
+        for length in PROMPT_LENGTHS:
+            expected[f"greedy_after_{length}"] = np.array(oracle.greedy(tokens[:length], NEW_TOKENS), np.int32)
+        write(HERE / name, config, weights)
+        safetensors.numpy.save_file(expected, HERE / name / "expected.safetensors")
