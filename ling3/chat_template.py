@@ -20,7 +20,7 @@ from ling3.sandbox.meter import Meter
 LONGEST_TEMPLATE = 65_536
 
 # What a rendering may spend: this much in any case, and so much for each element and character of its input.
-STEPS, STEPS_PER_ELEMENT = 1_000_000, 1_000
+STEPS, STEPS_PER_ELEMENT = 300_000, 1_000
 CHARACTERS, CHARACTERS_PER_CHARACTER = 8_000_000, 128
 
 FILENAME = "<chat template>"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # ruff: noqa: PLC0415
 # What a subcommand needs is imported there, so that help and errors come at once.
 
+MAX_TOKENS = 256
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate:
@@ -28,29 +30,29 @@ class Generate:
     ling3 generate nano -p "Sam has 3 pens and buys 4 more. How many pens does Sam have?" --chat
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
-    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(aliases=["-p"])] = ()
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(aliases=["-p"], metavar="TEXT")] = ()
     """A text to continue; may be given several times. Without one, standard input is the prompt."""
     chat: bool = False
     """Each prompt is a user's message, put into the checkpoint's chat template."""
-    system: str | None = None
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """The system's message, with --chat."""
-    thinking: bool = False
-    """The template's thinking mode, with --chat."""
-    max_tokens: int = 256
-    """The most new tokens for each prompt."""
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """The template's thinking mode, with --chat; auto is the template's own choice."""
+    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """The most new tokens for each prompt. Without it, 256 or what the model's context has room for."""
     temperature: float = 0.0
     """0 takes the most likely token each time."""
     top_p: float = 1.0
     """Sample from the fewest tokens that together are at least this likely."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Sample from so many most likely tokens."""
     min_p: float = 0.0
     """Leave out tokens less likely than this share of the most likely one."""
     seed: int = 0
     """Prompt i samples from seed + i."""
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """End a text before this string; may be given several times."""
     ignore_eos: bool = False
     """Go on to --max-tokens, whatever the model says."""
@@ -66,7 +68,7 @@ class Generate:
 class Inspect:
     """Show a checkpoint's module tree, layers and memory; reads no weights."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A checkpoint directory, a config.json, a hub id, or "nano" for the checkpoint in the package."""
     json: bool = False
     """Print one JSON object."""
@@ -152,9 +154,8 @@ def _inspect(command: Inspect) -> None:
     if command.json:
         print(json.dumps(report.to_dict()))
     else:
-        console = Console()
-        # A file is not eighty columns wide.
-        Console(width=None if console.is_terminal else max(console.width, 140)).print(report)
+        # Rich would leave out columns where there is no room for them.
+        Console(width=max(100, Console().width)).print(report)
 
 
 def _generate(command: Generate) -> None:
@@ -175,17 +176,17 @@ def _generate(command: Generate) -> None:
     dtype = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[command.dtype]
     model = checkpoint.load(command.model, dtype)
     tokenizer.check_fits(model.config.vocab_size)
+    max_tokens = command.max_tokens
+    if max_tokens is None:
+        room = model.config.max_position_embeddings - max(len(row.ids) for row in rows)
+        max_tokens = max(1, min(MAX_TOKENS, room))
     ends = () if command.ignore_eos else (*tokenizer.eos_token_ids, *model.config.eos_token_id)
 
-    console = Console(stderr=True, highlight=False)
-    size = sum(leaf.size for leaf in jax.tree.leaves(model))
-    name = model.lm_head.weight.dtype.name
-    console.print(Text(f"{command.model}: {_count(size)} parameters, {name}, on {jax.default_backend()}", "bold"))
     clock = _Clock()
     news = stream_tokens(
         model,
         [row.ids for row in rows],
-        max_tokens=command.max_tokens,
+        max_tokens=max_tokens,
         temperature=command.temperature,
         top_k=command.top_k,
         top_p=command.top_p,
@@ -194,6 +195,10 @@ def _generate(command: Generate) -> None:
         stop_token_ids=ends,
         ignore_eos=command.ignore_eos,
     )
+    console = Console(stderr=True, highlight=False)
+    size = sum(leaf.size for leaf in jax.tree.leaves(model))
+    name = model.lm_head.weight.dtype.name
+    console.print(Text(f"{command.model}: {_count(size)} parameters, {name}, on {jax.default_backend()}", "bold"))
     for row in _finished_in_order(rows, clock.watch(news), ends, console, command):
         if command.json:
             result = {
@@ -206,7 +211,7 @@ def _generate(command: Generate) -> None:
             print(json.dumps(result, ensure_ascii=False))
         else:
             print()
-    console.print(Text(clock.summary(len(rows)), "dim"))
+    console.print(Text(clock.summary(), "dim"))
 
 
 def _finished_in_order(
@@ -246,14 +251,15 @@ def _head(rows: list[_Row], index: int, console: Console, command: Generate) -> 
 
 def _encode(tokenizer: "Tokenizer", prompt: str, command: Generate) -> list[int]:
     if not command.chat:
-        if command.system is not None or command.thinking:
+        if command.system is not None or command.thinking != "auto":
             raise ValueError("--system and --thinking are for --chat")
         return tokenizer.encode(prompt)
     messages = [{"role": "user", "content": prompt}]
     if command.system is not None:
         messages.insert(0, {"role": "system", "content": command.system})
-    variables = {"enable_thinking": True} if command.thinking else {}
-    return tokenizer.apply_chat_template(messages, **variables)
+    if command.thinking == "auto":
+        return tokenizer.apply_chat_template(messages)
+    return tokenizer.apply_chat_template(messages, enable_thinking=command.thinking == "on")
 
 
 def _from_stdin() -> str:
@@ -275,17 +281,16 @@ class _Clock:
             self.marks.append((time.perf_counter() - self.begin, sum(map(len, new))))
             yield new
 
-    def summary(self, rows: int) -> str:
+    def summary(self) -> str:
         """The rate leaves out the first two calls, prefill and decode, which are compiled, where there are more."""
         total, seconds = sum(count for _, count in self.marks), self.marks[-1][0]
         later = self.marks[2:]
         if later:
             rate = sum(count for _, count in later) / (seconds - self.marks[1][0])
-            rate_text = f"then {rate:,.0f} tokens/s, without compiling"
+            speed = f"{rate:,.0f} tokens/s once compiled"
         else:
-            rate_text = f"{total / seconds:,.0f} tokens/s, with compiling"
-        prompts = "" if rows == 1 else f" for {rows} prompts"
-        return f"{total} tokens{prompts} in {seconds:.1f} s: the first after {self.marks[0][0]:.1f} s, {rate_text}"
+            speed = f"{total / seconds:,.0f} tokens/s, compiling included"
+        return f"{total} tokens in {seconds:.1f} s, the first after {self.marks[0][0]:.1f} s; {speed}"
 
 
 def _count(parameters: int) -> str:

@@ -1,0 +1,172 @@
+import json
+
+import pytest
+import tokenizers
+
+from ling3.chat_template import ChatTemplateError
+from ling3.tokenizer import TokenizerError, load_tokenizer
+from ling3.train.tokenizer import train_tokenizer, write_tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+BACKEND = train_tokenizer(["hello 你好"] * 3, 400)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    write_tokenizer(BACKEND, tmp_path, 512)
+    return tmp_path
+
+
+def write(directory, name, **changes):
+    """Changes fields of a JSON file; None takes a field away."""
+    path = directory / name
+    fields = json.loads(path.read_text()) if path.exists() else {}
+    fields = {key: value for key, value in {**fields, **changes}.items() if value is not None}
+    path.write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("text", ["", "hello 你好", "  two\n\nlines ", "\U0001f600\x00\x7f", "e\u0301"])
+def test_any_text_comes_back(directory, text):
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_control_tokens_are_one_id_and_hidden_on_request(directory):
+    tokenizer = load_tokenizer(directory)
+    ids = tokenizer.encode("<role>hello<|role_end|>")
+    assert tokenizer.backend.token_to_id("<role>") == ids[0]
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<role>hello<|role_end|>"
+
+
+def test_the_chat_template_is_encoded_with_nothing_added(directory):
+    write(directory, "tokenizer_config.json", bos_token="<|endoftext|>", add_bos_token=True)
+    tokenizer = load_tokenizer(directory)
+    text = tokenizer.apply_chat_template(HELLO, tokenize=False)
+    ids = tokenizer.apply_chat_template(HELLO)
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert text.endswith("<role>HUMAN</role>hello<|role_end|><role>ASSISTANT</role>\n<think></think>")
+    assert tokenizer.apply_chat_template(HELLO, tokenize=False, enable_thinking=True).endswith("<think>")
+    assert not tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=False).endswith("</think>")
+
+
+def test_encode_adds_what_the_settings_say(directory):
+    plain = load_tokenizer(directory).encode("hello")
+    write(directory, "tokenizer_config.json", bos_token="<|endoftext|>", add_bos_token=True, add_eos_token=True)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.encode("hello") == [0, *plain, 1]
+    assert tokenizer.encode("hello", add_special_tokens=False) == plain
+
+
+def test_encode_adds_what_the_post_processor_says(directory):
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    plain = backend.encode("hello").ids
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    # A text is neither cut nor filled up, whatever the file says.
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    backend.save(str(directory / "tokenizer.json"))
+    assert load_tokenizer(directory).encode("hello") == [0, *plain]
+    assert load_tokenizer(directory).encode("hello", add_special_tokens=False) == plain
+    write(directory, "tokenizer_config.json", add_bos_token=False)
+    assert load_tokenizer(directory).encode("hello") == plain
+
+
+def test_a_generation_ends_by_any_of_three_files(directory):
+    write(directory, "config.json", eos_token_id=7, pad_token_id=9)
+    write(directory, "generation_config.json", eos_token_id=[8, 7], pad_token_id=None)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.eos_token_ids == (1, 7, 8)
+    assert tokenizer.pad_token_id == 0
+    write(directory, "tokenizer_config.json", pad_token=None, eos_token={"content": "</think>", "lstrip": False})
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.eos_token_ids == (5, 7, 8)
+    assert tokenizer.pad_token_id == 9
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        (directory / name).unlink()
+    tokenizer = load_tokenizer(directory)
+    assert (tokenizer.eos_token_ids, tokenizer.pad_token_id, tokenizer.chat_template) == ((), None, None)
+
+
+def test_a_named_token_is_special_even_if_the_file_forgot(directory):
+    write(directory, "tokenizer_config.json", eos_token="hello")
+    tokenizer = load_tokenizer(directory)
+    (end,) = tokenizer.encode("hello")
+    assert end in tokenizer.eos_token_ids
+    assert tokenizer.decode([end]) == ""
+
+
+def test_the_template_s_places(directory):
+    write(directory, "chat_template.json", chat_template="json")
+    write(directory, "tokenizer_config.json", chat_template=None)
+    assert load_tokenizer(directory).apply_chat_template(HELLO, tokenize=False) == "json"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default{{ eos_token }}"}]
+    write(directory, "tokenizer_config.json", chat_template=named)
+    assert load_tokenizer(directory).apply_chat_template(HELLO, tokenize=False) == "default<|role_end|>"
+    (directory / "chat_template.jinja").write_text("jinja")
+    assert load_tokenizer(directory).apply_chat_template(HELLO, tokenize=False) == "jinja"
+
+
+def test_without_a_template(directory):
+    write(directory, "tokenizer_config.json", chat_template=None)
+    with pytest.raises(ValueError, match="has no chat template"):
+        load_tokenizer(directory).apply_chat_template(HELLO)
+
+
+def test_fits(directory):
+    write(directory, "config.json", eos_token_id=500)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.vocab_size == BACKEND.get_vocab_size()
+    tokenizer.check_fits(501)
+    with pytest.raises(TokenizerError, match="go up to 500, but the model's embedding has 500 rows"):
+        tokenizer.check_fits(500)
+
+
+def test_stream(directory):
+    tokenizer = load_tokenizer(directory)
+    ids = tokenizer.encode("hello 你好")
+    decoder = tokenizer.stream(ids[:1])
+    assert decoder.feed(ids[1:]) + decoder.flush() == tokenizer.decode(ids)[len(tokenizer.decode(ids[:1])) :]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}', "not a tokenizer"),
+        ("tokenizer.json", "\ud800", "tokenizer.json: not a tokenizer"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: no valid JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: a list, where an object"),
+        ("tokenizer_config.json", '{"eos_token": 3}', "tokenizer_config.json: eos_token is 3"),
+        ("tokenizer_config.json", '{"pad_token": "<none>"}', "pad_token is '<none>', which is no token"),
+        ("tokenizer_config.json", '{"a": 1, "a": 2}', "the same key twice"),
+        ("tokenizer_config.json", '{"chat_template": 1}', "chat_template is neither"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "a", "template": "x"}]}', "chat_template is neither"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "tokenizer_config.json: chat_template, line 1"),
+        ("chat_template.jinja", "{{", "chat_template.jinja, line 1"),
+        ("chat_template.jinja", "\ud800", "chat_template.jinja: not UTF-8"),
+        ("chat_template.json", "[1]", "chat_template.json: a list"),
+        ("generation_config.json", '{"eos_token_id": "2"}', "generation_config.json: eos_token_id is '2'"),
+        ("generation_config.json", '{"eos_token_id": [1, -2]}', "eos_token_id is"),
+        ("config.json", '{"pad_token_id": true}', "config.json: pad_token_id is True"),
+    ],
+)  # fmt: skip
+def test_damaged_files(directory, name, content, message):
+    if name == "chat_template.json":
+        write(directory, "tokenizer_config.json", chat_template=None)
+    (directory / name).write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises((TokenizerError, ChatTemplateError), match=message):
+        load_tokenizer(directory)
+
+
+def test_without_a_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing"):
+        load_tokenizer(tmp_path)
+
+
+def test_text_that_is_no_unicode(directory):
+    with pytest.raises(ValueError, match=r"lone surrogate, '\\ud800', at position 1"):
+        load_tokenizer(directory).encode("a\ud800")
