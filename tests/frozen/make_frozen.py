@@ -1,7 +1,7 @@
 """Write the frozen cases anew: `python tests/frozen/make_frozen.py`, with the extra `parity` installed.
 
-Each directory is a checkpoint in the published layout (bf16) and `expected.safetensors`: tokens, and what transformers'
-`BailingHybridForCausalLM`, in fp32 on the CPU, makes of them.
+Each directory is a checkpoint in the published layout (bf16). The file of its name beside it holds tokens, and what
+transformers' `BailingHybridForCausalLM`, in fp32 on the CPU, makes of them.
 """
 
 import dataclasses
@@ -48,4 +48,4 @@ if __name__ == "__main__":
         for length in PROMPT_LENGTHS:
             expected[f"greedy_after_{length}"] = np.array(oracle.greedy(tokens[:length], NEW_TOKENS), np.int32)
         write(HERE / name, config, weights)
-        safetensors.numpy.save_file(expected, HERE / name / "expected.safetensors")
+        safetensors.numpy.save_file(expected, HERE / f"{name}.safetensors")
