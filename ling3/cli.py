@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 256
 
+# On a terminal control characters are shown, not obeyed: a model may write any bytes.
+VISIBLE = {**{code: 0x2400 + code for code in range(32)}, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+del VISIBLE[ord("\t")], VISIBLE[ord("\n")]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate:
@@ -108,7 +112,8 @@ class _Row:
 
     def show(self) -> None:
         """Writes what is new of the text."""
-        sys.stdout.write(self.text[self.shown :])
+        new = self.text[self.shown :]
+        sys.stdout.write(new.translate(VISIBLE) if sys.stdout.isatty() else new)
         sys.stdout.flush()
         self.shown = len(self.text)
 

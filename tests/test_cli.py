@@ -151,6 +151,13 @@ def test_an_unfinished_character_is_shown_at_the_end(directory, scripted, capsys
     assert run(capsys, directory, "-p", "hello")[1] == "\ufffd\n"
 
 
+def test_control_characters_are_shown_on_a_terminal(directory, scripted, capsys, monkeypatch):
+    scripted("a\x1b[2Jb\r\n\tc\x9b")
+    assert run(capsys, directory, "-p", "hello")[1] == "a\x1b[2Jb\r\n\tc\x9b\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert run(capsys, directory, "-p", "hello")[1] == "a␛[2Jb␍\n\tc\ufffd\n"
+
+
 def test_a_prompt_from_standard_input(directory, scripted, capsys, monkeypatch):
     calls = scripted("x")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nthere\n"))
