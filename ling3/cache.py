@@ -27,7 +27,7 @@ class KDAState(eqx.Module):
     """One KDA layer's memory, the same size after any number of tokens."""
 
     recurrent: Float[Array, "batch heads key value"]  # S, float32
-    conv: Float[Array, "batch taps channels"]  # the last kernel - 1 projections before the convolution: q | k | v
+    conv: Float[Array, "batch tail channels"]  # the last taps - 1 projections before the convolution: q | k | v
 
 
 class LatentCache(eqx.Module):
@@ -36,7 +36,7 @@ class LatentCache(eqx.Module):
     entries: Float[Array, "batch positions entry"]
 
     def append(self, new: Float[Array, "batch seq entry"], span: Span) -> "LatentCache":
-        """The cache with the span's tokens written at their positions; padding and what lies past the end is dropped."""
+        """The cache with the span's tokens at their positions; padding, and what lies past the end, is dropped."""
         seq, capacity = new.shape[1], self.entries.shape[1]
         positions = jnp.where(span.valid(seq), span.positions(seq), capacity)
         rows = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]

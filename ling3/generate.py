@@ -97,9 +97,7 @@ def stream_tokens(
     return _run(model, ids, max_tokens, sampling, jnp.asarray(stops, jnp.int32)) if ids else iter(())
 
 
-def check_prompts(
-    model: Ling3ForCausalLM, prompts: Sequence[Any], max_tokens: int
-) -> list[list[int]]:
+def check_prompts(model: Ling3ForCausalLM, prompts: Sequence[Any], max_tokens: int) -> list[list[int]]:
     """The prompts as lists of plain ints; ValueError naming the prompt where one cannot be continued."""
     vocab, context = model.config.vocab_size, model.config.max_position_embeddings
     if max_tokens < 1:
@@ -119,8 +117,8 @@ def check_prompts(
                 raise ValueError(f"prompt {i}, token {place} is {ids[-1]}, expected an id in [0, {vocab})")
         if len(ids) + max_tokens > context:
             raise ValueError(
-                f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}: {len(ids) + max_tokens} together, but "
-                f"the model's context (max_position_embeddings) is {context}; shorten the prompt or lower max_tokens"
+                f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}: {len(ids) + max_tokens} together, "
+                f"but the model's context (max_position_embeddings) is {context}; shorten one or the other"
             )
         checked.append(ids)
     return checked

@@ -44,7 +44,11 @@ class DecoderLayer(eqx.Module):
         self, x: Float[Array, "batch seq hidden"], state: KDAState | LatentCache | None, span: Span
     ) -> tuple[Float[Array, "batch seq hidden"], KDAState | LatentCache | None]:
         """The residual stream after this layer, and the layer's memory after the span."""
-        attended, state = self.attention(self.input_layernorm(x), state, span)
+        attended, state = self.attention(
+            self.input_layernorm(x),
+            state,  # pyright: ignore[reportArgumentType] -- a layer is given back its own kind of memory
+            span,
+        )
         h = x + attended
         return h + self.mlp(self.post_attention_layernorm(h)), state
 
@@ -78,8 +82,8 @@ class Ling3Model(eqx.Module):
         x = self.word_embeddings(tokens)
         after = []
         for layer, state in zip(self.layers, states, strict=True):
-            x, state = layer(x, state, span)
-            after.append(state)
+            x, new_state = layer(x, state, span)
+            after.append(new_state)
         return self.norm(x), tuple(after)
 
 
@@ -105,9 +109,9 @@ class Ling3ForCausalLM(eqx.Module):
         return self.lm_head(hidden, jnp.float32)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None) -> Cache:
-        """An empty memory for `batch` rows of up to `max_length` tokens; latents and conv tails in `dtype` (the weights').
+        """An empty memory for `batch` rows of up to `max_length` tokens.
 
-        KDA's recurrent states are float32 whatever the dtype.
+        Latents and conv tails have `dtype` (that of the weights without it), KDA's recurrent states float32.
         """
         dtype = self.model.word_embeddings.weight.dtype if dtype is None else dtype
         states = (
@@ -139,7 +143,9 @@ class Ling3ForCausalLM(eqx.Module):
         hidden, states = self.model(tokens, cache.layers, span)
         if last:
             hidden = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
-        return self.lm_head(hidden, jnp.float32), Cache(states, cache.length + length)
+        return self.lm_head(hidden, jnp.float32), Cache(
+            tuple(state for state in states if state is not None), cache.length + length
+        )
 
 
 def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Ling3ForCausalLM:

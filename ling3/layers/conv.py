@@ -11,15 +11,17 @@ from ling3.ops.precision import wide
 
 
 class ShortConv(eqx.Module):
-    """y_t = silu(Σ_j w_j · x_{t-taps+1+j}), each channel for itself, without bias (Kimi Linear, arXiv 2510.26692, §4).
+    """y_t = silu(Σ_j w_j · x_{t-taps+1+j}), each channel for itself and without bias.
 
-    The memory is the last `taps - 1` inputs, before the convolution. The checkpoint has the weight as [channels, 1, taps].
+    Source: Kimi Linear, arXiv 2510.26692, §4. The memory is the last `taps - 1` inputs, before the convolution. The
+    checkpoint has the weight as [channels, 1, taps].
     """
 
     weight: Float[Array, "channels taps"]
 
     @staticmethod
     def init(channels: int, taps: int, *, key: PRNGKeyArray) -> "ShortConv":
+        """Random weights from N(0, 1/taps), float32."""
         return ShortConv(normal(key, (channels, taps), jnp.float32, taps**-0.5))
 
     def __call__(
@@ -28,7 +30,8 @@ class ShortConv(eqx.Module):
         tail: Float[Array, "batch {self.weight.shape[1]-1} {self.weight.shape[0]}"],
         span: Span,
     ) -> tuple[
-        Float[Array, "batch seq {self.weight.shape[0]}"], Float[Array, "batch {self.weight.shape[1]-1} {self.weight.shape[0]}"]
+        Float[Array, "batch seq {self.weight.shape[0]}"],
+        Float[Array, "batch {self.weight.shape[1]-1} {self.weight.shape[0]}"],
     ]:
         """The outputs in float32 (or wider), and the tail after each row's last valid token in the dtype it came in."""
         seq, taps = x.shape[1], self.weight.shape[1]

@@ -45,27 +45,48 @@ class KDA(eqx.Module):
 
     @staticmethod
     def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> "KDA":
-        """Random weights; initial decay rates -g are log-uniform in [0.001, 0.1] nats a token under either law."""
-        heads, inner, bound = config.num_attention_heads, config.num_attention_heads * config.head_dim, config.kda_lower_bound
+        """Random weights; initial decay rates -g are log-uniform in [0.001, 0.1] nats a token under either law.
+
+        Where the bound is below 0.2, the fastest rate is half of it instead, and the slowest a hundredth of that.
+        """
+        heads, hidden, inner = (
+            config.num_attention_heads,
+            config.hidden_size,
+            config.num_attention_heads * config.head_dim,
+        )
+        bound = config.kda_lower_bound
         keys = iter(jax.random.split(key, 12))
-        linear = {
-            name: Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.initializer_range)
-            for name, rows, columns in (
-                *((f"{x}_proj", inner, config.hidden_size) for x in "qkvfg"),
-                ("b_proj", heads, config.hidden_size),
-                ("o_proj", config.hidden_size, inner),
-            )
-        }
-        convs = {f"{x}_conv1d": ShortConv.init(inner, config.short_conv_kernel_size, key=next(keys)) for x in "qkv"}
-        rate = jnp.exp(jax.random.uniform(next(keys), (inner,), minval=jnp.log(0.001), maxval=jnp.log(0.1)))
+
+        def linear(rows: int, columns: int) -> Linear:
+            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.initializer_range)
+
+        def conv() -> ShortConv:
+            return ShortConv.init(inner, config.short_conv_kernel_size, key=next(keys))
+
+        fastest = 0.1 if bound is None else min(0.1, -bound / 2)
+        rate = fastest * 100.0 ** -jax.random.uniform(next(keys), (inner,), jnp.float32)
         if bound is None:
-            a = jax.random.uniform(next(keys), (heads,), minval=1.0, maxval=16.0)
-            dt_bias = jnp.log(jnp.expm1(rate / jnp.repeat(a, config.head_dim)))
+            scale = jax.random.uniform(next(keys), (heads,), jnp.float32, minval=1.0, maxval=16.0)
+            dt_bias = jnp.log(jnp.expm1(rate / jnp.repeat(scale, config.head_dim)))
         else:
-            a = jnp.ones(heads)
+            scale = jnp.ones(heads, jnp.float32)
             dt_bias = jnp.log(rate / (-bound - rate))
-        norm = GatedRMSNorm.init(config.head_dim, config.rms_norm_eps)
-        return KDA(**linear, **convs, A_log=jnp.log(a), dt_bias=dt_bias, o_norm=norm, lower_bound=bound)
+        return KDA(
+            q_proj=linear(inner, hidden),
+            k_proj=linear(inner, hidden),
+            v_proj=linear(inner, hidden),
+            q_conv1d=conv(),
+            k_conv1d=conv(),
+            v_conv1d=conv(),
+            A_log=jnp.log(scale),
+            dt_bias=dt_bias,
+            f_proj=linear(inner, hidden),
+            b_proj=linear(heads, hidden),
+            g_proj=linear(inner, hidden),
+            o_norm=GatedRMSNorm.init(config.head_dim, config.rms_norm_eps),
+            o_proj=linear(hidden, inner),
+            lower_bound=bound,
+        )
 
     def init_state(self, batch: int, dtype: DTypeLike) -> KDAState:
         """The memory before the first token: zeros."""
@@ -89,18 +110,20 @@ class KDA(eqx.Module):
         return self._output(o, x), KDAState(recurrent, conv)
 
     def _convolved(
-        self, x: Float[Array, "batch seq hidden"], tail: Float[Array, "batch taps channels"], span: Span
+        self, x: Float[Array, "batch seq hidden"], tail: Float[Array, "batch tail channels"], span: Span
     ) -> tuple[
         Float[Array, "batch seq heads key"],
         Float[Array, "batch seq heads key"],
         Float[Array, "batch seq heads value"],
-        Float[Array, "batch taps channels"],
+        Float[Array, "batch tail channels"],
     ]:
         """q (scaled), k (both of unit length), v, and the convolutions' new tail."""
         tails = jnp.split(tail, 3, axis=-1)
         projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        outputs, new = zip(*(conv(p, t, span) for conv, p, t in zip(convs, projections, tails, strict=True)), strict=True)
+        outputs, new = zip(
+            *(conv(p, t, span) for conv, p, t in zip(convs, projections, tails, strict=True)), strict=True
+        )
         q, k, v = (self._heads(y) for y in outputs)
         return l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k), v, jnp.concatenate(new, axis=-1)
 

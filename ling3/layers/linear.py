@@ -16,6 +16,7 @@ class Linear(eqx.Module):
 
     @staticmethod
     def init(out_features: int, in_features: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float) -> "Linear":
+        """Random weights from N(0, std²)."""
         return Linear(normal(key, (out_features, in_features), dtype, std))
 
     def __call__(
@@ -26,15 +27,17 @@ class Linear(eqx.Module):
 
 
 class Embedding(eqx.Module):
-    """One row of the table per token id. Ids outside the table are the caller's error: JAX would clamp them."""
+    """x = W[token]. Ids outside the table are the caller's error: JAX would clamp them."""
 
     weight: Float[Array, "vocab hidden"]
 
     @staticmethod
     def init(vocab: int, hidden: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float) -> "Embedding":
+        """Random weights from N(0, std²)."""
         return Embedding(normal(key, (vocab, hidden), dtype, std))
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq {self.weight.shape[1]}"]:
+        """One row of the table per token id."""
         return self.weight[tokens]
 
 

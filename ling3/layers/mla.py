@@ -29,10 +29,10 @@ class MLA(eqx.Module):
     absorbs `kv_b_proj` into query and output instead (q_nope W_uk, then W_uv), the same numbers without the expansion.
     """
 
-    q_a_proj: Linear | None  # [q_rank, hidden]
+    q_a_proj: Linear | None  # [q_rank, hidden]; these three with a q_lora_rank,
     q_a_layernorm: RMSNorm | None
     q_b_proj: Linear | None  # [heads·(nope + rope), q_rank]
-    q_proj: Linear | None  # [heads·(nope + rope), hidden], where there is no q_a_proj
+    q_proj: Linear | None  # [heads·(nope + rope), hidden]; this one without
     kv_a_proj_with_mqa: Linear  # [latent + rope, hidden]
     kv_a_layernorm: RMSNorm
     kv_b_proj: Linear  # [heads·(nope + value), latent]
@@ -47,7 +47,12 @@ class MLA(eqx.Module):
         """Random weights."""
         keys = iter(jax.random.split(key, 6))
         heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
-        nope, rope, value, q_rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.q_lora_rank
+        nope, rope, value, q_rank = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            config.q_lora_rank,
+        )
 
         def linear(rows: int, columns: int) -> Linear:
             return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.initializer_range)
@@ -79,7 +84,7 @@ class MLA(eqx.Module):
 
         Without a cache the span's tokens see each other alone, in a form that can be differentiated.
         """
-        batch, seq, _ = x.shape
+        seq = x.shape[1]
         positions = span.positions(seq)
         q_nope, q_rope = self._queries(x, positions)
         entries = self._entries(x, positions)
@@ -100,14 +105,17 @@ class MLA(eqx.Module):
         self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq heads {self.nope}"], Float[Array, "batch seq heads {self.rope}"]]:
         """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5."""
-        if self.q_proj is not None:
-            q = self.q_proj(x)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = self._projected_queries(x)
         q = rearrange(q, "b s (h d) -> b s h d", d=self.nope + self.rope)
         q_nope, q_rope = q[..., : self.nope], rotate(q[..., self.nope :], positions, self.rope_theta)
         scale = (self.nope + self.rope) ** -0.5
         return q_nope * scale, q_rope * scale
+
+    def _projected_queries(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq channels"]:
+        if self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None:
+            return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        assert self.q_proj is not None, "an MLA layer has either q_a_proj, q_a_layernorm and q_b_proj, or q_proj"
+        return self.q_proj(x)
 
     def _entries(
         self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
@@ -196,7 +204,7 @@ def _per_head(
 
 
 def _finite_block(
-    entries: Float[Array, "batch positions entry"], i: int | Int32[Array, ""], length: Int32[Array, " batch"]
+    entries: Float[Array, "batch positions entry"], i: Int32[Array, ""], length: Int32[Array, " batch"]
 ) -> Float[Array, "batch block entry"]:
     """Block i of the entries, with 0 where nothing was written: what lies there may be NaN, and 0 · NaN is NaN."""
     block = lax.dynamic_slice_in_dim(entries, i * BLOCK, BLOCK, axis=1)

@@ -2,7 +2,6 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
 from ling3.layers.linear import Linear
@@ -25,6 +24,7 @@ class MLP(eqx.Module):
     def init(
         hidden: int, intermediate: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float, limit: float = 0.0
     ) -> "MLP":
+        """Random weights from N(0, std²)."""
         gate, up, down = jax.random.split(key, 3)
         return MLP(
             Linear.init(intermediate, hidden, key=gate, dtype=dtype, std=std),
@@ -34,5 +34,6 @@ class MLP(eqx.Module):
         )
 
     def __call__(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq hidden"]:
+        """Each token for itself; the products of the hidden layer are float32 or wider until they are multiplied."""
         sums = wide(x.dtype)
         return self.down_proj(swiglu(self.gate_proj(x, sums), self.up_proj(x, sums), self.limit).astype(x.dtype))

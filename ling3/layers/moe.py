@@ -33,6 +33,7 @@ class Router(eqx.Module):
 
     @staticmethod
     def init(config: Ling3Config, *, key: PRNGKeyArray) -> "Router":
+        """Random weights and no bias, float32."""
         return Router(
             weight=normal(key, (config.num_experts, config.hidden_size), jnp.float32, config.initializer_range),
             expert_bias=jnp.zeros(config.num_experts, jnp.float32),
@@ -68,7 +69,11 @@ class Router(eqx.Module):
 
 
 class Experts(eqx.Module):
-    """The routed experts' SwiGLU weights, stacked; the checkpoint has them one by one as `experts.{e}.gate_proj.weight`."""
+    """The routed experts' SwiGLU weights, stacked.
+
+    expert_e(x) = down_proj_e(silu(gate_proj_e(x)) · up_proj_e(x)), clamped by `limit` as in `MLP`. The checkpoint has
+    them one by one, as `experts.{e}.gate_proj.weight` and so on.
+    """
 
     gate_proj: Float[Array, "experts intermediate hidden"]
     up_proj: Float[Array, "experts intermediate hidden"]
@@ -77,6 +82,7 @@ class Experts(eqx.Module):
 
     @staticmethod
     def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike, limit: float) -> "Experts":
+        """Random weights."""
         gate, up, down = jax.random.split(key, 3)
         shape = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
         std = config.initializer_range
@@ -98,7 +104,10 @@ class Experts(eqx.Module):
 
 
 class MoE(eqx.Module):
-    """y = Σ_e w_e · expert_e(x) + shared_experts(x): the routed part carries the scaling factor, the shared part none."""
+    """y = Σ_e w_e · expert_e(x) + shared_experts(x).
+
+    The weights w carry the routed scaling factor; the shared expert has none (DeepSeekMoE, arXiv 2401.06066, §3).
+    """
 
     gate: Router
     experts: Experts
@@ -125,6 +134,7 @@ class MoE(eqx.Module):
         )
 
     def __call__(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq hidden"]:
+        """Each token through its own experts and the shared one."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = self.gate(tokens)
         y = self.experts(tokens, chosen, weights).astype(x.dtype).reshape(x.shape)

@@ -10,16 +10,20 @@ from ling3.ops.precision import wide
 
 
 class RMSNorm(eqx.Module):
-    """y = w · x / sqrt(mean(x²) + eps) over the last axis (Zhang & Sennrich, arXiv 1910.07467); y has the dtype of x."""
+    """y = w · x / sqrt(mean(x²) + eps) over the last axis (Zhang & Sennrich, arXiv 1910.07467)."""
 
     weight: Float[Array, " features"]
     eps: float = eqx.field(static=True)
 
     @staticmethod
     def init(features: int, eps: float) -> "RMSNorm":
+        """Weights of 1, float32."""
         return RMSNorm(jnp.ones(features, jnp.float32), eps)
 
-    def __call__(self, x: Float[Array, "*batch {self.weight.shape[0]}"]) -> Float[Array, "*batch {self.weight.shape[0]}"]:
+    def __call__(
+        self, x: Float[Array, "*batch {self.weight.shape[0]}"]
+    ) -> Float[Array, "*batch {self.weight.shape[0]}"]:
+        """The normed features, in the dtype of `x`."""
         return rms_normalize(x, self.weight, self.eps).astype(x.dtype)
 
 
@@ -31,6 +35,7 @@ class GatedRMSNorm(eqx.Module):
 
     @staticmethod
     def init(value: int, eps: float) -> "GatedRMSNorm":
+        """Weights of 1, float32."""
         return GatedRMSNorm(jnp.ones(value, jnp.float32), eps)
 
     def __call__(
@@ -41,7 +46,9 @@ class GatedRMSNorm(eqx.Module):
         return normalized * jax.nn.sigmoid(gate.astype(normalized.dtype))
 
 
-def rms_normalize(x: Float[Array, "*batch features"], weight: Float[Array, " features"], eps: float) -> Float[Array, "*batch features"]:
+def rms_normalize(
+    x: Float[Array, "*batch features"], weight: Float[Array, " features"], eps: float
+) -> Float[Array, "*batch features"]:
     """w · x / sqrt(mean(x²) + eps) in float32 or wider, not cast back."""
     dtype = wide(x.dtype)
     x = x.astype(dtype)

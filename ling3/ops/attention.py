@@ -30,7 +30,7 @@ def attention(
 def block_attention(
     q: Float[Array, "batch heads rows width"],
     row_positions: Int32[Array, "batch rows"],
-    read: Callable[[int | Int32[Array, ""]], tuple[Float[Array, "..."], Float[Array, "..."]]],
+    read: Callable[[Int32[Array, ""]], tuple[Float[Array, "..."], Float[Array, "..."]]],
     length: Int32[Array, " batch"],
     blocks: int | Int32[Array, ""],
     value: int,
@@ -46,6 +46,7 @@ def block_attention(
 
     def step(i, carry):
         top, total, sums = carry
+        i = jnp.asarray(i, jnp.int32)
         k, v = read(i)
         positions = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         allowed = (positions[None, None] <= row_positions[..., None]) & (positions[None, None] < length[:, None, None])

@@ -54,7 +54,8 @@ def recurrent_kda(
     """
 
     def one(state, token):
-        o, state = kda_step(*token, state)
+        q, k, v, g, beta = token
+        o, state = kda_step(q, k, v, g, beta, state)
         return state, o
 
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
@@ -117,7 +118,9 @@ def _decayed_products(
     lefts: Float[Array, "*chunks lefts key"],
     g: Float[Array, "*chunks tokens key"],
     lower_bound: float | None,
-) -> tuple[Float[Array, "*chunks lefts tokens"], Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"]]:
+) -> tuple[
+    Float[Array, "*chunks lefts tokens"], Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"]
+]:
     """P_ij = Σ_c left_ic right_jc e^{G_ic - G_jc} where i >= j (above that: anything finite), e^G and e^{G_C - G}.
 
     `lefts` holds one or more blocks of as many rows as `right`, one below the other. e^{-G} over a whole chunk would
@@ -201,8 +204,8 @@ def kda_gate(
 ) -> Float[Array, "batch seq heads key"]:
     """The log decay g per token, head and key channel, in nats; one law for prefill and decode.
 
-        bounded:    g = lower_bound · sigmoid(exp(A_log) · (f + dt_bias))      in (lower_bound, 0)
-        unbounded:  g = -exp(A_log) · softplus(f + dt_bias)                    Kimi-Linear's law
+    bounded:    g = lower_bound · sigmoid(exp(A_log) · (f + dt_bias))      in (lower_bound, 0)
+    unbounded:  g = -exp(A_log) · softplus(f + dt_bias)                    Kimi-Linear's law
     """
     rate = jnp.exp(A_log)[None, None, :, None]
     f = f + dt_bias[None, None]

@@ -14,7 +14,7 @@ from stages import ling3_stages
 import ling3
 
 each_case = pytest.mark.parametrize("name", CONFIGS)
-# A bound of -1 runs the program of -5 with another constant: all lengths are compared, the costlier questions asked once.
+# A bound of -1 runs the program of -5 with another constant: lengths are compared, the costlier questions asked once.
 each_program = pytest.mark.parametrize("name", [name for name in CONFIGS if "bound -1.0" not in name])
 
 

@@ -1,0 +1,49 @@
+# Two commands from a fresh clone: `make demo` answers a question, `make test` checks the whole.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types parity slow clean
+
+demo: .venv/installed
+	$(BIN)/ling3 generate nano --chat -p "Tom has 7 apples. He buys 5 more apples. Then he gives away 4 apples. How many apples does Tom have?"
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed-dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+parity: .venv/installed-parity
+	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
+	$(BIN)/python -m pytest -n 2 tests/parity
+
+slow: .venv/installed-test
+	$(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf .venv .jax_cache .pytest_cache build *.egg-info
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	touch $@
+
+.venv/installed-test: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test]"
+	touch $@ .venv/installed
+
+.venv/installed-dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
+	touch $@ .venv/installed .venv/installed-test
+
+# torch first and exactly: a range would bring gigabytes of CUDA packages.
+.venv/installed-parity: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check "torch==2.13.0"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,parity]"
+	touch $@ .venv/installed .venv/installed-test

@@ -1,0 +1,52 @@
+"""Absorbed and expanded MLA are the same attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import FLASH, TINY, open_model
+
+from ling3.cache import Span
+from ling3.layers.mla import MLA
+
+
+def first_mla(config):
+    return next(layer.attention for layer in open_model(config).model.layers if isinstance(layer.attention, MLA))
+
+
+@pytest.mark.parametrize("config", [TINY, FLASH], ids=["q_lora", "q_proj"])
+@pytest.mark.parametrize("held", [0, 1, 255, 300])
+def test_absorbed_is_expanded(config, held):
+    mla = first_mla(config)
+    draw = np.random.default_rng(held)
+    context = jnp.asarray(draw.normal(size=(2, max(held, 1), config.hidden_size)), jnp.float32)
+    x = jnp.asarray(draw.normal(size=(2, 1, config.hidden_size)), jnp.float32)
+    cache = mla.init_state(2, 512, jnp.float32)
+    none = jnp.zeros(2, jnp.int32)
+    _, cache = mla(context, cache, Span(none, none + held))
+    span = Span(none + held, none + 1)
+    absorbed, cache_one = mla(x, cache, span)
+    padded = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # two columns, one of them padding: the expanded form
+    expanded, cache_two = mla(padded, cache, span)
+    np.testing.assert_allclose(absorbed[:, 0], expanded[:, 0], atol=2e-6)
+    np.testing.assert_allclose(cache_one.entries, cache_two.entries, atol=2e-6)
+
+
+@pytest.mark.parametrize("config", [TINY, FLASH], ids=["q_lora", "q_proj"])
+def test_the_cache_holds_576_numbers_at_full_size_and_no_more(config):
+    mla = first_mla(config)
+    entries = mla.init_state(3, 100, jnp.float32).entries
+    assert entries.shape == (3, 256, config.kv_lora_rank + config.qk_rope_head_dim)
+
+
+def test_the_gate_multiplies_each_head():
+    """With the gate's weights at 0 every head is halved: sigmoid(0) = 1/2, before `dense`."""
+    mla = first_mla(TINY)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, TINY.hidden_size)), jnp.float32)
+    span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, 5, jnp.int32))
+    half = jax.tree.map(lambda leaf: leaf, mla)
+    half = type(mla)(**{**vars(mla), "g_proj": jax.tree.map(jnp.zeros_like, mla.g_proj)})
+    full = type(mla)(**{**vars(mla), "g_proj": jax.tree.map(jnp.zeros_like, mla.g_proj)})
+    full = type(mla)(**{**vars(full), "dense": jax.tree.map(lambda w: 2 * w, mla.dense)})
+    np.testing.assert_allclose(2 * half(x, None, span)[0], full(x, None, span)[0], rtol=1e-6)
+    assert np.max(np.abs(np.asarray(half(x, None, span)[0] - mla(x, None, span)[0]))) > 1e-3

@@ -1,0 +1,95 @@
+"""Sorted expert blocks are every-expert-on-every-token, at the cost of the chosen ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ling3.ops.experts import block_experts, dense_experts, swiglu
+
+
+def case(tokens, experts, top_k, dtype=jnp.float32, hidden=8, intermediate=6, seed=0):
+    draw = np.random.default_rng(seed)
+    x = jnp.asarray(draw.normal(size=(tokens, hidden)), dtype)
+    chosen = jnp.asarray(np.stack([draw.permutation(experts)[:top_k] for _ in range(tokens)]), jnp.int32)
+    weights = jnp.asarray(draw.random(size=(tokens, top_k)), jnp.float32)
+    gate, up = (jnp.asarray(draw.normal(size=(experts, intermediate, hidden)), dtype) for _ in range(2))
+    down = jnp.asarray(draw.normal(size=(experts, hidden, intermediate)), dtype)
+    return x, chosen, weights, gate, up, down
+
+
+def by_hand(x, chosen, weights, gate, up, down, limit):
+    x, weights, gate, up, down = (np.asarray(a, np.float64) for a in (x, weights, gate, up, down))
+    y = np.zeros_like(x)
+    for t, experts in enumerate(np.asarray(chosen)):
+        for j, e in enumerate(experts):
+            pre = gate[e] @ x[t]
+            g, u = pre / (1 + np.exp(-pre)), up[e] @ x[t]
+            if limit > 0:
+                g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
+            y[t] += weights[t, j] * (down[e] @ (g * u))
+    return y
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.sampled_from([1, 2, 8, 9, 33, 70]),
+    experts=st.integers(2, 9),
+    top_k=st.integers(1, 2),
+    limit=st.sampled_from([0.0, 0.5]),
+    seed=st.integers(0, 2**16),
+)
+def test_both_forms_are_the_sum_over_chosen_experts(tokens, experts, top_k, limit, seed):
+    x = case(tokens, experts, top_k, seed=seed)
+    expected = by_hand(*x, limit)
+    np.testing.assert_allclose(block_experts(*x, limit), expected, atol=3e-5)
+    np.testing.assert_allclose(dense_experts(*x, limit), expected, atol=3e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 1200])
+def test_one_expert_may_take_everything(tokens):
+    x, chosen, *rest = case(tokens, 5, 2)
+    chosen = jnp.broadcast_to(jnp.asarray([3, 0], jnp.int32), chosen.shape)
+    np.testing.assert_allclose(block_experts(x, chosen, *rest, 0.0), dense_experts(x, chosen, *rest, 0.0), atol=3e-5)
+
+
+def test_gradients_are_the_dense_forms():
+    x, chosen, *rest = case(20, 6, 2)
+
+    def scalar(form, x, *rest):
+        return jnp.sum(jnp.sin(form(x, chosen, *rest, 0.5)))
+
+    fast = jax.grad(lambda *a: scalar(block_experts, *a), argnums=tuple(range(5)))(x, *rest)
+    slow = jax.grad(lambda *a: scalar(dense_experts, *a), argnums=tuple(range(5)))(x, *rest)
+    for a, b in zip(fast, slow, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+        assert np.any(np.asarray(b))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_bfloat16_weights_are_summed_in_float32(tokens):
+    x = case(tokens, 6, 2, jnp.bfloat16)
+    expected = by_hand(*x, 0.0)
+    y = block_experts(*x, 0.0)
+    assert y.dtype == jnp.float32
+    # Only the hidden activations are rounded, by 2^-9 each: a token's results move by as much of their size.
+    size = np.maximum(np.abs(expected).max(axis=1, keepdims=True), 1.0)
+    assert np.max(np.abs(np.asarray(y, np.float64) - expected) / size) < 2**-8
+
+
+def test_no_dense_expansion_is_compiled():
+    """The loop reads one expert at a time: temporaries stay far below one activation per expert and token."""
+    tokens, experts, hidden, intermediate = 64, 64, 64, 64
+    x = case(tokens, experts, 2, hidden=hidden, intermediate=intermediate)
+    compiled = jax.jit(lambda *a: block_experts(*a, 0.0)).lower(*x).compile()
+    dense = tokens * experts * intermediate * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < dense / 4
+
+
+def test_the_clamp_is_after_the_silu():
+    gate, up = jnp.asarray([[-3.0, 0.5, 9.0]]), jnp.asarray([[-9.0, 0.25, 9.0]])
+    silu = np.asarray(gate) / (1 + np.exp(-np.asarray(gate)))
+    np.testing.assert_allclose(swiglu(gate, up, 2.0), np.minimum(silu, 2.0) * np.clip(up, -2, 2), rtol=1e-6)
+    np.testing.assert_allclose(swiglu(gate, up, 0.0), silu * np.asarray(up), rtol=1e-6)

@@ -1,0 +1,130 @@
+"""The chunk form is the recurrence: values, gradients, any length, any start, any gate."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda, unit_lower_inverse
+
+BOUNDS = (-5.0, -1.0, -20.0, None)
+
+
+def inputs(seq, *, bound, dtype, batch=2, heads=2, width=8, spread=3.0, seed=0):
+    """Unit keys and queries, gates spread over their range (`spread` large: at both extremes), a non-zero state."""
+    draw = np.random.default_rng(seed)
+    q, k, v = draw.normal(size=(3, batch, seq, heads, width))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    f = spread * draw.normal(size=(batch, seq, heads, width))
+    g = -np.logaddexp(0, f) if bound is None else bound / (1 + np.exp(-f))
+    beta = 1 / (1 + np.exp(-spread * draw.normal(size=(batch, seq, heads))))
+    state = draw.normal(size=(batch, heads, width, width))
+    return tuple(jnp.asarray(x, dtype) for x in (q, k, v, g, beta, state))
+
+
+def largest(a, b):
+    return max(
+        float(np.max(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)))) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("spread", [1.0, 3.0, 30.0])
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_chunk_form_is_the_recurrence_in_float64(bound, spread, chunk_size):
+    with jax.enable_x64(True):
+        for seq in (1, 15, 16, 17, 63, 65, 130):
+            x = inputs(seq, bound=bound, dtype=jnp.float64, spread=spread)
+            fast = chunk_kda(*x, lower_bound=bound, chunk_size=chunk_size)
+            assert largest(fast, recurrent_kda(*x)) < 1e-10
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize("spread", [3.0, 30.0])
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_gradients_are_the_recurrences_in_float64(bound, spread, chunk_size):
+    def scalar(form, *x):
+        o, state = form(*x)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(state))
+
+    with jax.enable_x64(True):
+        x = inputs(70, bound=bound, dtype=jnp.float64, spread=spread)
+        every = tuple(range(6))
+        fast = jax.grad(
+            lambda *x: scalar(lambda *y: chunk_kda(*y, lower_bound=bound, chunk_size=chunk_size), *x), argnums=every
+        )(*x)
+        slow = jax.grad(lambda *x: scalar(recurrent_kda, *x), argnums=every)(*x)
+        assert largest(fast, slow) < 1e-8
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seq=st.integers(1, 100),
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    width=st.sampled_from([1, 4, 16]),
+    bound=st.sampled_from(BOUNDS),
+    seed=st.integers(0, 2**16),
+)
+def test_any_size_in_float32(seq, batch, heads, width, bound, seed):
+    x = inputs(seq, bound=bound, dtype=jnp.float32, batch=batch, heads=heads, width=width, seed=seed)
+    # Factors of e^±40 round at 40·2^-24 = 2.4e-6 relative; outputs here are of size 1 to 10.
+    assert largest(chunk_kda(*x, lower_bound=bound), recurrent_kda(*x)) < 5e-5
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+def test_a_closed_gate_over_a_long_text_stays_finite(bound):
+    """Every gate at its strongest: 64 tokens span 320 nats, more than float32 can hold in one factor."""
+    q, k, v, g, beta, state = inputs(256, bound=bound, dtype=jnp.float32)
+    g = jnp.full_like(g, -5.0 if bound is not None else -1e4)
+    for chunk_size in (16, 64):
+        o, after = chunk_kda(q, k, v, g, beta, state, lower_bound=bound, chunk_size=chunk_size)
+        assert bool(jnp.all(jnp.isfinite(o))) and bool(jnp.all(jnp.isfinite(after)))
+        assert largest((o, after), recurrent_kda(q, k, v, g, beta, state)) < 1e-5
+
+
+def test_padding_leaves_the_state_alone():
+    q, k, v, g, beta, state = inputs(40, bound=-5.0, dtype=jnp.float32)
+    pad = jnp.arange(40)[None, :, None] >= 23
+    g, beta = jnp.where(pad[..., None], 0.0, g), jnp.where(pad, 0.0, beta)
+    _, padded = chunk_kda(q, k, v, g, beta, state, lower_bound=-5.0)
+    _, cut = chunk_kda(*(x[:, :23] for x in (q, k, v, g, beta)), state, lower_bound=-5.0)
+    assert largest((padded,), (cut,)) < 2e-6
+
+
+def test_one_step_is_the_equations():
+    q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in inputs(1, bound=-5.0, dtype=jnp.float32))
+    decayed = np.exp(g[:, 0])[..., None] * state
+    u = beta[:, 0, :, None] * (v[:, 0] - np.einsum("bhkv,bhk->bhv", decayed, k[:, 0]))
+    expected = decayed + k[:, 0, :, :, None] * u[..., None, :]
+    with jax.enable_x64(True):
+        o, after = kda_step(*(jnp.asarray(x[:, 0]) for x in (q, k, v, g, beta)), jnp.asarray(state))
+    np.testing.assert_allclose(after, expected, atol=1e-12)
+    np.testing.assert_allclose(o, np.einsum("bhkv,bhk->bhv", expected, q[:, 0]), atol=1e-12)
+
+
+@pytest.mark.parametrize("bound", [-5.0, -1.0, None])
+def test_the_gate_is_its_formula_and_keeps_its_bound(bound):
+    f = jnp.linspace(-60, 60, 2 * 3 * 2 * 4, dtype=jnp.float32).reshape(2, 3, 2, 4)
+    a_log, dt_bias = jnp.asarray([0.0, 1.0]), jnp.linspace(-1, 1, 8, dtype=jnp.float32).reshape(2, 4)
+    g = np.asarray(kda_gate(f, a_log, dt_bias, bound), np.float64)
+    rate = np.exp(np.asarray(a_log, np.float64))[:, None]
+    shifted = np.asarray(f, np.float64) + np.asarray(dt_bias, np.float64)
+    expected = -rate * np.logaddexp(0, shifted) if bound is None else bound / (1 + np.exp(-rate * shifted))
+    np.testing.assert_allclose(g, expected, rtol=1e-5, atol=1e-30)
+    assert g.max() <= 0 and (bound is None or g.min() >= bound)
+
+
+def test_l2_epsilon_is_on_the_sum():
+    x = jnp.full((1, 1, 1, 4), 1e-3, jnp.float32)
+    np.testing.assert_allclose(l2_normalize(x), 1e-3 / np.sqrt(4e-6 + 1e-6), rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
+def test_inverse_of_a_unit_triangle_with_equal_keys(size):
+    """Equal keys and full writes make A all ones, whose powers reach 1e18 at size 64: the inverse stays exact."""
+    strict = jnp.tril(jnp.ones((2, size, size), jnp.float32), -1)
+    product = np.asarray(unit_lower_inverse(strict)) @ (np.eye(size) + np.asarray(strict))
+    np.testing.assert_array_equal(product, np.broadcast_to(np.eye(size), product.shape))

@@ -1,0 +1,134 @@
+"""Generation: the greedy path, stops, sampling, bad input, and no retrace."""
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import TINY, open_model
+
+import ling3
+from ling3.generate import decode, stream_tokens
+from ling3.sampling import Sampling, filtered_logits, sample
+
+PROMPTS = [[5, 6, 7], list(range(3, 53)), [4]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return open_model(TINY)
+
+
+def test_greedy_is_the_argmax_of_the_whole_forward(model):
+    rows = ling3.generate(model, PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
+    assert [len(row) for row in rows] == [24, 24, 24]
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        logits = np.asarray(model(jnp.asarray([prompt + row]))[0])
+        assert row == [int(t) for t in logits[len(prompt) - 1 : -1].argmax(axis=-1)]
+
+
+def test_prompts_longer_than_a_chunk_are_prefilled_in_parts(model):
+    prompt = [int(t) for t in np.random.default_rng(0).integers(3, 96, size=700)]
+    row = ling3.generate(model, [prompt, prompt[:600]], max_tokens=3, ignore_eos=True)
+    logits = np.asarray(model(jnp.asarray([prompt + row[0]]))[0])
+    assert row[0] == [int(t) for t in logits[len(prompt) - 1 : -1].argmax(axis=-1)]
+    assert row[1] == ling3.generate(model, [prompt[:600]], max_tokens=3, ignore_eos=True)[0]
+
+
+def test_a_stop_token_is_the_last_of_its_row(model):
+    free = ling3.generate(model, PROMPTS, max_tokens=24, ignore_eos=True)
+    stop = free[1][9]
+    stopped = ling3.generate(model, PROMPTS, max_tokens=24, stop_token_ids=[stop], ignore_eos=True)
+    for row, full in zip(stopped, free, strict=True):
+        assert row == (full[: full.index(stop) + 1] if stop in full else full)
+    ending = eqx.tree_at(lambda m: m.model, model, model.model)
+    ending = type(model)(ending.model, ending.lm_head, type(TINY)(**{**vars(TINY), "eos_token_id": (stop,)}))
+    assert ling3.generate(ending, PROMPTS, max_tokens=24) == stopped
+    assert ling3.generate(ending, PROMPTS, max_tokens=24, ignore_eos=True) == free
+
+
+def test_a_stream_adds_up_to_the_whole(model):
+    items = list(stream_tokens(model, PROMPTS, max_tokens=40, ignore_eos=True))
+    assert len(items) > 2
+    whole = ling3.generate(model, PROMPTS, max_tokens=40, ignore_eos=True)
+    assert [[token for item in items for token in item[row]] for row in range(3)] == whole
+
+
+def test_one_token_and_no_prompts(model):
+    assert [len(row) for row in ling3.generate(model, PROMPTS, max_tokens=1)] == [1, 1, 1]
+    assert ling3.generate(model, [], max_tokens=5) == []
+
+
+def test_draws_depend_on_the_seed_and_not_on_the_company(model):
+    sampled = ling3.generate(model, PROMPTS, max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
+    assert sampled == ling3.generate(model, PROMPTS, max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
+    assert sampled != ling3.generate(model, PROMPTS, max_tokens=20, temperature=1.0, seed=70, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS):
+        assert ling3.generate(model, [prompt], max_tokens=20, temperature=1.0, seed=7 + i, ignore_eos=True) == [
+            sampled[i]
+        ]
+
+
+def test_decoding_is_traced_once(model):
+    ling3.generate(model, PROMPTS, max_tokens=40, ignore_eos=True)
+    traced = decode._cached._cache_size()
+    for prompts in (PROMPTS, [[9] * 20, [8], [7, 7]]):
+        ling3.generate(model, prompts, max_tokens=35, seed=5, temperature=0.5, ignore_eos=True)
+    assert decode._cached._cache_size() == traced
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1, 96]], {}, r"prompt 0, token 1 is 96, expected an id in \[0, 96\)"),
+        ([[-1]], {}, "prompt 0, token 0 is -1"),
+        ([[True]], {}, "prompt 0, token 0 is True"),
+        ([[1.0]], {}, "prompt 0, token 0 is 1.0"),
+        (["text"], {}, "expected a list of token ids"),
+        ([[1]], {"max_tokens": 0}, "max_tokens is 0"),
+        ([[1] * 2040], {"max_tokens": 9}, "2049 together"),
+        ([[1]], {"temperature": float("nan")}, "temperature is nan"),
+        ([[1]], {"temperature": -1.0}, "temperature is -1"),
+        ([[1]], {"top_p": 0.0, "min_p": 2.0}, "top_p is 0.0.*min_p is 2.0"),
+        ([[1]], {"top_k": 0}, "top_k is 0"),
+        ([[1]], {"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(model, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        stream_tokens(model, prompts, **options)
+
+
+def params(batch, **values):
+    defaults = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    return Sampling.uniform(batch, 5, **{**defaults, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_p": 0.4}, [3]),
+        ({"top_p": 0.41}, [1, 3]),
+        ({"top_p": 1e-6}, [3]),
+        ({"min_p": 0.5}, [1, 3]),
+        ({"min_p": 1.0}, [3]),
+        ({"top_k": 3, "top_p": 0.8}, [1, 3]),
+    ],
+)
+def test_filters_keep_what_they_say(values, kept):
+    logits = jnp.log(jnp.asarray([[0.1, 0.3, 0.15, 0.4, 0.05]], jnp.float32))
+    left = filtered_logits(logits, params(1, **values))[0]
+    assert np.flatnonzero(np.isfinite(left)).tolist() == kept
+    np.testing.assert_array_equal(left[jnp.asarray(kept)], logits[0, jnp.asarray(kept)])
+
+
+def test_draws_follow_the_softmax():
+    probabilities = np.asarray([0.1, 0.3, 0.15, 0.4, 0.05])
+    n = 20000
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(probabilities, jnp.float32)) * 0.5, (n, 5))
+    drawn = np.asarray(sample(logits, params(n, temperature=0.5), jnp.zeros(n, jnp.int32)))
+    # Five standard deviations of a binomial share of n = 20,000 draws.
+    error = 5 * np.sqrt(probabilities * (1 - probabilities) / n)
+    assert np.all(np.abs(np.bincount(drawn, minlength=5) / n - probabilities) < error)
