@@ -105,16 +105,15 @@ def _times(
 
 
 def _forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit):
-    y = block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit)  # pyright: ignore[reportCallIssue]
+    y = block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit)
     return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
 
 
 def _backward(limit, inputs, dy):
-    # Every expert on every token: simple, and as quick as sorted blocks at the sizes that are trained here.
-    x, chosen, *rest = inputs
-    _, pull = jax.vjp(lambda x, *rest: dense_experts(x, chosen, *rest, limit), x, *rest)
-    dx, *drest = pull(dy)
-    return dx, None, *drest
+    x, chosen, *weights = inputs
+    _, pull = jax.vjp(lambda x, *weights: dense_experts(x, chosen, *weights, limit=limit), x, *weights)
+    dx, *dweights = pull(dy)
+    return dx, None, *dweights
 
 
 block_experts.defvjp(_forward, _backward)
