@@ -1,0 +1,80 @@
+"""Load balancing without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, §2.1.2).
+
+Each expert's bias takes part in the choice of experts and in nothing else, so no gradient reaches it. After each step
+
+    bias += u · sign(mean load - load)
+
+with `load` the share of choices that fell on the expert. Written as sign descent, that is a step against
+`load - mean load`: here the router of a model in training reports just this as its bias's gradient, and an optimizer
+that treats the biases apart from the weights does the rest.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, PyTree
+
+from ling3.layers.moe import MoE, Router
+from ling3.model import Ling3ForCausalLM
+
+
+class BalancedRouter(eqx.Module):
+    """A router with the same outputs, whose `expert_bias` has the gradient `load - mean load`."""
+
+    router: Router
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"]
+    ) -> tuple[Int32[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
+        """The experts chosen for each token, best first, and their weights."""
+        chosen, weights = self.router(x)
+        bias = self.router.expert_bias
+        return chosen, _report(weights, excess_load(chosen, bias.size), bias)
+
+
+def excess_load(chosen: Int32[Array, "tokens top_k"], experts: int) -> Float[Array, " experts"]:
+    """Each expert's share of the choices less the fair share `1 / experts`; 0 in sum."""
+    counts = jnp.zeros(experts, jnp.float32).at[chosen].add(1.0)
+    return counts / chosen.size - 1.0 / experts
+
+
+@jax.custom_vjp
+def _report(
+    weights: Float[Array, "tokens top_k"], excess: Float[Array, " experts"], bias: Float[Array, " experts"]
+) -> Float[Array, "tokens top_k"]:
+    return weights
+
+
+def _report_forward(
+    weights: Float[Array, "tokens top_k"], excess: Float[Array, " experts"], bias: Float[Array, " experts"]
+) -> tuple[Float[Array, "tokens top_k"], Float[Array, " experts"]]:
+    return weights, excess
+
+
+def _report_backward(
+    excess: Float[Array, " experts"], gradient: Float[Array, "tokens top_k"]
+) -> tuple[Float[Array, "tokens top_k"], Float[Array, " experts"], Float[Array, " experts"]]:
+    return gradient, jnp.zeros_like(excess), excess
+
+
+_report.defvjp(_report_forward, _report_backward)
+
+
+def _routers(model: PyTree) -> list:
+    return [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE)]
+
+
+def balanced(model: Ling3ForCausalLM) -> Ling3ForCausalLM:
+    """The model with each router made a `BalancedRouter`: the same logits."""
+    return eqx.tree_at(_routers, model, replace_fn=BalancedRouter) if _routers(model) else model
+
+
+def plain(model: Ling3ForCausalLM) -> Ling3ForCausalLM:
+    """The inverse of `balanced`."""
+    routers = [gate.router for gate in _routers(model) if isinstance(gate, BalancedRouter)]
+    return eqx.tree_at(_routers, model, routers) if routers else model
+
+
+def expert_biases(model: PyTree) -> list:
+    """The expert biases, or what stands in their place, of a tree shaped as a balanced model, layer by layer."""
+    return [gate.router.expert_bias for gate in _routers(model)]

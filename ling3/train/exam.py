@@ -1,0 +1,64 @@
+"""The examination of nano: held-out word problems, asked alone, after four worked examples, and in a chat."""
+
+import itertools
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from ling3.generate import generate
+from ling3.model import Ling3ForCausalLM
+from ling3.problems import Problem, ask, last_number, problems
+from ling3.tokenizer import Tokenizer
+from ling3.train.loop import Batch
+
+SYSTEM_TURN = "<role>SYSTEM</role>detailed thinking off<|role_end|>"
+
+
+def chat_prompt(problem: Problem) -> str:
+    """The problem as a user's turn, as the checkpoint's chat template renders it."""
+    return f"{SYSTEM_TURN}<role>HUMAN</role>{problem.question}<|role_end|><role>ASSISTANT</role>\n<think></think>"
+
+
+def exam(count: int, seed: int = 2026) -> list[Problem]:
+    """The first `count` held-out problems that nano is examined on."""
+    return list(itertools.islice(problems(seed, "held_out"), count))
+
+
+def worked_examples(count: int, seed: int = 2027) -> list[list[Problem]]:
+    """Four training problems to show before each of `count` questions."""
+    stream = problems(seed, "train")
+    return [list(itertools.islice(stream, 4)) for _ in range(count)]
+
+
+def exact_answers(
+    model: Ling3ForCausalLM, tokenizer: Tokenizer, prompts: Sequence[str], answers: Sequence[int], batch: int = 50
+) -> list[bool]:
+    """Which of the greedy continuations of `prompts` end on the right number."""
+    given = []
+    for first in range(0, len(prompts), batch):
+        ids = [tokenizer.encode(prompt) for prompt in prompts[first : first + batch]]
+        replies = generate(model, ids, max_tokens=64, temperature=0.0)
+        given += [last_number(tokenizer.decode(reply)) for reply in replies]
+    return [number == answer for number, answer in zip(given, answers, strict=True)]
+
+
+def examine(model: Ling3ForCausalLM, tokenizer: Tokenizer, count: int) -> dict[str, float]:
+    """The share of exact answers to `count` held-out problems: alone, after four worked examples, and in a chat."""
+    asked = exam(count)
+    answers = [problem.answer for problem in asked]
+    prompts = {
+        "alone": [ask(problem) for problem in asked],
+        "after_four_examples": [ask(p, shown) for p, shown in zip(asked, worked_examples(count), strict=True)],
+        "chat": [chat_prompt(problem) for problem in asked],
+    }
+    return {name: float(np.mean(exact_answers(model, tokenizer, text, answers))) for name, text in prompts.items()}
+
+
+@eqx.filter_jit
+def solved(model: Ling3ForCausalLM, batch: Batch) -> Bool[Array, " batch"]:
+    """Which rows' learned tokens are all the likeliest ones: those that greedy decoding would answer word for word."""
+    best = jnp.argmax(model(batch.tokens)[:, :-1], axis=-1)
+    return jnp.all((best == batch.tokens[:, 1:]) | (batch.weights[:, 1:] == 0), axis=1)

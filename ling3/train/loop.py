@@ -1,0 +1,151 @@
+"""Training a Ling-3 from token batches: the loss, the optimizer, the step, the loop.
+
+Nothing here knows what the tokens mean: any `Ling3Config` trains on any stream of `Batch`es.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jaxtyping import Array, Float, Int, PyTree, Scalar
+
+from ling3.model import Ling3ForCausalLM
+from ling3.train.balance import balanced, expert_biases, plain
+
+
+class Batch(eqx.Module):
+    """Sequences and how much each of their tokens counts in the loss, as the target of the tokens before it."""
+
+    tokens: Int[Array, "batch seq"]
+    weights: Float[Array, "batch seq"]  # 0: given, not learned; the first token of a row is never a target
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimization:
+    """How to descend: Muon or AdamW under a warm-up and a cosine to zero, and the expert biases' own rate.
+
+    Muon (Jordan 2024; with the update size of Adam, arXiv 2502.16982) takes the matrices inside the layers, Adam the
+    rest. `weight_decay` falls on matrices alone, `clip` bounds the global norm of the gradient.
+    """
+
+    steps: int
+    method: Literal["muon", "adamw"] = "muon"
+    learning_rate: float = 6e-3
+    warmup: int = 100
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    b2: float = 0.98
+    bias_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(f"warmup must be at least 0 and less than steps ({self.steps}), got {self.warmup}")
+
+    def schedule(self) -> optax.Schedule:
+        """The learning rate of each step."""
+        return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.warmup, self.steps)
+
+    def transformation(self, model: Ling3ForCausalLM) -> optax.GradientTransformation:
+        """`method` for the weights; sign descent for the expert biases, whose gradient is a load (see `balance`)."""
+        rate, decay = self.schedule(), self.weight_decay
+        if self.method == "muon":
+            descent = optax.contrib.muon(
+                rate,
+                weight_decay=decay,
+                adam_b2=self.b2,
+                muon_weight_dimension_numbers=_inner_matrices,
+                consistent_rms=0.2,
+            )
+        else:
+            descent = optax.adamw(
+                rate, b2=self.b2, weight_decay=decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+            )
+        weights = optax.chain(optax.clip_by_global_norm(self.clip), descent)
+        labels = eqx.tree_at(
+            expert_biases,
+            jax.tree.map(lambda _: "weight", eqx.filter(model, eqx.is_inexact_array)),
+            replace_fn=lambda _: "expert_bias",
+        )
+        return optax.partition({"weight": weights, "expert_bias": optax.sign_sgd(self.bias_rate)}, lambda _: labels)
+
+
+def _inner_matrices(weights: PyTree) -> PyTree:
+    """Muon's axes [out, in] for the matrices inside the layers; None for embeddings, convolutions and vectors."""
+
+    def axes(path: tuple, weight: Float[Array, "..."]) -> optax.contrib.MuonDimensionNumbers | None:
+        name = jax.tree_util.keystr(path)
+        outer = any(part in name for part in ("word_embeddings", "lm_head", "conv1d"))
+        return None if outer or weight.ndim < 2 else optax.contrib.MuonDimensionNumbers(-1, -2)
+
+    return jax.tree_util.tree_map_with_path(axes, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """One logged point of a training run; `tokens` counts all so far, `loss` is the mean since the last point."""
+
+    step: int
+    tokens: int
+    seconds: float
+    loss: float
+    imbalance: float
+
+
+def next_token_loss(model: Ling3ForCausalLM, batch: Batch) -> Float[Scalar, ""]:
+    """The weighted mean of -log p(token | tokens before it), in nats."""
+    logits = model(batch.tokens)[:, :-1]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
+    weights = batch.weights[:, 1:]
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _step(
+    fixed: tuple[optax.GradientTransformation, Batch], model: Ling3ForCausalLM, state: PyTree
+) -> tuple[Ling3ForCausalLM, PyTree, Float[Scalar, ""], Float[Scalar, ""]]:
+    optimizer, batch = fixed
+    loss, gradient = eqx.filter_value_and_grad(next_token_loss)(model, batch)
+    loads = [jnp.max(jnp.abs(load)) for load in expert_biases(gradient)]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # what optax is written for
+        updates, state = optimizer.update(gradient, state, eqx.filter(model, eqx.is_inexact_array))
+    imbalance = jnp.max(jnp.stack(loads)) if loads else jnp.zeros(())
+    return eqx.apply_updates(model, updates), state, loss, imbalance
+
+
+def train(
+    model: Ling3ForCausalLM,
+    batches: Iterable[Batch],
+    optimization: Optimization,
+    *,
+    every: int = 20,
+    report: Callable[[Progress, Ling3ForCausalLM], None] = lambda progress, model: None,
+) -> Ling3ForCausalLM:
+    """Trains `model` in its own dtype for `optimization.steps` batches and returns it; deterministic in its inputs.
+
+    `report` is called with a `Progress` and the model so far, whose buffers the next step takes over, every `every`
+    steps and after the last. Each new shape of batch compiles a step of its own. Raises ValueError if `batches` runs
+    out, FloatingPointError if the loss is not finite at a report.
+    """
+    optimizer = optimization.transformation(model := balanced(model))
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    stream, losses, tokens, start, imbalance = iter(batches), [], 0, time.monotonic(), jnp.zeros(())
+    for step in range(1, optimization.steps + 1):
+        batch = next(stream, None)
+        if batch is None:
+            raise ValueError(f"the batches ran out after {step - 1} of {optimization.steps} steps")
+        model, state, loss, imbalance = _step((optimizer, batch), model, state)
+        losses.append(loss)
+        tokens += batch.tokens.size
+        if step % every == 0 or step == optimization.steps:
+            mean = float(jnp.mean(jnp.stack(losses)))
+            if not jnp.isfinite(mean):
+                raise FloatingPointError(f"the loss is {mean} by step {step}: lower the learning rate")
+            losses.clear()
+            report(Progress(step, tokens, time.monotonic() - start, mean, float(imbalance)), plain(model))
+    return plain(model)

@@ -1,0 +1,231 @@
+"""*nano*: a Ling-3 of 1.3 million parameters that answers grade-school word problems step by step.
+
+Documents are one problem alone (`Question: … Answer: …` or a chat turn), or as many problems as fit a longer row, one
+after another, so that worked examples help. Only solutions are learned: question tokens have weight 0.
+"""
+
+import dataclasses
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.progress
+from tokenizers import Tokenizer
+
+from ling3.checkpoint import load
+from ling3.config import Ling3Config
+from ling3.export import save
+from ling3.model import Ling3ForCausalLM, init
+from ling3.problems import Problem, Step, ask, problems
+from ling3.tokenizer import load_tokenizer
+from ling3.train.exam import SYSTEM_TURN, chat_prompt, exam, examine, solved
+from ling3.train.loop import Batch, Optimization, Progress, train
+from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
+
+TOKENS_PER_EQUATION = 6
+
+Row = tuple[list[int], list[float]]
+"""Tokens, and their weights in the loss."""
+
+Segment = tuple[str, bool]
+"""A piece of a document, and whether it is learned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """All that nano is made of; the defaults are those of the shipped checkpoint."""
+
+    seed: int = 0
+    steps: int = 1800
+    learning_rate: float = 6e-3
+    warmup: int = 50
+    vocab_size: int = 704
+    rows: int = 16
+    row_length: int = 128
+    long_rows: int = 4
+    long_row_length: int = 512
+    cycle: tuple[Literal["drills", "short", "long"], ...] = ("drills", "short", "drills", "long")
+    """The kinds of batches, over and over."""
+
+    def config(self, tokenizer: Tokenizer) -> Ling3Config:
+        """Every mechanism of Ling-3 at a size that trains on two cores."""
+        end_of_text, end_of_turn = tokenizer.encode(END_OF_TEXT + END_OF_TURN).ids
+        return Ling3Config(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            layer_group_size=2,
+            num_attention_heads=4,
+            head_dim=32,
+            q_lora_rank=64,
+            kv_lora_rank=64,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            rope_theta=10000.0,
+            max_position_embeddings=2048,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            moe_shared_expert_intermediate_size=64,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            initializer_range=0.05,
+            eos_token_id=(end_of_turn, end_of_text),
+            pad_token_id=end_of_text,
+        )
+
+
+def raw(problem: Problem) -> list[Segment]:
+    """The problem as plain text."""
+    return [(ask(problem), False), (f" {problem.solution}", True), (END_OF_TEXT, True)]
+
+
+def chat(problem: Problem) -> list[Segment]:
+    """The problem as a chat turn and its reply."""
+    return [(chat_prompt(problem), False), (problem.solution, True), (END_OF_TURN, True)]
+
+
+def corpus(seed: int, size: int = 5000) -> Iterator[str]:
+    """The text that the tokenizer learns its words from."""
+    for problem in itertools.islice(problems(seed, "train"), size):
+        yield f"{ask(problem)} {problem.solution}\n\n"
+    yield from [SYSTEM_TURN, "<role>HUMAN</role>", "<role>ASSISTANT</role>", "detailed thinking on"] * (size // 20)
+
+
+def encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Row:
+    """The tokens of a document and their weights in the loss."""
+    encodings = tokenizer.encode_batch([text for text, _ in segments])
+    tokens = [token for encoding in encodings for token in encoding.ids]
+    weights = [float(learned) for encoding, (_, learned) in zip(encodings, segments, strict=True) for _ in encoding.ids]
+    return tokens, weights
+
+
+def drills(tokenizer: Tokenizer, equations: Iterator[Step], room: int) -> Row:
+    """Bare equations for `room` tokens, `43 + 12 = 55. 9 - 2 = 7.`, of which the results are learned.
+
+    Half of all mistakes of a model that has learned to read are sums: this is the cheapest practice there is.
+    """
+    text = " ".join(str(next(equations)) for _ in range(room // TOKENS_PER_EQUATION))
+    tokens = tokenizer.encode(text).ids
+    equals = tokenizer.encode("1 = 1").ids[1]
+    weights = [float(place > 0 and tokens[place - 1] == equals) for place in range(len(tokens))]
+    missing = room - len(tokens)
+    return tokens + tokenizer.encode(END_OF_TEXT).ids * missing, weights + [0.0] * missing
+
+
+def short_rows(tokenizer: Tokenizer, stream: Iterator[Problem], recipe: Recipe) -> Iterator[Row]:
+    """Rows of whole documents, each a problem alone, three in four raw and one a chat turn; then drills."""
+    rng, equations = random.Random(recipe.seed + 2), single_steps(recipe.seed + 3)
+    tokens, weights = [], []
+    while True:
+        problem = next(stream)
+        more_tokens, more_weights = encode(tokenizer, chat(problem) if rng.random() < 0.25 else raw(problem))
+        if len(tokens) + len(more_tokens) > recipe.row_length:
+            fill, fill_weights = drills(tokenizer, equations, recipe.row_length - len(tokens))
+            yield tokens + fill, weights + fill_weights
+            tokens, weights = [], []
+        tokens += more_tokens
+        weights += more_weights
+
+
+def long_rows(tokenizer: Tokenizer, stream: Iterator[Problem], recipe: Recipe) -> Iterator[Row]:
+    """Rows of one document each: as many raw problems as fit, a blank line between them; then drills."""
+    equations = single_steps(recipe.seed + 4)
+    blank = tokenizer.encode("\n\n").ids
+    tokens, weights = [], []
+    while True:
+        more_tokens, more_weights = encode(tokenizer, raw(next(stream)))
+        if len(tokens) + len(more_tokens) > recipe.long_row_length:
+            fill, fill_weights = drills(tokenizer, equations, recipe.long_row_length - len(tokens))
+            yield tokens + fill, weights + fill_weights
+            tokens, weights = [], []
+        if tokens:
+            tokens[-1:], weights[-1:] = blank, [0.0] * len(blank)
+        tokens += more_tokens
+        weights += more_weights
+
+
+def drill_rows(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Row]:
+    """Rows of drills alone."""
+    equations = single_steps(recipe.seed + 5)
+    while True:
+        yield drills(tokenizer, equations, recipe.row_length)
+
+
+def single_steps(seed: int) -> Iterator[Step]:
+    """The equations of training problems, but for those that alone would be a held-out solution."""
+    for problem in problems(seed, "train"):
+        yield from (step for step in problem.steps if Problem("", (step,)).split == "train")
+
+
+def batches(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Batch]:
+    """The training stream: batches of one kind of rows each, in the order of `recipe.cycle`."""
+    stream = problems(recipe.seed + 1, "train")
+    rows = {
+        "drills": drill_rows(tokenizer, recipe),
+        "short": short_rows(tokenizer, stream, recipe),
+        "long": long_rows(tokenizer, stream, recipe),
+    }
+    for kind in itertools.cycle(recipe.cycle):
+        count = recipe.long_rows if kind == "long" else recipe.rows
+        tokens, weights = zip(*itertools.islice(rows[kind], count), strict=True)
+        yield Batch(jnp.array(tokens, jnp.int32), jnp.array(weights, jnp.float32))
+
+
+def as_stored(model: Ling3ForCausalLM) -> Ling3ForCausalLM:
+    """The model as published checkpoints have it: matrices in bfloat16, the leaves that are always float32 as such."""
+    stored = eqx.filter_eval_shape(init, model.config, key=jax.random.key(0), dtype=jnp.bfloat16)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), model, stored)
+
+
+def make(out: Path, recipe: Recipe, questions: int = 500) -> dict:
+    """Trains nano into the directory `out`, in the published layout, and returns its record (`training.json`).
+
+    The weights on disk are renewed every 200 steps. Progress goes to stderr.
+    """
+    start = time.monotonic()
+    tokenizer = train_tokenizer(corpus(recipe.seed), recipe.vocab_size)
+    model = init(recipe.config(tokenizer), key=jax.random.key(recipe.seed))
+    rows = [encode(tokenizer, raw(problem)) for problem in exam(100)]
+    padding = [0] * recipe.row_length
+    unseen = Batch(
+        jnp.array([(tokens + padding)[: recipe.row_length] for tokens, _ in rows], jnp.int32),
+        jnp.array([(weights + padding)[: recipe.row_length] for _, weights in rows], jnp.float32),
+    )
+    record: dict = {"recipe": dataclasses.asdict(recipe), "curve": []}
+
+    bar = rich.progress.Progress(
+        *rich.progress.Progress.get_default_columns(),
+        rich.progress.TextColumn("loss {task.fields[loss]:.4f}, {task.fields[solved]:.0%} of unseen problems solved"),
+        console=rich.console.Console(stderr=True),
+    )
+    task = bar.add_task("training", total=recipe.steps, loss=float("nan"), solved=0.0)
+
+    def report(progress: Progress, model: Ling3ForCausalLM) -> None:
+        point = dataclasses.asdict(progress) | {"solved": float(jnp.mean(solved(model, unseen)))}
+        record["curve"].append({name: round(value, 5) for name, value in point.items()})
+        bar.update(task, completed=progress.step, loss=progress.loss, solved=point["solved"])
+        if progress.step % 200 == 0 or progress.step == recipe.steps:
+            save(as_stored(model), out, overwrite=True)
+            write_tokenizer(tokenizer, out, model.config.max_position_embeddings)
+            (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+    with bar:
+        optimization = Optimization(recipe.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup)
+        model = train(model, batches(recipe, tokenizer), optimization, every=50, report=report)
+    record["minutes"] = round((time.monotonic() - start) / 60, 1)
+    record["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    record["exact_answers"] = examine(load(out), load_tokenizer(out), questions)
+    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    return record
