@@ -1,6 +1,7 @@
 """Training: the loop learns, repeats itself, and balances the experts; the recipe's data is what it says."""
 
 import itertools
+import json
 import re
 
 import equinox as eqx
@@ -13,6 +14,7 @@ import ling3
 from ling3.layers.moe import MoE
 from ling3.problems import Problem, Step
 from ling3.train import Batch, Optimization, balanced, excess_load, next_token_loss, plain, train
+from ling3.train.__main__ import main
 from ling3.train.balance import expert_biases
 from ling3.train.nano import Recipe, batches, corpus
 from ling3.train.tokenizer import train_tokenizer
@@ -183,6 +185,20 @@ def test_the_stream_is_a_function_of_the_seed(tokenizer):
     first, again, other = (next(batches(Recipe(seed=seed), tokenizer)) for seed in (0, 0, 1))
     assert same(first, again)
     assert not same(first, other)
+
+
+def test_the_recipe_makes_a_checkpoint_with_its_record_and_its_curve(tmp_path, capsys):
+    out = tmp_path / "nano"
+    main(out, Recipe(steps=2, warmup=0, rows=2, cycle=("short",)), questions=2)
+    assert set(json.loads(capsys.readouterr().out)) == {"alone", "after_four_examples", "chat"}
+    record = json.loads((out / "training.json").read_text())
+    assert [point["step"] for point in record["curve"]] == [2]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    model = ling3.load(out)
+    assert model.lm_head.weight.dtype == jnp.bfloat16
+    assert model.model.norm.weight.dtype == jnp.float32
+    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == record["parameters"]
+    assert ling3.load_tokenizer(out).eos_token_ids == (0, 1)
 
 
 def test_a_vocabulary_too_small_is_refused():
