@@ -1,7 +1,8 @@
 """*nano*: a Ling-3 of 1.3 million parameters that answers grade-school word problems step by step.
 
-Documents are one problem alone (`Question: … Answer: …` or a chat turn), or as many problems as fit a longer row, one
-after another, so that worked examples help. Only solutions are learned: question tokens have weight 0.
+Documents are one problem (`Question: … Answer: …` or a chat turn), or as many problems as fit a longer row, one after
+another, so that worked examples help. Only solutions are learned, question tokens have weight 0. Drills, equations
+without a story, fill what is left of a row and half of the batches.
 """
 
 import dataclasses
@@ -114,7 +115,7 @@ def encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Row:
 def drills(tokenizer: Tokenizer, equations: Iterator[Step], room: int) -> Row:
     """Bare equations for `room` tokens, `43 + 12 = 55. 9 - 2 = 7.`, of which the results are learned.
 
-    Half of all mistakes of a model that has learned to read are sums: this is the cheapest practice there is.
+    Reading is learned long before sums: this is the cheapest practice there is for those.
     """
     text = " ".join(str(next(equations)) for _ in range(room // TOKENS_PER_EQUATION))
     tokens = tokenizer.encode(text).ids
