@@ -54,7 +54,7 @@ def test_prefill_is_decode(name):
     np.testing.assert_array_equal(cache.length, [40, 40])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(1, 64), min_size=2, max_size=4), seed=st.integers(0, 99))
 def test_any_split_of_a_prompt_is_the_whole(name, cuts, seed):
     """Parts go in right-padded to 64 columns, or as they are where they are one token: the decode form."""
@@ -73,7 +73,7 @@ def test_any_split_of_a_prompt_is_the_whole(name, cuts, seed):
         np.testing.assert_allclose(one, other, atol=close)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(0, 40), min_size=3, max_size=3), more=st.integers(1, 7), seed=st.integers(0, 99))
 def test_a_batch_is_each_row_alone(name, lengths, more, seed):
     """Unequal lengths, right padding, an empty row: then everyone goes on together."""

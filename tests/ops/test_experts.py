@@ -20,7 +20,8 @@ def case(tokens, experts, top_k, dtype=jnp.float32, hidden=8, intermediate=6, se
     return x, chosen, weights, gate, up, down
 
 
-def by_hand(x, chosen, weights, gate, up, down, limit):
+def by_hand(x, chosen, weights, gate, up, down, limit, absolute=False):
+    """The sum, term by term; `absolute` takes the last product's terms without their signs."""
     x, weights, gate, up, down = (np.asarray(a, np.float64) for a in (x, weights, gate, up, down))
     y = np.zeros_like(x)
     for t, experts in enumerate(np.asarray(chosen)):
@@ -29,11 +30,11 @@ def by_hand(x, chosen, weights, gate, up, down, limit):
             g, u = pre / (1 + np.exp(-pre)), up[e] @ x[t]
             if limit > 0:
                 g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
-            y[t] += weights[t, j] * (down[e] @ (g * u))
+            y[t] += weights[t, j] * (np.abs(down[e]) @ np.abs(g * u) if absolute else down[e] @ (g * u))
     return y
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tokens=st.sampled_from([1, 2, 8, 9, 33, 70]),
     experts=st.integers(2, 9),
@@ -74,9 +75,8 @@ def test_bfloat16_weights_are_summed_in_float32(tokens):
     expected = by_hand(*x, 0.0)
     y = block_experts(*x, 0.0)
     assert y.dtype == jnp.float32
-    # Only the hidden activations are rounded, by 2^-9 each: a token's results move by as much of their size.
-    size = np.maximum(np.abs(expected).max(axis=1, keepdims=True), 1.0)
-    assert np.max(np.abs(np.asarray(y, np.float64) - expected) / size) < 2**-8
+    # Only the hidden activations are rounded, each by at most 2^-8 of itself.
+    assert np.all(np.abs(np.asarray(y, np.float64) - expected) <= 2**-8 * by_hand(*x, 0.0, absolute=True) + 1e-4)
 
 
 def test_no_dense_expansion_is_compiled():

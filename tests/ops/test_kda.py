@@ -59,7 +59,7 @@ def test_gradients_are_the_recurrences_in_float64(bound, spread, chunk_size):
         assert largest(fast, slow) < 1e-8
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seq=st.integers(1, 100),
     batch=st.integers(1, 3),
