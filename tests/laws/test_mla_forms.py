@@ -1,6 +1,6 @@
 """Absorbed and expanded MLA are the same attention."""
 
-import jax
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +8,8 @@ from tiny import FLASH, TINY, open_model
 
 from ling3.cache import Span
 from ling3.layers.mla import MLA
+
+CALL = eqx.filter_jit(lambda mla, x, state, span: mla(x, state, span))
 
 
 def first_mla(config):
@@ -23,11 +25,11 @@ def test_absorbed_is_expanded(config, held):
     x = jnp.asarray(draw.normal(size=(2, 1, config.hidden_size)), jnp.float32)
     cache = mla.init_state(2, 512, jnp.float32)
     none = jnp.zeros(2, jnp.int32)
-    _, cache = mla(context, cache, Span(none, none + held))
+    _, cache = CALL(mla, context, cache, Span(none, none + held))
     span = Span(none + held, none + 1)
-    absorbed, cache_one = mla(x, cache, span)
+    absorbed, cache_one = CALL(mla, x, cache, span)
     padded = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # two columns, one of them padding: the expanded form
-    expanded, cache_two = mla(padded, cache, span)
+    expanded, cache_two = CALL(mla, padded, cache, span)
     np.testing.assert_allclose(absorbed[:, 0], expanded[:, 0], atol=2e-6)
     np.testing.assert_allclose(cache_one.entries, cache_two.entries, atol=2e-6)
 
@@ -44,9 +46,15 @@ def test_the_gate_multiplies_each_head():
     mla = first_mla(TINY)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, TINY.hidden_size)), jnp.float32)
     span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, 5, jnp.int32))
-    half = jax.tree.map(lambda leaf: leaf, mla)
-    half = type(mla)(**{**vars(mla), "g_proj": jax.tree.map(jnp.zeros_like, mla.g_proj)})
-    full = type(mla)(**{**vars(mla), "g_proj": jax.tree.map(jnp.zeros_like, mla.g_proj)})
-    full = type(mla)(**{**vars(full), "dense": jax.tree.map(lambda w: 2 * w, mla.dense)})
-    np.testing.assert_allclose(2 * half(x, None, span)[0], full(x, None, span)[0], rtol=1e-6)
-    assert np.max(np.abs(np.asarray(half(x, None, span)[0] - mla(x, None, span)[0]))) > 1e-3
+    half = eqx.tree_at(lambda m: m.g_proj.weight, mla, jnp.zeros_like(mla.g_proj.weight))
+    double = eqx.tree_at(lambda m: m.dense.weight, half, 2 * mla.dense.weight)
+    (whole, _), (halved, _), (doubled, _) = (CALL(m, x, None, span) for m in (mla, half, double))
+    np.testing.assert_allclose(2 * halved, doubled, rtol=1e-6)
+    assert np.max(np.abs(np.asarray(halved - whole))) > 1e-3
+
+    ungated = np.asarray(mla.g_proj(x, jnp.float32))  # the gate comes before `dense`: undone there, head by head
+    gates = np.repeat(1 / (1 + np.exp(-ungated)), TINY.v_head_dim, axis=-1)
+    heads = np.linalg.lstsq(
+        np.asarray(mla.dense.weight, np.float64), 2 * np.asarray(halved[0], np.float64).T, rcond=None
+    )[0].T
+    np.testing.assert_allclose(whole[0], (heads * gates[0]) @ np.asarray(mla.dense.weight, np.float64).T, atol=1e-5)

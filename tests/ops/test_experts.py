@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from ling3.ops.experts import block_experts, dense_experts, swiglu
 
+BLOCKS = jax.jit(block_experts, static_argnums=6)
+DENSE = jax.jit(dense_experts, static_argnums=6)
+
 
 def case(tokens, experts, top_k, dtype=jnp.float32, hidden=8, intermediate=6, seed=0):
     draw = np.random.default_rng(seed)
@@ -34,10 +37,10 @@ def by_hand(x, chosen, weights, gate, up, down, limit, absolute=False):
     return y
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
-    tokens=st.sampled_from([1, 2, 8, 9, 33, 70]),
-    experts=st.integers(2, 9),
+    tokens=st.sampled_from([1, 8, 9, 70]),
+    experts=st.sampled_from([2, 9]),
     top_k=st.integers(1, 2),
     limit=st.sampled_from([0.0, 0.5]),
     seed=st.integers(0, 2**16),
@@ -45,15 +48,15 @@ def by_hand(x, chosen, weights, gate, up, down, limit, absolute=False):
 def test_both_forms_are_the_sum_over_chosen_experts(tokens, experts, top_k, limit, seed):
     x = case(tokens, experts, top_k, seed=seed)
     expected = by_hand(*x, limit)
-    np.testing.assert_allclose(block_experts(*x, limit), expected, atol=3e-5)
-    np.testing.assert_allclose(dense_experts(*x, limit), expected, atol=3e-5)
+    np.testing.assert_allclose(BLOCKS(*x, limit), expected, atol=3e-5)
+    np.testing.assert_allclose(DENSE(*x, limit), expected, atol=3e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 1200])
 def test_one_expert_may_take_everything(tokens):
     x, chosen, *rest = case(tokens, 5, 2)
     chosen = jnp.broadcast_to(jnp.asarray([3, 0], jnp.int32), chosen.shape)
-    np.testing.assert_allclose(block_experts(x, chosen, *rest, 0.0), dense_experts(x, chosen, *rest, 0.0), atol=3e-5)
+    np.testing.assert_allclose(BLOCKS(x, chosen, *rest, 0.0), DENSE(x, chosen, *rest, 0.0), atol=3e-5)
 
 
 def test_gradients_are_the_dense_forms():
@@ -62,8 +65,8 @@ def test_gradients_are_the_dense_forms():
     def scalar(form, x, *rest):
         return jnp.sum(jnp.sin(form(x, chosen, *rest, 0.5)))
 
-    fast = jax.grad(lambda *a: scalar(block_experts, *a), argnums=tuple(range(5)))(x, *rest)
-    slow = jax.grad(lambda *a: scalar(dense_experts, *a), argnums=tuple(range(5)))(x, *rest)
+    fast = jax.jit(jax.grad(lambda *a: scalar(block_experts, *a), argnums=tuple(range(5))))(x, *rest)
+    slow = jax.jit(jax.grad(lambda *a: scalar(dense_experts, *a), argnums=tuple(range(5))))(x, *rest)
     for a, b in zip(fast, slow, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
         assert np.any(np.asarray(b))
@@ -73,7 +76,7 @@ def test_gradients_are_the_dense_forms():
 def test_bfloat16_weights_are_summed_in_float32(tokens):
     x = case(tokens, 6, 2, jnp.bfloat16)
     expected = by_hand(*x, 0.0)
-    y = block_experts(*x, 0.0)
+    y = BLOCKS(*x, 0.0)
     assert y.dtype == jnp.float32
     # Only the hidden activations are rounded, each by at most 2^-8 of itself.
     assert np.all(np.abs(np.asarray(y, np.float64) - expected) <= 2**-8 * by_hand(*x, 0.0, absolute=True) + 1e-4)
