@@ -2,8 +2,8 @@
 
 A problem is a short story of one to four arithmetic steps and its solution is the chain of equations,
 "3 + 4 = 7. 7 - 2 = 5. The answer is 5.". Every number lies in 0..`LIMIT`. A problem is held out when the hash of its
-solution says so: the split needs no list, and no training problem has a held-out solution, whatever its names, objects or
-wording. The equations do occur in training, as steps of other solutions.
+solution says so: the split needs no list, and no training problem has a held-out solution, whatever its wording. The
+equations do occur in training, as steps of other solutions.
 """
 
 import dataclasses
