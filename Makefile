@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test lint types parity slow clean
 
 demo: .venv/installed
-	$(BIN)/ling3 generate nano --chat -p "Tom has 7 apples. He buys 5 more apples. Then he gives away 4 apples. How many apples does Tom have?"
+	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity

@@ -31,7 +31,7 @@ del VISIBLE[ord("\t")], VISIBLE[ord("\n")]
 class Generate:
     """Continue prompts, all in one batch, and show the text as it comes.
 
-    ling3 generate nano -p "Sam has 3 pens and buys 4 more. How many pens does Sam have?" --chat
+    ling3 generate nano --chat -p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
