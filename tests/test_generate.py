@@ -7,7 +7,7 @@ import pytest
 from tiny import TINY, open_model
 
 import ling3
-from ling3.generate import decode, stream_tokens
+from ling3.generate import Running, decode, stream_tokens
 from ling3.sampling import Sampling, filtered_logits, sample
 
 PROMPTS = [[5, 6, 7], list(range(3, 53)), [4]]
@@ -74,6 +74,15 @@ def test_decoding_is_traced_once(model):
     for prompts in (PROMPTS, [[9] * 20, [8], [7, 7]]):
         ling3.generate(model, prompts, max_tokens=35, seed=5, temperature=0.5, ignore_eos=True)
     assert decode._cached._cache_size() == traced
+
+
+def test_the_memory_is_updated_in_place(model):
+    """Every byte of the running batch, caches and all, is an output that lies in its input's buffer."""
+    running = Running(model.init_cache(2, 256), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
+    sampling = Sampling.uniform(2, 96, temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, seed=0)
+    inputs = (model, sampling, jnp.asarray([2], jnp.int32), jnp.asarray(4, jnp.int32))
+    memory = decode.lower(inputs, running).compile().compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(running))
 
 
 @pytest.mark.parametrize(
