@@ -203,7 +203,8 @@ def _generate(command: Generate) -> None:
     console = Console(stderr=True, highlight=False)
     size = sum(leaf.size for leaf in jax.tree.leaves(model))
     name = model.lm_head.weight.dtype.name
-    console.print(Text(f"{command.model}: {_count(size)} parameters, {name}, on {jax.default_backend()}", "bold"))
+    facts = f"{command.model}: {_count(size)} parameters, {name}, on {jax.default_backend()}"
+    console.print(Text(facts, "bold"), soft_wrap=True)
     for row in _finished_in_order(rows, clock.watch(news), ends, console, command):
         if command.json:
             result = {
@@ -216,7 +217,7 @@ def _generate(command: Generate) -> None:
             print(json.dumps(result, ensure_ascii=False))
         else:
             print()
-    console.print(Text(clock.summary(), "dim"))
+    console.print(Text(clock.summary(), "dim"), soft_wrap=True)
 
 
 def _finished_in_order(
