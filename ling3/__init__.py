@@ -6,19 +6,23 @@ from jaxtyping import install_import_hook as _install_import_hook
 _install_import_hook("ling3", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 from ling3.cache import Cache, KDAState, LatentCache  # noqa: E402
-from ling3.checkpoint import load, save  # noqa: E402
-from ling3.config import Ling3Config  # noqa: E402
+from ling3.checkpoint import CheckpointError, load, save  # noqa: E402
+from ling3.config import ConfigError, Ling3Config  # noqa: E402
 from ling3.generate import generate  # noqa: E402
 from ling3.model import Ling3ForCausalLM, init  # noqa: E402
-from ling3.tokenizer import load_tokenizer  # noqa: E402
+from ling3.tokenizer import Tokenizer, TokenizerError, load_tokenizer  # noqa: E402
 from ling3.version import __version__  # noqa: E402
 
 __all__ = [
     "Cache",
+    "CheckpointError",
+    "ConfigError",
     "KDAState",
     "LatentCache",
     "Ling3Config",
     "Ling3ForCausalLM",
+    "Tokenizer",
+    "TokenizerError",
     "__version__",
     "generate",
     "init",

@@ -48,3 +48,8 @@ class Cache(eqx.Module):
 
     layers: tuple[KDAState | LatentCache, ...]
     length: Int32[Array, " batch"]
+
+    def capacity(self) -> int:
+        """How many tokens a row has room for; without an MLA layer, as many as positions can count."""
+        rooms = [layer.entries.shape[1] for layer in self.layers if isinstance(layer, LatentCache)]
+        return min(rooms, default=2**31 - 1)

@@ -75,7 +75,7 @@ FIELDS: dict[str, Field] = {
     "qk_nope_head_dim": Field("int", 1, 4096),
     "qk_rope_head_dim": Field("int", 2, 4096),
     "v_head_dim": Field("int", 1, 4096),
-    "rope_theta": _POSITIVE,
+    "rope_theta": Field("float", 1),
     "max_position_embeddings": Field("int", 1, 2**31 - 1),
     "rms_norm_eps": Field("float", 0, 1, exclusive=True),
     "short_conv_kernel_size": Field("int", 1, 64),

@@ -1,14 +1,14 @@
 """Prompts in, new tokens out: prefill in bounded chunks, then several decode steps per call on the device."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from ling3.cache import Cache
 from ling3.model import Ling3ForCausalLM
@@ -17,6 +17,10 @@ from ling3.sampling import Sampling, sample
 # Prompt tokens of one row per prefill call; shorter rests round up to a power of two from SMALLEST_CHUNK on.
 PREFILL_CHUNK = 512
 SMALLEST_CHUNK = 16
+# Stop ids go to the device padded to a power of two from this on, so that their number is no new shape.
+FEWEST_STOPS = 8
+# What stands for a token where the logits were not finite numbers.
+NOT_A_NUMBER = -2
 # Decode steps per call, and so the most tokens of one row between two looks from the host.
 DECODE_STEPS = 16
 
@@ -31,23 +35,27 @@ class Running(eqx.Module):
 
 def generate(
     model: Ling3ForCausalLM,
-    prompts: Sequence[Any],
+    prompts: Iterable[Any],
     *,
-    max_tokens: int = 128,
+    max_tokens: Any = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
-    stop_token_ids: Sequence[int] = (),
+    stop_token_ids: Iterable[Any] = (),
     ignore_eos: bool = False,
 ) -> list[list[int]]:
     """The new token ids of each prompt, all prompts in one batch, whatever their lengths.
 
     A row ends after `max_tokens` tokens, or with the first of `stop_token_ids` or of the config's `eos_token_id`
-    (which `ignore_eos` disregards); that token is the last of the row. Temperature 0 is greedy; otherwise row b draws
-    from seed + b. Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context.
+    (which `ignore_eos` disregards); that token is the last of the row. A checkpoint may name more ends than its config:
+    `stop_token_ids=tokenizer.eos_token_ids` has them all. Temperature 0 is greedy; otherwise row b draws from seed + b.
+
+    Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context, before any work;
+    FloatingPointError if the model's logits are NaN.
     """
+    prompts = list(prompts)
     rows: list[list[int]] = [[] for _ in prompts]
     for news in stream_tokens(
         model,
@@ -68,53 +76,61 @@ def generate(
 
 def stream_tokens(
     model: Ling3ForCausalLM,
-    prompts: Sequence[Any],
+    prompts: Iterable[Any],
     *,
-    max_tokens: int = 128,
+    max_tokens: Any = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
-    stop_token_ids: Sequence[int] = (),
+    stop_token_ids: Iterable[Any] = (),
     ignore_eos: bool = False,
 ) -> Iterator[list[list[int]]]:
     """`generate` as it happens: each item holds, per prompt, the tokens that are new since the last item.
 
     The arguments are checked when it is called, before the first item is asked for.
     """
+    vocab = model.config.vocab_size
+    max_tokens = whole("max_tokens", max_tokens, 1, None)
     ids = check_prompts(model, prompts, max_tokens)
+    stops = {whole("stop_token_ids", stop, 0, vocab) for stop in stop_token_ids}
+    stops |= set() if ignore_eos else set(model.config.eos_token_id)
     sampling = Sampling.uniform(
         len(ids),
-        model.config.vocab_size,
+        vocab,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         seed=seed,
     )
-    stops = sorted({*stop_token_ids, *(() if ignore_eos else model.config.eos_token_id)})
-    return _run(model, ids, max_tokens, sampling, jnp.asarray(stops, jnp.int32)) if ids else iter(())
+    padded = np.full(_round_up(len(stops), FEWEST_STOPS), -1, np.int32)
+    padded[: len(stops)] = sorted(stops)
+    return _run(model, ids, max_tokens, sampling, jnp.asarray(padded)) if ids else iter(())
 
 
-def check_prompts(model: Ling3ForCausalLM, prompts: Sequence[Any], max_tokens: int) -> list[list[int]]:
+def whole(name: str, value: Any, low: int, end: int | None) -> int:
+    """`value` as a plain int in [low, end), or ValueError naming it; a bool or a float is no whole number."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} is {value!r:.40}, expected a whole number")
+    number = operator.index(value)
+    if number < low or (end is not None and number >= end):
+        expected = f"a whole number >= {low}" if end is None else f"an id in [{low}, {end})"
+        raise ValueError(f"{name} is {number}, expected {expected}")
+    return number
+
+
+def check_prompts(model: Ling3ForCausalLM, prompts: Iterable[Any], max_tokens: int) -> list[list[int]]:
     """The prompts as lists of plain ints; ValueError naming the prompt where one cannot be continued."""
     vocab, context = model.config.vocab_size, model.config.max_position_embeddings
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}, expected a whole number >= 1")
     checked = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
             raise ValueError(f"prompt {i} is {prompt!r:.40}, expected a list of token ids (see ling3.load_tokenizer)")
         if len(prompt) == 0:
             raise ValueError(f"prompt {i} is empty, expected at least one token id")
-        ids = []
-        for place, token in enumerate(prompt):
-            if isinstance(token, (bool, np.bool_)) or not hasattr(token, "__index__"):
-                raise ValueError(f"prompt {i}, token {place} is {token!r}, expected a whole number")
-            ids.append(operator.index(token))
-            if not 0 <= ids[-1] < vocab:
-                raise ValueError(f"prompt {i}, token {place} is {ids[-1]}, expected an id in [0, {vocab})")
+        ids = [whole(f"prompt {i}, token {place}", token, 0, vocab) for place, token in enumerate(prompt)]
         if len(ids) + max_tokens > context:
             raise ValueError(
                 f"prompt {i} has {len(ids)} tokens and max_tokens is {max_tokens}: {len(ids) + max_tokens} together, "
@@ -145,14 +161,25 @@ def _run(
             row[: len(chunk)] = chunk
         lengths = np.asarray([len(chunk) for chunk in chunks], np.int32)
         running = prefill((model, sampling, stops, jnp.asarray(tokens), jnp.asarray(lengths)), running)
-    yield [[int(token)] for token in np.asarray(running.token)]
+    yield _new_tokens(np.asarray(running.token)[:, None])
 
     left = max_tokens - 1
     while left > 0 and not bool(jnp.all(running.done)):
         steps = min(left, DECODE_STEPS)
         new, running = decode((model, sampling, stops, jnp.asarray(steps, jnp.int32)), running)
         left -= steps
-        yield [[int(token) for token in row if token >= 0] for row in np.asarray(new)]
+        yield _new_tokens(np.asarray(new))
+
+
+def _new_tokens(tokens: Int32[np.ndarray, "batch steps"]) -> list[list[int]]:
+    """The tokens that each row got; FloatingPointError for a row whose logits were NaN."""
+    broken = np.flatnonzero(np.any(tokens == NOT_A_NUMBER, axis=1)).tolist()
+    if broken:
+        raise FloatingPointError(
+            f"the logits of prompt {', '.join(map(str, broken))} are NaN: the weights may not be finite (ling3.load "
+            "checks them by default), or their dtype too narrow (try dtype=jnp.float32)"
+        )
+    return [[int(token) for token in row if token >= 0] for row in tokens]
 
 
 def _round_up(length: int, smallest: int) -> int:
@@ -170,8 +197,8 @@ def prefill(
     """Bring each row's next prompt tokens into the cache; rows that bring any sample the token after their last."""
     model, sampling, stops, tokens, lengths = inputs
     logits, cache = model.step(tokens, running.cache, lengths, last=True)
-    token = jnp.where(lengths > 0, sample(logits[:, 0], sampling, cache.length), running.token)
-    return Running(cache, token, jnp.isin(token, stops))
+    token = jnp.where(lengths > 0, _next(logits[:, 0], sampling, cache.length), running.token)
+    return Running(cache, token, _ends(token, stops))
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -191,10 +218,21 @@ def decode(
         i, new, running = carry
         active = ~running.done
         logits, cache = model.step(running.token[:, None], running.cache, active.astype(jnp.int32))
-        token = jnp.where(active, sample(logits[:, 0], sampling, cache.length), running.token)
+        token = jnp.where(active, _next(logits[:, 0], sampling, cache.length), running.token)
         new = new.at[:, i].set(jnp.where(active, token, -1))
-        return i + 1, new, Running(cache, token, running.done | jnp.isin(token, stops))
+        return i + 1, new, Running(cache, token, running.done | _ends(token, stops))
 
     empty = jnp.full((batch, DECODE_STEPS), -1, jnp.int32)
     _, new, running = lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), empty, running))
     return new, running
+
+
+def _next(
+    logits: Float32[Array, "batch vocab"], sampling: Sampling, length: Int32[Array, " batch"]
+) -> Int32[Array, " batch"]:
+    """The token after each row's `length`, or NOT_A_NUMBER."""
+    return jnp.where(jnp.any(jnp.isnan(logits), axis=-1), NOT_A_NUMBER, sample(logits, sampling, length))
+
+
+def _ends(token: Int32[Array, " batch"], stops: Int32[Array, " stops"]) -> Bool[Array, " batch"]:
+    return jnp.isin(token, stops) | (token == NOT_A_NUMBER)

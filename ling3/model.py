@@ -99,11 +99,15 @@ class Ling3ForCausalLM(eqx.Module):
 
     @eqx.filter_jit
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float32[Array, "batch seq vocab"]:
-        """The logits after each token of each sequence, from position 0 on. Differentiable; compiled once per shape.
+        """The logits after each token of each sequence, from position 0 on. Compiled once per shape.
 
-        Ids must lie in [0, vocab): this is not checked here, and JAX clamps what lies outside.
+        Differentiable in reverse mode (the experts' fast form has no forward mode).
+
+        Ids must lie in [0, vocab): this is not checked here, and JAX would read another row. ValueError for no tokens.
         """
         batch, seq = tokens.shape
+        if 0 in (batch, seq):
+            raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
         span = Span(jnp.zeros(batch, jnp.int32), jnp.full(batch, seq, jnp.int32))
         hidden, _ = self.model(tokens, (None,) * len(self.model.layers), span)
         return self.lm_head(hidden, jnp.float32)
@@ -113,6 +117,8 @@ class Ling3ForCausalLM(eqx.Module):
 
         Latents and conv tails have `dtype` (that of the weights without it), KDA's recurrent states float32.
         """
+        if batch < 1 or max_length < 1:
+            raise ValueError(f"batch is {batch} and max_length {max_length}, expected at least 1 of each")
         dtype = self.model.word_embeddings.weight.dtype if dtype is None else dtype
         states = (
             layer.attention.init_state(batch, dtype)
@@ -135,21 +141,24 @@ class Ling3ForCausalLM(eqx.Module):
 
         Row b brings `lengths[b]` tokens (all `seq` without `lengths`, 0 leaves the row untouched) and right padding
         after them, whose logits mean nothing. `last=True` computes the logits after each row's last token alone
-        (`out` = 1) and not of all (`out` = seq). A cache must have room: tokens past its end are not remembered.
+        (`out` = 1) and not of all (`out` = seq). A row that the cache has no room for gets NaN logits, and so does one
+        whose length is not in [0, seq]. ValueError for no tokens at all.
         """
         batch, seq = tokens.shape
+        if 0 in (batch, seq):
+            raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
         length = jnp.full(batch, seq, jnp.int32) if lengths is None else lengths
         span = Span(cache.length, length)
         hidden, states = self.model(tokens, cache.layers, span)
         if last:
             hidden = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
-        return self.lm_head(hidden, jnp.float32), Cache(
-            tuple(state for state in states if state is not None), cache.length + length
-        )
+        fits = (length >= 0) & (length <= seq) & (cache.length + length <= cache.capacity())
+        logits = jnp.where(fits[:, None, None], self.lm_head(hidden, jnp.float32), jnp.nan)
+        return logits, Cache(tuple(state for state in states if state is not None), cache.length + length)
 
 
 def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Ling3ForCausalLM:
-    """A model of random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, biases 0.
+    """A model of random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, routing biases 0.
 
     Norms, convolutions, the router and KDA's `A_log` and `dt_bias` are float32 whatever the dtype. Under
     `eqx.filter_eval_shape` this is the model's structure, and nothing is allocated.

@@ -74,7 +74,8 @@ def filtered_logits(logits: Float32[Array, "batch vocab"], sampling: Sampling) -
     ranked = jnp.where(rank < sampling.top_k[:, None], ranked, -jnp.inf)
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    ranked = jnp.where((before < sampling.top_p[:, None]) | (rank == 0), ranked, -jnp.inf)
+    top_p = sampling.top_p[:, None]
+    ranked = jnp.where((before < top_p) | (top_p >= 1) | (rank == 0), ranked, -jnp.inf)
     floor = ranked[:, :1] + jnp.log(sampling.min_p)[:, None]
     ranked = jnp.where(ranked >= floor, ranked, -jnp.inf)
     return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)

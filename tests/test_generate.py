@@ -1,5 +1,7 @@
 """Generation: the greedy path, stops, sampling, bad input, and no retrace."""
 
+import dataclasses
+
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from tiny import TINY, open_model
 
 import ling3
-from ling3.generate import Running, decode, stream_tokens
+from ling3.generate import Running, decode, prefill, stream_tokens
 from ling3.sampling import Sampling, filtered_logits, sample
 
 PROMPTS = [[5, 6, 7], list(range(3, 53)), [4]]
@@ -40,8 +42,7 @@ def test_a_stop_token_is_the_last_of_its_row(model):
     stopped = ling3.generate(model, PROMPTS, max_tokens=24, stop_token_ids=[stop], ignore_eos=True)
     for row, full in zip(stopped, free, strict=True):
         assert row == (full[: full.index(stop) + 1] if stop in full else full)
-    ending = eqx.tree_at(lambda m: m.model, model, model.model)
-    ending = type(model)(ending.model, ending.lm_head, type(TINY)(**{**vars(TINY), "eos_token_id": (stop,)}))
+    ending = type(model)(model.model, model.lm_head, dataclasses.replace(TINY, eos_token_id=(stop,)))
     assert ling3.generate(ending, PROMPTS, max_tokens=24) == stopped
     assert ling3.generate(ending, PROMPTS, max_tokens=24, ignore_eos=True) == free
 
@@ -68,12 +69,30 @@ def test_draws_depend_on_the_seed_and_not_on_the_company(model):
         ]
 
 
-def test_decoding_is_traced_once(model):
+def test_nothing_is_traced_again(model):
+    """Other prompts of the same widths, other samplings, and any number of stops run what is compiled."""
+
+    def programs():
+        return [function._cached._cache_size() for function in (prefill, decode)]
+
     ling3.generate(model, PROMPTS, max_tokens=40, ignore_eos=True)
-    traced = decode._cached._cache_size()
-    for prompts in (PROMPTS, [[9] * 20, [8], [7, 7]]):
-        ling3.generate(model, prompts, max_tokens=35, seed=5, temperature=0.5, ignore_eos=True)
-    assert decode._cached._cache_size() == traced
+    compiled = programs()
+    for prompts, stops in ((PROMPTS, []), ([[9] * 40, [8], [7, 7]], [90]), (PROMPTS, [91, 92, 93])):
+        ling3.generate(model, prompts, max_tokens=35, seed=5, temperature=0.5, stop_token_ids=stops)
+    assert programs() == compiled
+
+
+def test_ids_may_be_numpys(model):
+    expected = ling3.generate(model, PROMPTS, max_tokens=3)
+    prompts = (np.asarray(prompt, np.int64) for prompt in PROMPTS)
+    assert ling3.generate(model, prompts, max_tokens=np.int32(3), stop_token_ids=np.asarray([2])) == expected
+
+
+def test_logits_that_are_nan_name_their_prompt(model):
+    poisoned = eqx.tree_at(lambda m: m.model.word_embeddings.weight, model, replace_fn=lambda w: w.at[50].set(jnp.nan))
+    assert ling3.generate(poisoned, [[4]], max_tokens=1) == ling3.generate(model, [[4]], max_tokens=1)
+    with pytest.raises(FloatingPointError, match="the logits of prompt 1 are NaN"):
+        ling3.generate(poisoned, [[4], [5, 50, 6]], max_tokens=4)
 
 
 def test_the_memory_is_updated_in_place(model):
@@ -95,6 +114,9 @@ def test_the_memory_is_updated_in_place(model):
         ([[1.0]], {}, "prompt 0, token 0 is 1.0"),
         (["text"], {}, "expected a list of token ids"),
         ([[1]], {"max_tokens": 0}, "max_tokens is 0"),
+        ([[1]], {"max_tokens": True}, "max_tokens is True"),
+        ([[1]], {"stop_token_ids": [2, 1.5]}, "stop_token_ids is 1.5"),
+        ([[1]], {"stop_token_ids": [96]}, r"stop_token_ids is 96, expected an id in \[0, 96\)"),
         ([[1] * 2040], {"max_tokens": 9}, "2049 together"),
         ([[1]], {"temperature": float("nan")}, "temperature is nan"),
         ([[1]], {"temperature": -1.0}, "temperature is -1"),
@@ -131,6 +153,12 @@ def test_filters_keep_what_they_say(values, kept):
     left = filtered_logits(logits, params(1, **values))[0]
     assert np.flatnonzero(np.isfinite(left)).tolist() == kept
     np.testing.assert_array_equal(left[jnp.asarray(kept)], logits[0, jnp.asarray(kept)])
+
+
+def test_top_p_of_one_keeps_all_of_a_real_vocabulary():
+    logits = jnp.asarray(3 * np.random.default_rng(0).normal(size=(1, 157184)), jnp.float32)
+    sampling = Sampling.uniform(1, 157184, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, seed=0)
+    np.testing.assert_array_equal(filtered_logits(logits, sampling), logits)
 
 
 def test_draws_follow_the_softmax():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,6 +37,17 @@ def test_forward(question):
     assert 0.7 < truth.std() < 1.4
     assert np.abs(logits - truth).max() <= TOLERANCE
     assert np.median(np.abs(logits - truth)) <= TOLERANCE / 20
+
+
+def test_float64_is_the_truth(tmp_path):
+    """In float64 nothing is left but the rounding of the logits to float32: 2^-24 of numbers below 8."""
+    weights, tokens, truth, _ = draw_well_posed(TINY_LIKE, 130)
+    write(tmp_path, TINY_LIKE, weights)
+    with jax.enable_x64(True):
+        model = ling3.load(tmp_path, dtype=jnp.float32)
+        model = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), model)
+        logits = np.asarray(model(jnp.array([tokens], jnp.int32))[0])
+    assert np.abs(logits - truth).max() <= 5e-7
 
 
 def test_token_by_token(question):

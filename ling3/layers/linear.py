@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
-from ling3.ops.precision import wide
+from ling3.ops.precision import exact, wide
 
 
 class Linear(eqx.Module):
@@ -27,7 +27,7 @@ class Linear(eqx.Module):
 
 
 class Embedding(eqx.Module):
-    """x = W[token]. Ids outside the table are the caller's error: JAX would clamp them."""
+    """x = W[token]. Ids outside the table are the caller's error: JAX would read another row."""
 
     weight: Float[Array, "vocab hidden"]
 
@@ -57,5 +57,6 @@ def matmul_transposed(
     rows = x.reshape(-1, x.shape[-1])
     lonely = rows.shape[0] == 1 and x.dtype == jnp.bfloat16
     rows = jnp.concatenate([rows, rows]) if lonely else rows
-    y = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=out)
+    dimensions = (((1,), (1,)), ((), ()))
+    y = lax.dot_general(rows, weight, dimensions, precision=exact(x.dtype), preferred_element_type=out)
     return (y[:1] if lonely else y).reshape(*x.shape[:-1], weight.shape[0])

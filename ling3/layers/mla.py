@@ -13,7 +13,7 @@ from ling3.layers.linear import Linear
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
 from ling3.ops.attention import BLOCK, block_attention
-from ling3.ops.precision import wide
+from ling3.ops.precision import exact, wide
 
 
 class MLA(eqx.Module):
@@ -105,15 +105,21 @@ class MLA(eqx.Module):
         self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq heads {self.nope}"], Float[Array, "batch seq heads {self.rope}"]]:
         """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5."""
-        q = self._projected_queries(x)
-        q = rearrange(q, "b s (h d) -> b s h d", d=self.nope + self.rope)
-        q_nope, q_rope = q[..., : self.nope], rotate(q[..., self.nope :], positions, self.rope_theta)
+        q: Float[Array, "batch seq heads nope+rope"] = rearrange(
+            self._projected_queries(x), "b s (h d) -> b s h d", d=self.nope + self.rope
+        )
+        q_nope: Float[Array, "batch seq heads nope"] = q[..., : self.nope]
+        q_rope: Float[Array, "batch seq heads rope"] = rotate(q[..., self.nope :], positions, self.rope_theta)
         scale = (self.nope + self.rope) ** -0.5
         return q_nope * scale, q_rope * scale
 
-    def _projected_queries(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq channels"]:
+    def _projected_queries(
+        self, x: Float[Array, "batch seq hidden"]
+    ) -> Float[Array, "batch seq channels"]:  # heads·(nope + rope)
+        """Through the low rank of `q_a_proj` where the config has one, else directly."""
         if self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None:
-            return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            compressed_q: Float[Array, "batch seq q_rank"] = self.q_a_layernorm(self.q_a_proj(x))
+            return self.q_b_proj(compressed_q)
         assert self.q_proj is not None, "an MLA layer has either q_a_proj, q_a_layernorm and q_b_proj, or q_proj"
         return self.q_proj(x)
 
@@ -122,10 +128,11 @@ class MLA(eqx.Module):
     ) -> Float[Array, "batch seq entry"]:
         """What is remembered of each token: [normalised latent | rotated key shared by all heads]."""
         latent = self.kv_a_layernorm.weight.shape[0]
-        compressed = self.kv_a_proj_with_mqa(x)
-        compressed_kv, k_rope_raw = compressed[..., :latent], compressed[..., latent:]
-        k_rope = rotate(k_rope_raw[:, :, None], positions, self.rope_theta)[:, :, 0]
-        return jnp.concatenate([self.kv_a_layernorm(compressed_kv), k_rope], axis=-1)
+        compressed: Float[Array, "batch seq latent+rope"] = self.kv_a_proj_with_mqa(x)
+        compressed_kv: Float[Array, "batch seq latent"] = self.kv_a_layernorm(compressed[..., :latent])
+        k_rope_raw: Float[Array, "batch seq 1 rope"] = compressed[..., None, latent:]
+        k_rope: Float[Array, "batch seq 1 rope"] = rotate(k_rope_raw, positions, self.rope_theta)
+        return jnp.concatenate([compressed_kv, k_rope[:, :, 0]], axis=-1)
 
     def _expanded(
         self,
@@ -187,7 +194,7 @@ class MLA(eqx.Module):
     ) -> Float[Array, "batch seq hidden"]:
         """The head-wise gate, then the output projection."""
         gate: Float[Array, "batch seq heads"] = jax.nn.sigmoid(self.g_proj(x, wide(x.dtype)))
-        gated = pre_o_proj * gate.astype(x.dtype)[..., None]
+        gated: Float[Array, "batch seq heads value"] = pre_o_proj * gate.astype(x.dtype)[..., None]
         return self.dense(rearrange(gated, "b s h v -> b s (h v)"))
 
 
@@ -199,7 +206,7 @@ def _per_head(
     Heads stand first because XLA's CPU backend has no bfloat16 product for the other order.
     """
     rows = rearrange(x, "b s h i -> h (b s) i")
-    y = jnp.einsum(product, rows, weight, preferred_element_type=wide(x.dtype))
+    y = jnp.einsum(product, rows, weight, preferred_element_type=wide(x.dtype), precision=exact(x.dtype))
     return rearrange(y, "h (b s) o -> b s h o", b=x.shape[0])
 
 

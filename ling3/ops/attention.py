@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from ling3.ops.precision import wide
+from ling3.ops.precision import exact, wide
 
 # Keys per step of `block_attention`: fixed, so that sums run in the same order whatever the context.
 BLOCK = 256
@@ -50,13 +50,14 @@ def block_attention(
         k, v = read(i)
         positions = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         allowed = (positions[None, None] <= row_positions[..., None]) & (positions[None, None] < length[:, None, None])
-        scores = jnp.einsum("bhrw,bphw->bhrp", q, k, preferred_element_type=dtype)
+        scores = jnp.einsum("bhrw,bphw->bhrp", q, k, precision=exact(q.dtype), preferred_element_type=dtype)
         scores = jnp.where(jnp.broadcast_to(allowed[:, None], scores.shape), scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
         weights = jnp.exp(scores - shift[..., None])
         rescale = jnp.exp(top - shift)
-        products = jnp.einsum("bhrp,bphv->bhrv", weights.astype(v.dtype), v, preferred_element_type=dtype)
+        shares = weights.astype(v.dtype)
+        products = jnp.einsum("bhrp,bphv->bhrv", shares, v, precision=exact(v.dtype), preferred_element_type=dtype)
         total = rescale * total + jnp.sum(weights, axis=-1)
         return new_top, total, rescale[..., None] * sums + products
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops.precision import wide
+from ling3.ops.precision import exact, wide
 
 
 def swiglu(
@@ -43,7 +43,8 @@ def dense_experts(
     gate, up = (_times(x, w.reshape(experts * intermediate, -1), dtype) for w in (gate_proj, up_proj))
     hidden = swiglu(gate, up, limit).reshape(-1, experts, intermediate) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
-    return jnp.matmul(hidden.reshape(x.shape[0], -1).astype(x.dtype), down, preferred_element_type=dtype)
+    hidden = hidden.reshape(x.shape[0], -1).astype(x.dtype)
+    return jnp.matmul(hidden, down, precision=exact(x.dtype), preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -101,7 +102,8 @@ def _block_rows(tokens: int, dtype: jnp.dtype) -> int:
 def _times(
     x: Float[Array, "rows inner"], weight: Float[Array, "outer inner"], dtype: jnp.dtype
 ) -> Float[Array, "rows outer"]:
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    dimensions = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, dimensions, precision=exact(x.dtype), preferred_element_type=dtype)
 
 
 def _forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit):

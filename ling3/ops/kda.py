@@ -86,6 +86,8 @@ def chunk_kda(
     `lower_bound` is a promise, `lower_bound <= g <= 0`: it lets the decayed products factor into plain matrix products
     (see `_decayed_products`). None promises only g <= 0 and takes a per-channel form: the same numbers, slower.
     """
+    if chunk_size < SUB_CHUNK or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is {chunk_size}, expected {SUB_CHUNK} or that times a power of two")
     seq, chunk = q.shape[1], chunk_size
     while chunk > SUB_CHUNK and chunk // 2 >= seq:
         chunk //= 2

@@ -126,13 +126,14 @@ def train(
     every: int = 20,
     report: Callable[[Progress, Ling3ForCausalLM], None] = lambda progress, model: None,
 ) -> Ling3ForCausalLM:
-    """Trains `model` in its own dtype for `optimization.steps` batches and returns it; deterministic in its inputs.
+    """Trains a copy of `model` in its own dtype for `optimization.steps` batches; deterministic in its inputs.
 
     `report` is called with a `Progress` and the model so far, whose buffers the next step takes over, every `every`
     steps and after the last. Each new shape of batch compiles a step of its own. Raises ValueError if `batches` runs
     out, FloatingPointError if the loss is not finite at a report.
     """
-    optimizer = optimization.transformation(model := balanced(model))
+    model = balanced(jax.tree.map(lambda leaf: leaf.copy(), model))  # the steps donate what they are given
+    optimizer = optimization.transformation(model)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     stream, losses, tokens, start, imbalance = iter(batches), [], 0, time.monotonic(), jnp.zeros(())
     for step in range(1, optimization.steps + 1):

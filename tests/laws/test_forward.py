@@ -1,5 +1,7 @@
 """Laws of the whole model: one definition for one token or many, in any company."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ CASES = {
     "flash": (FLASH, jnp.float32, 1e-3),
     "unbounded": (UNBOUNDED, jnp.float32, 1e-3),
     "tiny-float64": (TINY, jnp.float64, 1e-6),
+    "flash-float64": (FLASH, jnp.float64, 1e-6),
     "unbounded-float64": (UNBOUNDED, jnp.float64, 1e-6),
 }
 
@@ -129,6 +132,68 @@ def test_no_token_sees_a_later_one(name):
 
     gradient = np.abs(np.asarray(jax.grad(scalar)(model.model.word_embeddings.weight)))[3:27].sum(axis=-1)
     assert np.all(gradient[12:] == 0) and np.all(gradient[:12] > 0)
+
+
+@pytest.mark.parametrize(("held", "length"), [(256, 1), (250, 7), (0, -1), (0, 41)])
+def test_what_does_not_fit_is_nan_and_not_a_guess(held, length):
+    model = open_model(TINY)
+    cache = model.init_cache(2, 256)
+    cache = eqx.tree_at(lambda c: c.length, cache, jnp.asarray([held, 0], jnp.int32))
+    logits, _ = model.step(ids(9, 2, 40), cache, jnp.asarray([length, 40], jnp.int32))
+    assert bool(jnp.all(jnp.isnan(logits[0]))) and bool(jnp.all(jnp.isfinite(logits[1])))
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
+def test_no_tokens_are_refused(shape):
+    model = open_model(TINY)
+    with pytest.raises(ValueError, match="expected at least"):
+        model(jnp.zeros(shape, jnp.int32))
+    with pytest.raises(ValueError, match="expected at least"):
+        model.step(jnp.zeros(shape, jnp.int32), model.init_cache(shape[0], 8))
+
+
+@settings(max_examples=5)
+@given(
+    heads=st.integers(1, 3),
+    head_dim=st.sampled_from([4, 10]),
+    group=st.integers(1, 3),
+    layers=st.integers(1, 3),
+    q_rank=st.sampled_from([None, 6]),
+    latent=st.sampled_from([6, 20]),
+    rope=st.sampled_from([2, 6]),
+    value=st.sampled_from([4, 9]),
+    experts=st.sampled_from([(4, 1, 1, 2), (12, 3, 2, 3)]),
+    bound=st.sampled_from([-5.0, -0.5, None]),
+    taps=st.integers(2, 5),
+)
+def test_prefill_is_decode_for_any_sizes(
+    heads, head_dim, group, layers, q_rank, latent, rope, value, experts, bound, taps
+):
+    count, groups, top_groups, top_k = experts
+    config = dataclasses.replace(
+        TINY,
+        num_hidden_layers=layers,
+        layer_group_size=group,
+        num_attention_heads=heads,
+        head_dim=head_dim,
+        q_lora_rank=q_rank,
+        kv_lora_rank=latent,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+        num_experts=count,
+        n_group=groups,
+        topk_group=top_groups,
+        num_experts_per_tok=top_k,
+        kda_lower_bound=bound,
+        short_conv_kernel_size=taps,
+    )
+    with jax.enable_x64(True):
+        model = open_model(config, dtype=jnp.float64)
+        tokens, cache, parts = ids(layers, 2, 21), model.init_cache(2, 21), []
+        for t in range(21):
+            logits, cache = model.step(tokens[:, t : t + 1], cache)
+            parts.append(logits)
+        np.testing.assert_allclose(jnp.concatenate(parts, axis=1), model(tokens), atol=1e-6)
 
 
 def test_padding_past_the_end_of_the_cache_writes_nothing(name):

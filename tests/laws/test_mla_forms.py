@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tiny import FLASH, TINY, open_model
 
-from ling3.cache import Span
+import ling3
+from ling3.cache import LatentCache, Span
 from ling3.layers.mla import MLA
 
 CALL = eqx.filter_jit(lambda mla, x, state, span: mla(x, state, span))
@@ -34,11 +35,11 @@ def test_absorbed_is_expanded(config, held):
     np.testing.assert_allclose(cache_one.entries, cache_two.entries, atol=2e-6)
 
 
-@pytest.mark.parametrize("config", [TINY, FLASH], ids=["q_lora", "q_proj"])
-def test_the_cache_holds_576_numbers_at_full_size_and_no_more(config):
-    mla = first_mla(config)
-    entries = mla.init_state(3, 100, jnp.float32).entries
-    assert entries.shape == (3, 256, config.kv_lora_rank + config.qk_rope_head_dim)
+def test_a_token_of_the_published_model_leaves_576_numbers():
+    structure = eqx.filter_eval_shape(ling3.init, ling3.Ling3Config(), key=jax.random.key(0), dtype=jnp.bfloat16)
+    cache = eqx.filter_eval_shape(lambda model: model.init_cache(3, 100), structure)
+    latents = [layer.entries for layer in cache.layers if isinstance(layer, LatentCache)]
+    assert [latent.shape for latent in latents] == [(3, 256, 576)] * 6
 
 
 def test_the_gate_multiplies_each_head():
