@@ -1,6 +1,7 @@
 """Absorbed and expanded MLA are the same attention."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
