@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types parity slow clean
+.PHONY: demo test lint types parity slow coverage clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
@@ -23,6 +23,9 @@ parity: .venv/installed-parity
 
 slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
+
+coverage: .venv/installed-test
+	$(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90
 
 clean:
 	rm -rf .venv .jax_cache .pytest_cache build *.egg-info
