@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone, as `head` does; the interpreter must not flush to it once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         if command.debug:
             raise
         print(f"ling3: error: {error}", file=sys.stderr)
