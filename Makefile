@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# The tests that print tables: in one process, as workers have no terminal.
+TABLES := tests/parity/test_closeness.py tests/parity/test_bfloat16.py
+
 .PHONY: demo test lint types parity slow coverage clean
 
 demo: .venv/installed
@@ -19,7 +22,8 @@ types: .venv/installed-dev
 
 parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
-	$(BIN)/python -m pytest -n 2 tests/parity
+	$(BIN)/python -m pytest -n 2 tests/parity $(TABLES:%=--ignore=%)
+	$(BIN)/python -m pytest $(TABLES)
 
 slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
