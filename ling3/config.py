@@ -113,7 +113,10 @@ class Ling3Config:
         }
 
     def attention_kind(self, layer: int) -> Literal["kda", "mla"]:
-        """The attention of 0-based `layer`: MLA closes each group of `layer_group_size`, KDA fills the rest."""
+        """The attention of 0-based `layer`: MLA closes each group of `layer_group_size`, KDA fills the rest.
+
+        So layers after the last full group are KDA, as in transformers; the published models have none.
+        """
         return "mla" if (layer + 1) % self.layer_group_size == 0 else "kda"
 
     def mlp_kind(self, layer: int) -> Literal["dense", "moe"]:

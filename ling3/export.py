@@ -42,9 +42,10 @@ def save(
 ) -> None:
     """Write `model` to the directory `path` in the published layout, each array in the dtype it has.
 
-    `export(load(x)) == x`, tensor by tensor; but multi-token-prediction layers, which `load` skips, are not there, and
-    `num_nextn_predict_layers` is 0. More than `max_shard_bytes` goes into several files with an index. The files of a
-    tokenizer come from the checkpoint `tokenizer_from`, if one is given.
+    `export(load(x)) == x`, tensor by tensor; but multi-token-prediction layers, which `load` skips, are not there,
+    `num_nextn_predict_layers` is 0, and an `A_log` that was stored as [1, 1, heads, 1] is [heads]. More than
+    `max_shard_bytes` goes into several files with an index. The files of a tokenizer come from the checkpoint
+    `tokenizer_from`, if one is given.
 
     Atomic: everything is written to a hidden directory beside `path`, which then takes its name; on an error nothing
     is left behind. An existing directory must be empty, or with `overwrite` a checkpoint, which is replaced whole.
