@@ -1,8 +1,8 @@
-"""What a running Ling-3 remembers: fixed-size states for its KDA layers, growing latents for its MLA layers."""
+"""What a running Ling-3 remembers: fixed-size states for its KDA layers, growing latents in pages for its MLA layers."""
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 
 class Span(eqx.Module):
@@ -31,16 +31,36 @@ class KDAState(eqx.Module):
 
 
 class LatentCache(eqx.Module):
-    """One MLA layer's memory: per token the normalised latent and the rotated shared key, `[latent | rope]`."""
+    """One MLA layer's memory: per token the normalised latent and the rotated shared key, `[latent | rope]`.
 
-    entries: Float[Array, "batch positions entry"]
+    Entries lie in pages, and `table[b, i]` is the page that holds row b's positions [page·i, page·(i+1)). A number that
+    is no page stands for none: what is written there is dropped.
+    """
+
+    entries: Float[Array, "pages page entry"]
+    table: Int32[Array, "batch columns"]
+
+    @staticmethod
+    def empty(batch: int, max_length: int, page_size: int, entry: int, dtype: DTypeLike) -> "LatentCache":
+        """Room for `max_length` tokens in each row, rounded up to whole pages, each row's pages its own."""
+        columns = -(-max_length // page_size)
+        table = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
+        return LatentCache(jnp.zeros((batch * columns, page_size, entry), dtype), table)
 
     def append(self, new: Float[Array, "batch seq entry"], span: Span) -> "LatentCache":
-        """The cache with the span's tokens at their positions; padding, and what lies past the end, is dropped."""
-        seq, capacity = new.shape[1], self.entries.shape[1]
-        positions = jnp.where(span.valid(seq), span.positions(seq), capacity)
-        rows = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
-        return LatentCache(self.entries.at[rows, positions].set(new.astype(self.entries.dtype), mode="drop"))
+        """The cache with the span's tokens at their positions; padding, and what has no page, is dropped."""
+        seq, (pages, page_size, _) = new.shape[1], self.entries.shape
+        positions = span.positions(seq)
+        column = positions // page_size
+        kept = span.valid(seq) & (column < self.table.shape[1])
+        page = jnp.take_along_axis(self.table, jnp.minimum(column, self.table.shape[1] - 1), axis=1)
+        page = jnp.where(kept, page, pages)
+        new = new.astype(self.entries.dtype)
+        return LatentCache(self.entries.at[page, positions % page_size].set(new, mode="drop"), self.table)
+
+    def capacity(self) -> int:
+        """How many tokens a row has room for."""
+        return self.table.shape[1] * self.entries.shape[1]
 
 
 class Cache(eqx.Module):
@@ -51,5 +71,4 @@ class Cache(eqx.Module):
 
     def capacity(self) -> int:
         """How many tokens a row has room for; without an MLA layer, as many as positions can count."""
-        rooms = [layer.entries.shape[1] for layer in self.layers if isinstance(layer, LatentCache)]
-        return min(rooms, default=2**31 - 1)
+        return min((layer.capacity() for layer in self.layers if isinstance(layer, LatentCache)), default=2**31 - 1)

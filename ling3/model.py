@@ -50,7 +50,9 @@ class DecoderLayer(eqx.Module):
             span,
         )
         h = x + attended
-        return h + self.mlp(self.post_attention_layernorm(h)), state
+        normed = self.post_attention_layernorm(h)
+        y = self.mlp(normed, span.valid(x.shape[1])) if isinstance(self.mlp, MoE) else self.mlp(normed)
+        return h + y, state
 
 
 class Ling3Model(eqx.Module):

@@ -101,7 +101,7 @@ class StopStrings:
     """Cuts a stream of text at the first of `stops`, holding back what may become the beginning of one.
 
     Of several stops, the one that is complete first ends the text (of those, the one that began first), however the
-    text is cut into pieces. Raises ValueError for an empty stop, which every text would contain.
+    text is cut into pieces; `stopped` is that one, None before. Raises ValueError for an empty stop, which every text would contain.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -109,17 +109,17 @@ class StopStrings:
             raise ValueError(f"stop: found {stops!r}, expected a list of strings that are not empty")
         self._stops = tuple(stops)
         self._held = ""
-        self.stopped = False
+        self.stopped: str | None = None
 
     def feed(self, text: str) -> str:
         """The part of `text`, and of what was held back, that is certainly before any stop."""
-        if self.stopped:
+        if self.stopped is not None:
             return ""
         text = self._held + text
-        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
+        found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            (_, begin, self.stopped), self._held = min(found), ""
+            return text[:begin]
         held = max((self._beginning(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

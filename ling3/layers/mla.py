@@ -1,10 +1,11 @@
 """Gated multi-head latent attention: full attention whose cache is one low-rank latent per token."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.cache import LatentCache, Span
@@ -12,7 +13,7 @@ from ling3.config import Ling3Config
 from ling3.layers.linear import Linear
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
-from ling3.ops.attention import BLOCK, block_attention
+from ling3.ops.attention import BLOCK, Expand, block_attention, paged_attention
 from ling3.ops.precision import exact, wide
 
 
@@ -74,8 +75,12 @@ class MLA(eqx.Module):
 
     def init_state(self, batch: int, max_length: int, dtype: DTypeLike) -> LatentCache:
         """An empty cache for `max_length` tokens a row, rounded up to whole attention blocks."""
-        entry = self.kv_a_layernorm.weight.shape[0] + self.rope
-        return LatentCache(jnp.zeros((batch, -(-max_length // BLOCK) * BLOCK, entry), dtype))
+        return LatentCache.empty(batch, max_length, BLOCK, self.entry, dtype)
+
+    @property
+    def entry(self) -> int:
+        """How many numbers a token leaves behind: latent + rope."""
+        return self.kv_a_layernorm.weight.shape[0] + self.rope
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: LatentCache | None, span: Span
@@ -88,18 +93,22 @@ class MLA(eqx.Module):
         positions = span.positions(seq)
         q_nope, q_rope = self._queries(x, positions)
         entries = self._entries(x, positions)
-        if state is None:
-            blocks = -(-seq // BLOCK)
-            held = jnp.pad(entries, ((0, 0), (0, blocks * BLOCK - seq), (0, 0)))
-            positions = positions - span.start[:, None]
-            length = span.length
-        else:
-            state = state.append(entries, span)
-            held, length = state.entries, span.start + span.length
-            blocks = -(-jnp.max(length) // BLOCK)
-        attend = self._absorbed if seq == 1 else self._expanded
-        o = attend(q_nope, q_rope, positions, held, length, blocks)
-        return self._output(o.astype(x.dtype), x), state
+
+        def attend(
+            q: Float[Array, "batch heads rows width"],
+            row_positions: Int32[Array, "batch rows"],
+            expand: Expand,
+            value: int,
+        ) -> Float[Array, "batch heads rows value"]:
+            if state is None:
+                held = jnp.pad(entries, ((0, 0), (0, -seq % BLOCK), (0, 0)))
+                return block_attention(q, row_positions - span.start[:, None], held, span.length, expand, value)
+            length = span.start + span.length
+            return paged_attention(q, row_positions, state.entries, state.table, length, expand, value)
+
+        state = None if state is None else state.append(entries, span)
+        pre_o_proj = (self._absorbed if seq == 1 else self._expanded)(q_nope, q_rope, positions, attend)
+        return self._output(pre_o_proj.astype(x.dtype), x), state
 
     def _queries(
         self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
@@ -139,47 +148,41 @@ class MLA(eqx.Module):
         q_nope: Float[Array, "batch seq heads nope"],
         q_rope: Float[Array, "batch seq heads rope"],
         positions: Int32[Array, "batch seq"],
-        entries: Float[Array, "batch positions entry"],
-        length: Int32[Array, " batch"],
-        blocks: int | Int32[Array, ""],
+        attend: Callable[..., Float[Array, "batch heads seq value"]],
     ) -> Float[Array, "batch seq heads value"]:
         """Attention over keys and values of every head, expanded from the latents block by block."""
         q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
-        heads, latent = q.shape[1], entries.shape[-1] - self.rope
+        heads = q.shape[1]
         value = self.kv_b_proj.weight.shape[0] // heads - self.nope
 
-        def read(i):
-            block = _finite_block(entries, i, length)
-            expanded = self.kv_b_proj(block[..., :latent].astype(q.dtype))
-            expanded = rearrange(expanded, "b p (h d) -> b p h d", h=heads)
+        def expand(block):
+            latent, k_rope = block[..., : -self.rope].astype(q.dtype), block[..., -self.rope :].astype(q.dtype)
+            expanded = rearrange(self.kv_b_proj(latent), "b p (h d) -> b p h d", h=heads)
             k_nope, v = expanded[..., : self.nope], expanded[..., self.nope :]
-            k_rope = jnp.broadcast_to(block[:, :, None, latent:].astype(q.dtype), (*k_nope.shape[:-1], self.rope))
+            k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:-1], self.rope))
             return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
-        return rearrange(block_attention(q, positions, read, length, blocks, value), "b h s v -> b s h v")
+        return rearrange(attend(q, positions, expand, value), "b h s v -> b s h v")
 
     def _absorbed(
         self,
         q_nope: Float[Array, "batch seq heads nope"],
         q_rope: Float[Array, "batch seq heads rope"],
         positions: Int32[Array, "batch seq"],
-        entries: Float[Array, "batch positions entry"],
-        length: Int32[Array, " batch"],
-        blocks: int | Int32[Array, ""],
+        attend: Callable[..., Float[Array, "batch 1 seq*heads latent"]],
     ) -> Float[Array, "batch seq heads value"]:
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
-        heads, latent = q_nope.shape[2], entries.shape[-1] - self.rope
+        heads = q_nope.shape[2]
         w_uk, w_uv = self._absorbed_weights(heads)
         q_latent = _per_head("hrn,hnl->hrl", q_nope, w_uk).astype(q_nope.dtype)
         q = rearrange(jnp.concatenate([q_latent, q_rope], axis=-1), "b s h d -> b 1 (s h) d")
 
-        def read(i):
-            block = _finite_block(entries, i, length).astype(q.dtype)[:, :, None]
-            return block, block[..., :latent]
+        def expand(block):
+            entries = block.astype(q.dtype)[:, :, None]
+            return entries, entries[..., : -self.rope]
 
-        row_positions = jnp.repeat(positions, heads, axis=1)
-        o_latent = block_attention(q, row_positions, read, length, blocks, latent).astype(q_nope.dtype)
-        o_latent = rearrange(o_latent, "b 1 (s h) l -> b s h l", h=heads)
+        o_latent = attend(q, jnp.repeat(positions, heads, axis=1), expand, self.entry - self.rope)
+        o_latent = rearrange(o_latent.astype(q_nope.dtype), "b 1 (s h) l -> b s h l", h=heads)
         return _per_head("hrl,hvl->hrv", o_latent, w_uv)
 
     def _absorbed_weights(
@@ -208,12 +211,3 @@ def _per_head(
     rows = rearrange(x, "b s h i -> h (b s) i")
     y = jnp.einsum(product, rows, weight, preferred_element_type=wide(x.dtype), precision=exact(x.dtype))
     return rearrange(y, "h (b s) o -> b s h o", b=x.shape[0])
-
-
-def _finite_block(
-    entries: Float[Array, "batch positions entry"], i: Int32[Array, ""], length: Int32[Array, " batch"]
-) -> Float[Array, "batch block entry"]:
-    """Block i of the entries, with 0 where nothing was written: what lies there may be NaN, and 0 · NaN is NaN."""
-    block = lax.dynamic_slice_in_dim(entries, i * BLOCK, BLOCK, axis=1)
-    positions = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    return jnp.where((positions[None] < length[:, None])[..., None], block, 0.0)

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.config import Ling3Config
 from ling3.layers.linear import normal
@@ -133,9 +133,13 @@ class MoE(eqx.Module):
             ),
         )
 
-    def __call__(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq hidden"]:
-        """Each token through its own experts and the shared one."""
+    def __call__(
+        self, x: Float[Array, "batch seq hidden"], valid: Bool[Array, "batch seq"] | None = None
+    ) -> Float[Array, "batch seq hidden"]:
+        """Each token through its own experts and the shared one; no expert is read for what is not `valid`."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = self.gate(tokens)
+        if valid is not None:
+            chosen = jnp.where(valid.reshape(-1, 1), chosen, self.gate.weight.shape[0])
         y = self.experts(tokens, chosen, weights).astype(x.dtype).reshape(x.shape)
         return y if self.shared_experts is None else y + self.shared_experts(x)

@@ -1,4 +1,4 @@
-"""Softmax attention over latents, block by block, and the plain form that specifies it."""
+"""Softmax attention over latents, block by block and page by page, and the plain form that specifies it."""
 
 from collections.abc import Callable
 
@@ -10,6 +10,8 @@ from ling3.ops.precision import exact, wide
 
 # Keys per step of `block_attention`: fixed, so that sums run in the same order whatever the context.
 BLOCK = 256
+# Rows that share a turn of `paged_attention`.
+GROUP = 8
 
 
 def attention(
@@ -27,40 +29,122 @@ def attention(
     return jnp.einsum("bhrp,bphv->bhrv", weights / total, v, precision=lax.Precision.HIGHEST)
 
 
+Expand = Callable[[Float[Array, "batch positions entry"]], tuple[Float[Array, "..."], Float[Array, "..."]]]
+"""From entries to keys [batch, positions, heads, width] and values [batch, positions, heads, value]."""
+
+
 def block_attention(
     q: Float[Array, "batch heads rows width"],
     row_positions: Int32[Array, "batch rows"],
-    read: Callable[[Int32[Array, ""]], tuple[Float[Array, "..."], Float[Array, "..."]]],
+    entries: Float[Array, "batch positions entry"],
     length: Int32[Array, " batch"],
-    blocks: int | Int32[Array, ""],
+    expand: Expand,
     value: int,
 ) -> Float[Array, "batch heads rows value"]:
-    """Causal attention with a running softmax: only `blocks` blocks of keys are read, one at a time.
+    """Causal attention with a running softmax over entries that lie in a row, BLOCK positions at a time.
 
-    `read(i)` returns block i, positions [BLOCK·i, BLOCK·(i+1)), as keys [batch, BLOCK, heads, width] and values
-    [batch, BLOCK, heads, value]; its rows past `length` must be finite. A query row sees the positions up to its own
-    and below `length`. With an int for `blocks` the result is differentiable. Sums and result are float32 or wider.
+    `positions` is a multiple of BLOCK. A query row sees the positions up to its own and below `length`. Sums and result
+    are float32 or wider. Differentiable.
     """
-    dtype = wide(q.dtype)
-    rows = q.shape[:3]
 
     def step(i, carry):
-        top, total, sums = carry
         i = jnp.asarray(i, jnp.int32)
-        k, v = read(i)
-        positions = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        allowed = (positions[None, None] <= row_positions[..., None]) & (positions[None, None] < length[:, None, None])
-        scores = jnp.einsum("bhrw,bphw->bhrp", q, k, precision=exact(q.dtype), preferred_element_type=dtype)
-        scores = jnp.where(jnp.broadcast_to(allowed[:, None], scores.shape), scores, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
-        weights = jnp.exp(scores - shift[..., None])
-        rescale = jnp.exp(top - shift)
-        shares = weights.astype(v.dtype)
-        products = jnp.einsum("bhrp,bphv->bhrv", shares, v, precision=exact(v.dtype), preferred_element_type=dtype)
-        total = rescale * total + jnp.sum(weights, axis=-1)
-        return new_top, total, rescale[..., None] * sums + products
+        block = lax.dynamic_slice_in_dim(entries, i * BLOCK, BLOCK, axis=1)
+        return _attend(carry, q, row_positions, block, i * BLOCK, length, expand)
 
-    empty = (jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, value), dtype))
-    _, total, sums = lax.fori_loop(0, blocks, step, empty)
-    return sums / jnp.maximum(total, jnp.finfo(dtype).tiny)[..., None]
+    return _finish(lax.fori_loop(0, entries.shape[1] // BLOCK, step, _empty(q, value)))
+
+
+def paged_attention(
+    q: Float[Array, "batch heads rows width"],
+    row_positions: Int32[Array, "batch rows"],
+    pages: Float[Array, "pages page entry"],
+    table: Int32[Array, "batch columns"],
+    length: Int32[Array, " batch"],
+    expand: Expand,
+    value: int,
+) -> Float[Array, "batch heads rows value"]:
+    """The same over pages: `table[b, i]` is the page of row b's positions [page·i, page·(i+1)).
+
+    The loop has one turn per page in use and group of up to GROUP rows that have it, the rows with most pages first: a
+    long row does not make the others wait at its pages. Each row's pages are summed in order, whoever its neighbours
+    are. Not differentiable, since the number of turns is counted as it runs.
+    """
+    batch, page_size, columns = q.shape[0], pages.shape[1], table.shape[1]
+    used = -(-length // page_size)
+    if batch <= GROUP:
+
+        def together(i, carry):
+            block = pages.at[lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False)].get(mode="clip")
+            return _attend(carry, q, row_positions, block, i * page_size, length, expand)
+
+        return _finish(lax.fori_loop(0, jnp.max(used), together, _empty(q, value)))
+
+    order = jnp.argsort(used, descending=True, stable=True)
+    spare = -batch % GROUP
+    rows = jnp.concatenate([order, jnp.full(spare, batch, order.dtype)])
+    q, row_positions, table = (x.at[rows].get(mode="clip") for x in (q, row_positions, table))
+    length = length.at[rows].get(mode="fill", fill_value=0)
+    readers = jnp.sum(used[None] > jnp.arange(columns, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    turns = -(-readers // GROUP)  # groups of rows that have a page of this column
+    turn_ends = jnp.cumsum(turns)
+
+    def turn(t, carry):
+        i = jnp.searchsorted(turn_ends, t, side="right").astype(jnp.int32)
+        first = (t - (turn_ends[i] - turns[i])) * GROUP
+
+        def group(x):
+            return lax.dynamic_slice_in_dim(x, first, GROUP)
+
+        block = pages.at[lax.dynamic_index_in_dim(group(table), i, axis=1, keepdims=False)].get(mode="clip")
+        own = tuple(group(x) for x in carry)
+        own = _attend(own, group(q), group(row_positions), block, i * page_size, group(length), expand)
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(carry, own, strict=True))
+
+    o = _finish(lax.fori_loop(0, turn_ends[-1], turn, _empty(q, value)))
+    return o[jnp.argsort(order)]
+
+
+Carry = tuple[
+    Float[Array, "batch heads rows"],  # the largest score so far
+    Float[Array, "batch heads rows"],  # Σ e^(score - largest)
+    Float[Array, "batch heads rows value"],  # Σ e^(score - largest) v
+]
+
+
+def _empty(q: Float[Array, "batch heads rows width"], value: int) -> Carry:
+    dtype, rows = wide(q.dtype), q.shape[:3]
+    return jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, value), dtype)
+
+
+def _attend(
+    carry: Carry,
+    q: Float[Array, "batch heads rows width"],
+    row_positions: Int32[Array, "batch rows"],
+    block: Float[Array, "batch positions entry"],
+    first: Int32[Array, ""],
+    length: Int32[Array, " batch"],
+    expand: Expand,
+) -> Carry:
+    """One block of positions, from `first` on, taken into the running softmax."""
+    top, total, sums = carry
+    dtype = top.dtype
+    positions = first + jnp.arange(block.shape[1], dtype=jnp.int32)
+    # What lies where nothing was written may be NaN, and 0 · NaN is NaN.
+    k, v = expand(jnp.where((positions[None] < length[:, None])[..., None], block, 0.0))
+    allowed = (positions[None, None] <= row_positions[..., None]) & (positions[None, None] < length[:, None, None])
+    scores = jnp.einsum("bhrw,bphw->bhrp", q, k, precision=exact(q.dtype), preferred_element_type=dtype)
+    scores = jnp.where(jnp.broadcast_to(allowed[:, None], scores.shape), scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+    shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
+    weights = jnp.exp(scores - shift[..., None])
+    rescale = jnp.exp(top - shift)
+    shares = weights.astype(v.dtype)
+    products = jnp.einsum("bhrp,bphv->bhrv", shares, v, precision=exact(v.dtype), preferred_element_type=dtype)
+    total = rescale * total + jnp.sum(weights, axis=-1)
+    return new_top, total, rescale[..., None] * sums + products
+
+
+def _finish(carry: Carry) -> Float[Array, "batch heads rows value"]:
+    _, total, sums = carry
+    return sums / jnp.maximum(total, jnp.finfo(total.dtype).tiny)[..., None]

@@ -1,0 +1,114 @@
+"""What an engine answers: deltas as they come, and completions when they are whole."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""An end id or a stop string; `max_tokens` tokens; `Engine.abort`; a fault of this request's, in `Completion.error`."""
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """How likely a token was, as a natural logarithm, under the model's own logits."""
+
+    token_id: int
+    logprob: float
+    top: Mapping[int, float]
+    """The likeliest tokens, likeliest first, as many as `SamplingParams.logprobs` asks for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Where a completion's time went, in seconds; None for what never happened."""
+
+    queued: float | None
+    """From `submit` to a slot."""
+    first_token: float | None
+    """From `submit` to the first token."""
+    per_token: float | None
+    """Between two tokens after the first, on average."""
+    total: float
+    """From `submit` to the end."""
+    preemptions: int
+    """How often the request had to make room for an older one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One continuation of a prompt."""
+
+    index: int
+    """Which of the `n` of its request."""
+    text: str
+    """Without the stop string or control tokens; empty where the engine has no tokenizer."""
+    token_ids: Sequence[int]
+    """With the end id, or up to the token that completed a stop string."""
+    logprobs: Sequence[Logprob] | None
+    """One per token, if they were asked for."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    """The end id or the stop string, for `stop`."""
+    error: str | None
+    """What was wrong, for `error`."""
+    seed: int
+    """What it was drawn from."""
+    timings: Timings
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """The completions of one request; its own `text`, `token_ids` and so on are those of the first."""
+
+    request_id: int
+    prompt: str | None
+    """The text, where the prompt was one."""
+    prompt_token_ids: Sequence[int]
+    outputs: Sequence[Completion]
+
+    @property
+    def text(self) -> str:
+        """The first completion's text."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The first completion's token ids."""
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> Sequence[Logprob] | None:
+        """The first completion's log-probabilities."""
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first completion ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def error(self) -> str | None:
+        """What was wrong with the first completion."""
+        return self.outputs[0].error
+
+    @property
+    def timings(self) -> Timings:
+        """Where the first completion's time went."""
+        return self.outputs[0].timings
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What is new of one completion since its last delta."""
+
+    request_id: int
+    index: int
+    text: str
+    """It never ends inside a character, and never shows a part of a stop string."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[Logprob] | None
+    finish_reason: FinishReason | None
+    """None until the last delta of a completion."""
+    output: RequestOutput | None
+    """The whole request, with the last delta of its last completion."""

@@ -1,0 +1,211 @@
+"""The requests that are running, as arrays on the device, and the compiled programs that move them on.
+
+Every request has a slot: its KDA states, its newest token and how it is sampled lie in row `slot` of the pool. Its MLA
+latents lie in pages that a table names. A program takes some slots' rows out, continues them, and puts them back.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
+
+from ling3.cache import Cache, KDAState, LatentCache
+from ling3.layers.kda import KDA
+from ling3.model import Ling3ForCausalLM
+from ling3.sampling import Choice, Sampling, choose, counted, ends
+
+# The most decode steps of one call, and so the most tokens of one row between two looks from the host.
+DECODE_STEPS = 16
+# Pages that travel to or from the host in one call.
+PAGES_MOVED = 8
+
+
+class Rows(eqx.Module):
+    """The rows of one call: their slots (None: every slot, in order) and the pages of each, first to last.
+
+    A slot past the pool's last is a row without a request; a page past the last is no page.
+    """
+
+    slots: Int32[Array, " rows"] | None
+    table: Int32[Array, "rows columns"]
+
+
+class Pool(eqx.Module):
+    """Everything that the running requests remember. Donated to every call, so that each updates it in place."""
+
+    layers: tuple[KDAState | Float[Array, "pages page entry"], ...]  # KDA: [slots, …]; MLA: pages, whoever's they are
+    length: Int32[Array, " slots"]  # tokens in the caches
+    token: Int32[Array, " slots"]  # the newest token, not yet in the caches
+    until: Int32[Array, " slots"]  # tokens of prompt and output together at which the row ends
+    done: Bool[Array, " slots"]
+    sampling: Sampling
+
+    @staticmethod
+    def empty(model: Ling3ForCausalLM, sampling: Sampling, pages: int, page_size: int, dtype: DTypeLike) -> "Pool":
+        """A pool with a slot for each row of `sampling`, all of them without a request."""
+        slots = sampling.temperature.shape[0]
+        length, token, until = (jnp.asarray(np.zeros(slots, np.int32)) for _ in range(3))
+        layers = new_memory(model, slots, pages, page_size, dtype)
+        return Pool(layers, length, token, until, jnp.asarray(np.ones(slots, bool)), sampling)
+
+    def take(self, slots: Int32[Array, " rows"] | None) -> "Pool":
+        """The rows of these slots; the pages stay where they are."""
+        if slots is None:
+            return self
+        size = self.length.shape[0]
+        kept = jnp.minimum(slots, size - 1)
+        layers = tuple(jax.tree.map(lambda x: x[kept], x) if isinstance(x, KDAState) else x for x in self.layers)
+        length, token, until, done, sampling = jax.tree.map(
+            lambda x: x[kept], (self.length, self.token, self.until, self.done, self.sampling)
+        )
+        return Pool(layers, length, token, until, done | (slots >= size), sampling)
+
+    def put(self, slots: Int32[Array, " rows"] | None, rows: "Pool") -> "Pool":
+        """The pool with `rows` in the place of these slots."""
+        if slots is None:
+            return rows
+
+        def placed(pool, new):
+            return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), pool, new)
+
+        layers = tuple(
+            placed(x, y) if isinstance(x, KDAState) else y for x, y in zip(self.layers, rows.layers, strict=True)
+        )
+        length, token, done = placed((self.length, self.token, self.done), (rows.length, rows.token, rows.done))
+        sampling = self.sampling
+        if sampling.adjustments is not None and rows.sampling.adjustments is not None:
+            counts = placed(sampling.adjustments.counts, rows.sampling.adjustments.counts)
+            sampling = eqx.tree_at(lambda s: s.adjustments.counts, sampling, counts)
+        return Pool(layers, length, token, self.until, done, sampling)
+
+    def cache(self, table: Int32[Array, "slots columns"]) -> Cache:
+        """What the model's forward pass takes."""
+        layers = tuple(x if isinstance(x, KDAState) else LatentCache(x, table) for x in self.layers)
+        return Cache(layers, self.length)
+
+    def after(self, cache: Cache, token: Int32[Array, " slots"], chosen: Bool[Array, " slots"]) -> "Pool":
+        """The pool with the forward pass's memory, and where one was `chosen` the row's next token."""
+        layers = tuple(x.entries if isinstance(x, LatentCache) else x for x in cache.layers)
+        done = ends(token, self.sampling, cache.length) | (cache.length + 1 >= self.until)
+        return Pool(
+            layers,
+            cache.length,
+            jnp.where(chosen, token, self.token),
+            self.until,
+            jnp.where(chosen, done, self.done),
+            counted(self.sampling, token, chosen),
+        )
+
+
+class Arrival(eqx.Module):
+    """What a slot is filled with: a request that begins, or one that goes on where it was."""
+
+    states: tuple[KDAState, ...]  # one row each; zeros at the beginning
+    length: Int32[Array, ""]
+    token: Int32[Array, ""]
+    until: Int32[Array, ""]
+    done: Bool[Array, ""]  # until its prompt is in the caches
+    sampling: Sampling  # one row
+
+
+@eqx.filter_jit
+def new_memory(
+    model: Ling3ForCausalLM, slots: int, pages: int, page_size: int, dtype: DTypeLike
+) -> tuple[KDAState | Float[Array, "pages page entry"], ...]:
+    """What a pool's layers hold before the first request."""
+    return tuple(
+        layer.attention.init_state(slots, dtype)
+        if isinstance(layer.attention, KDA)
+        else jnp.zeros((pages, page_size, layer.attention.entry), dtype)
+        for layer in model.model.layers
+    )
+
+
+@eqx.filter_jit(donate="all-except-first")
+def prefill(
+    inputs: tuple[
+        Ling3ForCausalLM,
+        Rows,
+        Int32[Array, "rows seq"],
+        Int32[Array, " rows"],
+        Bool[Array, " rows"],
+    ],
+    pool: Pool,
+) -> tuple[Choice, Pool]:
+    """Bring each row's next `lengths` prompt tokens into the caches; the rows that `end` their prompt get a token."""
+    model, rows, tokens, lengths, end = inputs
+    view = pool.take(rows.slots)
+    logits, cache = model.step(tokens, view.cache(rows.table), lengths, last=True)
+    choice = choose(logits[:, 0], view.sampling, cache.length)
+    return choice, pool.put(rows.slots, view.after(cache, choice.token, end))
+
+
+@eqx.filter_jit(donate="all-except-first")
+def decode(inputs: tuple[Ling3ForCausalLM, Rows, Int32[Array, ""]], pool: Pool) -> tuple[Choice, Pool]:
+    """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
+    model, rows, steps = inputs
+    view = pool.take(rows.slots)
+
+    def unfinished(carry):
+        i, _, view = carry
+        return (i < steps) & ~jnp.all(view.done)
+
+    def step(carry):
+        i, out, view = carry
+        active = ~view.done
+        logits, cache = model.step(view.token[:, None], view.cache(rows.table), active.astype(jnp.int32))
+        choice = choose(logits[:, 0], view.sampling, cache.length)
+        view = view.after(cache, choice.token, active)
+        choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(active, choice.token, -1))
+        return i + 1, jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice), view
+
+    out = Choice.none((view.token.shape[0], DECODE_STEPS), model.config.vocab_size)
+    _, out, view = lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), out, view))
+    return out, pool.put(rows.slots, view)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def arrive(inputs: tuple[Int32[Array, ""], Arrival], pool: Pool) -> Pool:
+    """Fill a slot; whatever an earlier request left in it is gone."""
+    slot, arrival = inputs
+    states = iter(arrival.states)
+
+    def placed(x, y):
+        return x.at[slot].set(y[0].astype(x.dtype))
+
+    layers = tuple(jax.tree.map(placed, x, next(states)) if isinstance(x, KDAState) else x for x in pool.layers)
+    return Pool(
+        layers,
+        pool.length.at[slot].set(arrival.length),
+        pool.token.at[slot].set(arrival.token),
+        pool.until.at[slot].set(arrival.until),
+        pool.done.at[slot].set(arrival.done),
+        jax.tree.map(lambda x, y: x.at[slot].set(y[0]), pool.sampling, arrival.sampling),
+    )
+
+
+@eqx.filter_jit
+def depart(slot: Int32[Array, ""], pool: Pool) -> tuple[KDAState, ...]:
+    """The states of a slot, one row each, for an `Arrival` later."""
+    return tuple(jax.tree.map(lambda x: x[slot][None], x) for x in pool.layers if isinstance(x, KDAState))
+
+
+@eqx.filter_jit
+def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Float[Array, "moved page entry"], ...]:
+    """What lies in some pages of every MLA layer; a number past the last page reads anything."""
+    return tuple(x.at[pages].get(mode="clip") for x in pool.layers if not isinstance(x, KDAState))
+
+
+@eqx.filter_jit(donate="all-except-first")
+def write_pages(
+    inputs: tuple[Int32[Array, " moved"], tuple[Float[Array, "moved page entry"], ...]], pool: Pool
+) -> Pool:
+    """And back, into these pages; a number past the last page is dropped."""
+    pages, contents = inputs
+    new = iter(contents)
+    layers = tuple(
+        x if isinstance(x, KDAState) else x.at[pages].set(next(new).astype(x.dtype), mode="drop") for x in pool.layers
+    )
+    return eqx.tree_at(lambda p: p.layers, pool, layers)

@@ -1,0 +1,230 @@
+"""The device's side of the engine: the pool, the programs over it, and nothing about who runs when."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ling3.cache import KDAState
+from ling3.model import Ling3ForCausalLM
+from ling3.params import MAX_STOP_IDS, SamplingParams
+from ling3.request import Run
+from ling3.pool import (
+    DECODE_STEPS,
+    PAGES_MOVED,
+    Arrival,
+    Pool,
+    Rows,
+    arrive,
+    decode,
+    depart,
+    new_memory,
+    prefill,
+    read_pages,
+    write_pages,
+)
+from ling3.sampling import IN_PROMPT, Adjustments, Choice, Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What the compiled programs are compiled for."""
+
+    slots: int
+    pages: int
+    page_size: int
+    columns: int
+    """Pages of the longest request."""
+    widths: tuple[int, ...]
+    """Tokens of a prefill call, padded to the smallest that holds them."""
+    rows: tuple[int, ...]
+    """Rows of a decode call, padded likewise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A preempted run's memory, on the host."""
+
+    states: tuple[KDAState, ...]
+    pages: tuple[tuple[Float[np.ndarray, "moved page entry"], ...], ...]
+
+
+class Runner:
+    """Owns the pool. Every method returns at once; what it returns is awaited by reading it."""
+
+    def __init__(self, model: Ling3ForCausalLM, shapes: Shapes):
+        self.model, self.shapes = model, shapes
+        self.dtype = cache_dtype(model)
+        self.reset()
+
+    def reset(self) -> None:
+        """An empty pool."""
+        shapes, vocab = self.shapes, self.model.config.vocab_size
+        sampling = Sampling.build([(SamplingParams(), 0, 0, ())] * shapes.slots, vocab, MAX_STOP_IDS)
+        sampling = dataclasses.replace(sampling, adjustments=_adjustments(shapes.slots, vocab))
+        self.pool = Pool.empty(self.model, sampling, shapes.pages, shapes.page_size, self.dtype)
+        self._unadjusted = _adjustments(1, vocab)
+        self._fresh = depart(_int(0), self.pool)
+        self._no_pages = read_pages(jnp.zeros(PAGES_MOVED, jnp.int32), self.pool)
+
+    def arrive(self, run: Run) -> None:
+        """Fills the run's slot: from nothing, or from what was saved of it."""
+        saved = run.saved
+        states = self._fresh if saved is None else jax.device_put(saved.states)
+        newest = run.token_ids[-1] if run.token_ids else 0
+        sampling = Sampling.build(
+            [(run.params, run.seed, len(run.prompt), run.ends)], self.model.config.vocab_size, MAX_STOP_IDS
+        )
+        sampling = dataclasses.replace(sampling, adjustments=self._adjustments_of(run))
+        done = jnp.asarray(not run.decoding)
+        arrival = Arrival(states, _int(run.held), _int(newest), _int(run.until), done, sampling)
+        self.pool = arrive((_int(run.slot), arrival), self.pool)
+        for pages, contents in zip(self._moves(run.pages), () if saved is None else saved.pages, strict=False):
+            self.pool = write_pages((pages, jax.device_put(contents)), self.pool)
+        run.saved = None
+
+    def depart(self, run: Run) -> Saved:
+        """What must be kept of a run that gives up its slot; waits for the device."""
+        used = run.pages[: -(-run.held // self.shapes.page_size)]
+        states = jax.device_get(depart(_int(run.slot), self.pool))
+        return Saved(states, tuple(jax.device_get(read_pages(pages, self.pool)) for pages in self._moves(used)))
+
+    def scrub(self, run: Run) -> None:
+        """Zeros in the run's slot and pages."""
+        for pages in self._moves(run.pages):
+            self.pool = write_pages((pages, jax.tree.map(jnp.zeros_like, self._no_pages)), self.pool)
+        self._clear(run.slot)
+
+    def prefill(self, run: Run, tokens: Sequence[int]) -> Choice:
+        """Brings the run's next prompt tokens into its caches; a token for it, if they are its last."""
+        width = smallest(self.shapes.widths, len(tokens))
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : len(tokens)] = tokens
+        end = run.prefilled + len(tokens) == len(run.prompt)
+        inputs = jax.device_put((padded, np.asarray([len(tokens)], np.int32), np.asarray([end])))
+        choice, self.pool = prefill((self.model, self._rows([run], 1), *inputs), self.pool)
+        return choice
+
+    def decode(self, runs: Sequence[Run], steps: int) -> Choice:
+        """Up to `steps` more tokens for each run, `[rows, DECODE_STEPS]`, a row a run and then empty ones."""
+        rows = self._rows(runs, smallest(self.shapes.rows, len(runs)))
+        choice, self.pool = decode((self.model, rows, _int(steps)), self.pool)
+        return choice
+
+    def warmup(self) -> Iterator[str]:
+        """Compiles every program, one an item, by running it on nothing."""
+        for width in self.shapes.widths:
+            inputs = (jnp.zeros((1, width), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, bool))
+            inputs = jax.device_put(tuple(np.asarray(x) for x in inputs))
+            choice, self.pool = prefill((self.model, self._rows([], 1), *inputs), self.pool)
+            jax.block_until_ready(choice)
+            yield f"prefill of {width}"
+        for rows in self.shapes.rows:
+            choice, self.pool = decode((self.model, self._rows([], rows), _int(0)), self.pool)
+            jax.block_until_ready(choice)
+            yield f"decode of {rows}"
+        self._clear(self.shapes.slots)
+        jax.block_until_ready(depart(_int(0), self.pool))
+        yield "slots"
+        nowhere = jnp.full(PAGES_MOVED, self.shapes.pages, jnp.int32)
+        self.pool = write_pages((nowhere, read_pages(nowhere, self.pool)), self.pool)
+        yield "pages"
+
+    @property
+    def programs(self) -> int:
+        """How many compiled programs the process holds of those the engine runs."""
+        return sum(f._cached._cache_size() for f in (prefill, decode, arrive, depart, read_pages, write_pages))
+
+    def _rows(self, runs: Sequence[Run], rows: int) -> Rows:
+        slots = np.full(rows, self.shapes.slots, np.int32)
+        table = np.full((rows, self.shapes.columns), self.shapes.pages, np.int32)
+        for row, run in enumerate(runs):
+            slots[row] = run.slot
+            table[row, : len(run.pages)] = run.pages
+        return Rows(*jax.device_put((slots, table)))
+
+    def _clear(self, slot: int | None) -> None:
+        sampling = Sampling.build([(SamplingParams(), 0, 0, ())], self.model.config.vocab_size, MAX_STOP_IDS)
+        sampling = dataclasses.replace(sampling, adjustments=self._unadjusted)
+        nobody = Arrival(self._fresh, _int(0), _int(0), _int(0), jnp.asarray(True), sampling)
+        self.pool = arrive((_int(slot), nobody), self.pool)
+
+    def _moves(self, pages: Sequence[int]) -> Iterator[Array]:
+        for start in range(0, len(pages), PAGES_MOVED):
+            moved = np.full(PAGES_MOVED, self.shapes.pages, np.int32)
+            some = pages[start : start + PAGES_MOVED]
+            moved[: len(some)] = some
+            yield jnp.asarray(moved)
+
+    def _adjustments_of(self, run: Run) -> Adjustments:
+        params = run.params
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        if penalties == (1.0, 0.0, 0.0) and not params.logit_bias:
+            return self._unadjusted
+        vocab = self.model.config.vocab_size
+        bias, counts = np.zeros((1, vocab), np.float32), np.zeros((1, vocab), np.int32)
+        for token, value in (params.logit_bias or {}).items():
+            bias[0, token] = value
+        counts[0, list(set(run.prompt))] = IN_PROMPT
+        np.add.at(counts[0], run.token_ids, 1)
+        numbers = (np.asarray([value], np.float32) for value in penalties)
+        return Adjustments(*jax.device_put((np.asarray([True]), *numbers, bias, counts)))
+
+
+def cache_dtype(model: Ling3ForCausalLM) -> jnp.dtype:
+    """What latents and convolution tails are kept in: the weights' dtype, but float32 on the CPU.
+
+    There XLA copies a whole bfloat16 cache to write one entry into it. The values are those of the narrower dtype.
+    """
+    dtype = model.lm_head.weight.dtype
+    return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" and dtype.itemsize < 4 else dtype
+
+
+def pages_that_fit(model: Ling3ForCausalLM, slots: int, columns: int, page_size: int, mem_fraction: float) -> int:
+    """As many pages as fit into `mem_fraction` of the free memory beside the slots' states, or as could ever be used.
+
+    Raises ValueError if that is not one.
+    """
+    if not (isinstance(mem_fraction, float) and 0 < mem_fraction <= 1):
+        raise ValueError(f"engine settings: mem_fraction is {mem_fraction!r}, expected a number in (0, 1]")
+    memory = eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
+    states, pages = eqx.partition(memory, lambda x: isinstance(x, KDAState), is_leaf=lambda x: isinstance(x, KDAState))
+    state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in (states, pages))
+    free = free_bytes()
+    fit = int(mem_fraction * free - slots * state) // page if page else slots * columns
+    if fit < 1:
+        raise ValueError(
+            f"{slots} slots of {state / 1e6:.1f} MB and one page of {page / 1e6:.1f} MB do not fit into mem_fraction "
+            f"{mem_fraction} of the {free / 1e6:,.0f} MB that are free: lower max_running_requests or raise mem_fraction"
+        )
+    return min(fit, slots * columns)
+
+
+def free_bytes() -> int:
+    """What the default device has free; for the CPU, what the machine has."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def smallest(sizes: Sequence[int], needed: int) -> int:
+    """The first of the ascending `sizes` that is enough."""
+    return next(size for size in sizes if size >= needed)
+
+
+def _adjustments(rows: int, vocab: int) -> Adjustments:
+    """None for any of the rows."""
+    ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
+    bias, counts = np.zeros((rows, vocab), np.float32), np.zeros((rows, vocab), np.int32)
+    return Adjustments(*jax.device_put((np.zeros(rows, bool), ones, zeros, zeros.copy(), bias, counts)))
+
+
+def _int(value: int | None) -> Array:
+    assert value is not None, "a run without a slot has no row"
+    return jnp.asarray(value, jnp.int32)
