@@ -1,8 +1,7 @@
-"""The `ling3` command: `ling3 generate` and `ling3 inspect`. Results go to stdout, all else to stderr."""
+"""`ling3 generate`: continue prompts."""
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,19 +11,15 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from ling3.version import __version__
+from ling3.cli.terminal import count, show
 
 if TYPE_CHECKING:
     from ling3.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
-# What a subcommand needs is imported there, so that help and errors come at once.
+# What a command needs is imported when it runs, so that help and errors come at once.
 
 MAX_TOKENS = 256
-
-# On a terminal control characters are shown, not obeyed: a model may write any bytes.
-VISIBLE = {**{code: 0x2400 + code for code in range(32)}, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
-del VISIBLE[ord("\t")], VISIBLE[ord("\n")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,18 +63,6 @@ class Generate:
     """Show the traceback of an error."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inspect:
-    """Show a checkpoint's module tree, layers and memory; reads no weights."""
-
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A checkpoint directory, a config.json, a hub id, or "nano" for the checkpoint in the package."""
-    json: bool = False
-    """Print one JSON object."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-
 @dataclasses.dataclass
 class _Row:
     """One prompt and what has come of it."""
@@ -112,58 +95,12 @@ class _Row:
 
     def show(self) -> None:
         """Writes what is new of the text."""
-        new = self.text[self.shown :]
-        sys.stdout.write(new.translate(VISIBLE) if sys.stdout.isatty() else new)
-        sys.stdout.flush()
+        show(self.text[self.shown :])
         self.shown = len(self.text)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code is 2 for what the user can mend, and 130 after Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
-    if list(argv) == ["--version"]:
-        print(f"ling3 {__version__}")
-        return 0
-    command = tyro.cli(
-        Generate | Inspect,
-        prog="ling3",
-        description="Ling-3 in JAX.",
-        args=argv,
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
-    )
-    try:
-        if isinstance(command, Generate):
-            _generate(command)
-        else:
-            _inspect(command)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader has gone, as `head` does; the interpreter must not flush to it once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (ValueError, OSError, FloatingPointError) as error:
-        if command.debug:
-            raise
-        print(f"ling3: error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _inspect(command: Inspect) -> None:
-    from ling3 import inspect
-
-    report = inspect.report(command.model)
-    if command.json:
-        print(json.dumps(report.to_dict()))
-    else:
-        # Rich would leave out columns where there is no room for them.
-        Console(width=max(100, Console().width)).print(report)
-
-
-def _generate(command: Generate) -> None:
+def run(command: Generate) -> None:
+    """Prints each prompt's continuation."""
     import jax
     import jax.numpy as jnp
 
@@ -203,7 +140,7 @@ def _generate(command: Generate) -> None:
     console = Console(stderr=True, highlight=False)
     size = sum(leaf.size for leaf in jax.tree.leaves(model))
     name = model.lm_head.weight.dtype.name
-    facts = f"{command.model}: {_count(size)} parameters, {name}, on {jax.default_backend()}"
+    facts = f"{command.model}: {count(size)} parameters, {name}, on {jax.default_backend()}"
     console.print(Text(facts, "bold"), soft_wrap=True)
     for row in _finished_in_order(rows, clock.watch(news), ends, console, command):
         if command.json:
@@ -297,14 +234,3 @@ class _Clock:
         else:
             speed = f"{total / seconds:,.0f} tokens/s, compiling included"
         return f"{total} tokens in {seconds:.1f} s, the first after {self.marks[0][0]:.1f} s; {speed}"
-
-
-def _count(parameters: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if parameters >= size:
-            return f"{parameters / size:.3g}{unit}"
-    return str(parameters)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
