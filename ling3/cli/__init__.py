@@ -1,0 +1,46 @@
+"""The `ling3` command: a module for each of its commands. Results go to stdout, all else to stderr."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from ling3.cli import bench, generate, inspect
+from ling3.cli.bench import Bench
+from ling3.cli.generate import Generate
+from ling3.cli.inspect import Inspect
+from ling3.version import __version__
+
+RUN = {Generate: generate.run, Bench: bench.run, Inspect: inspect.run}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit code is 2 for what the user can mend, and 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv) == ["--version"]:
+        print(f"ling3 {__version__}")
+        return 0
+    command = tyro.cli(
+        Generate | Bench | Inspect,
+        prog="ling3",
+        description="Ling-3 in JAX.",
+        args=argv,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
+    )
+    try:
+        RUN[type(command)](command)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone, as `head` does; the interpreter must not flush to it once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, FloatingPointError) as error:
+        if command.debug:
+            raise
+        print(f"ling3: error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,8 @@
+"""`python -m ling3.cli` is `ling3`."""
+
+import sys
+
+from ling3.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""`ling3 inspect`: a checkpoint's shape on paper."""
+
+import dataclasses
+import json
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Show a checkpoint's module tree, layers and memory; reads no weights."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A checkpoint directory, a config.json, a hub id, or "nano" for the checkpoint in the package."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+def run(command: Inspect) -> None:
+    """Prints the report."""
+    from ling3 import inspect
+
+    report = inspect.report(command.model)
+    if command.json:
+        print(json.dumps(report.to_dict()))
+    else:
+        # Rich would leave out columns where there is no room for them.
+        Console(width=max(100, Console().width)).print(report)

@@ -1,0 +1,21 @@
+"""What the commands share: how text is shown."""
+
+import sys
+
+# On a terminal control characters are shown, not obeyed: a model may write any bytes.
+VISIBLE = {**{code: 0x2400 + code for code in range(32)}, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+del VISIBLE[ord("\t")], VISIBLE[ord("\n")]
+
+
+def show(text: str) -> None:
+    """Writes a model's text to stdout at once."""
+    sys.stdout.write(text.translate(VISIBLE) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def count(parameters: int) -> str:
+    """A number with its unit, as in 1.32M."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if parameters >= size:
+            return f"{parameters / size:.3g}{unit}"
+    return str(parameters)
