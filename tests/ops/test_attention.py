@@ -1,62 +1,108 @@
-"""Attention by blocks is plain attention."""
+"""Attention by blocks and attention over pages are plain attention."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ling3.ops.attention import BLOCK, attention, block_attention
+from ling3.ops.attention import BLOCK, GROUP, attention, block_attention, paged_attention
+
+HEADS, WIDTH, VALUE = 2, 8, 4
 
 
-def case(dtype, *, rows, start, heads=2, width=8, value=4, blocks=3, seed=0):
-    draw = np.random.default_rng(seed)
-    positions = blocks * BLOCK
-    q = jnp.asarray(draw.normal(size=(2, heads, rows, width)), dtype)
-    k = jnp.asarray(draw.normal(size=(2, positions, heads, width)), dtype)
-    v = jnp.asarray(draw.normal(size=(2, positions, heads, value)), dtype)
+def case(dtype, *, rows, start, blocks=3, page=BLOCK, seed=0):
+    """Random queries, and entries that hold every head's key and value: [heads·width | heads·value]."""
+    draw, batch = np.random.default_rng(seed), len(start)
+    q = jnp.asarray(draw.normal(size=(batch, HEADS, rows, WIDTH)), dtype)
+    entries = jnp.asarray(draw.normal(size=(batch, blocks * page, HEADS * (WIDTH + VALUE))), dtype)
     row_positions = jnp.asarray(start, jnp.int32)[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
-    length = jnp.asarray(start, jnp.int32) + rows
-    return q, k, v, row_positions, length
+    return q, entries, row_positions, jnp.asarray(start, jnp.int32) + rows
 
 
-def by_blocks(q, k, v, row_positions, length, blocks):
-    def read(i):
-        return tuple(jax.lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, axis=1) for x in (k, v))
-
-    return block_attention(q, row_positions, read, length, blocks, v.shape[-1])
+def expand(entries):
+    k, v = entries[..., : HEADS * WIDTH], entries[..., HEADS * WIDTH :]
+    return k.reshape(*k.shape[:2], HEADS, WIDTH), v.reshape(*v.shape[:2], HEADS, VALUE)
 
 
-def plain(q, k, v, row_positions, length):
-    positions = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None]
-    return attention(q, k, v, (positions <= row_positions[..., None]) & (positions < length[:, None, None]))
+@jax.jit
+def plain(q, entries, row_positions, length):
+    positions = jnp.arange(entries.shape[1], dtype=jnp.int32)[None, None]
+    mask = (positions <= row_positions[..., None]) & (positions < length[:, None, None])
+    return attention(q, *expand(entries), mask)
+
+
+@jax.jit
+def by_blocks(q, entries, row_positions, length):
+    return block_attention(q, row_positions, entries, length, expand, VALUE)
+
+
+@jax.jit
+def by_pages(q, pages, table, row_positions, length):
+    return paged_attention(q, row_positions, pages, table, length, expand, VALUE)
+
+
+def paged(entries, page, seed=0):
+    """The same entries in pages that lie anywhere in a larger pool whose other pages are NaN."""
+    batch, positions, width = entries.shape
+    columns = positions // page
+    places = np.random.default_rng(seed).permutation(2 * batch * columns)[: batch * columns]
+    pool = np.full((2 * batch * columns, page, width), np.nan, entries.dtype)
+    pool[places] = np.asarray(entries).reshape(batch * columns, page, width)
+    return jnp.asarray(pool), jnp.asarray(places.reshape(batch, columns), jnp.int32)
 
 
 @pytest.mark.parametrize("start", [(0, 0), (1, 300), (255, 256), (500, 0)])
 @pytest.mark.parametrize("rows", [1, 7, 200])
 def test_blocks_are_plain_attention(start, rows):
     with jax.enable_x64(True):
-        q, k, v, row_positions, length = case(jnp.float64, rows=rows, start=start)
-        used = -(-int(length.max()) // BLOCK)
-        expected = plain(q, k, v, row_positions, length)
-        for blocks in (used, jnp.asarray(used, jnp.int32), 3):
-            np.testing.assert_allclose(by_blocks(q, k, v, row_positions, length, blocks), expected, atol=1e-13)
+        x = case(jnp.float64, rows=rows, start=start)
+        np.testing.assert_allclose(by_blocks(*x), plain(*x), atol=1e-13)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("batch", [1, 2, GROUP, GROUP + 1, 3 * GROUP])
+def test_pages_are_plain_attention(batch, rows):
+    """Any number of rows of unequal lengths, some of them empty; pages anywhere, NaN in all that is not in use."""
+    page = 16
+    start = np.random.default_rng(batch).integers(0, 5 * page - rows, size=batch)
+    with jax.enable_x64(True):
+        q, entries, row_positions, length = case(jnp.float64, rows=rows, start=start, blocks=5, page=page)
+        length = length.at[batch // 2].set(0)
+        pool, table = paged(entries, page)
+        unused = jnp.arange(5, dtype=jnp.int32)[None] >= -(-length // page)[:, None]
+        table = jnp.where(unused, pool.shape[0], table)
+        o = by_pages(q, pool, table, row_positions, length)
+        np.testing.assert_allclose(o, plain(q, entries, row_positions, length), atol=1e-13)
+        np.testing.assert_array_equal(o[batch // 2], 0)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    """Bit for bit, wherever it stands and however long the others are."""
+    page, batch = 16, 2 * GROUP
+    q, entries, row_positions, length = case(jnp.float32, rows=1, start=[37] * batch, blocks=5, page=page)
+    pool, table = paged(entries, page)
+    alone = np.asarray(by_pages(q, pool, table, row_positions, jnp.zeros(batch, jnp.int32).at[3].set(38))[3])
+    draw = np.random.default_rng(0)
+    for _ in range(5):
+        lengths = jnp.asarray(draw.integers(0, 80, size=batch), jnp.int32).at[3].set(38)
+        order = draw.permutation(batch)
+        shuffled = by_pages(*(x[order] if x is not pool else x for x in (q, pool, table, row_positions, lengths)))
+        np.testing.assert_array_equal(shuffled[int(np.flatnonzero(order == 3)[0])], alone)
 
 
 def test_gradients_agree():
     with jax.enable_x64(True):
-        q, k, v, row_positions, length = case(jnp.float64, rows=40, start=(240, 500))
-
-        def scalar(form, *x):
-            return jnp.sum(jnp.sin(form(*x)))
-
-        fast = jax.grad(lambda *x: scalar(lambda *y: by_blocks(*y, row_positions, length, 3), *x), argnums=(0, 1, 2))
-        slow = jax.grad(lambda *x: scalar(lambda *y: plain(*y, row_positions, length), *x), argnums=(0, 1, 2))
-        for a, b in zip(fast(q, k, v), slow(q, k, v), strict=True):
+        q, entries, row_positions, length = case(jnp.float64, rows=40, start=(240, 500))
+        gradients = [
+            jax.grad(lambda *x, form=form: jnp.sum(jnp.sin(form(*x, row_positions, length))), argnums=(0, 1))(q, entries)
+            for form in (by_blocks, plain)
+        ]
+        for a, b in zip(*gradients, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-12)
 
 
 def test_a_row_that_sees_nothing_is_zero_and_not_nan():
-    q, k, v, row_positions, _ = case(jnp.float32, rows=3, start=(0, 0))
+    q, entries, row_positions, _ = case(jnp.float32, rows=3, start=(0, 0))
     nothing = jnp.zeros(2, jnp.int32)
-    assert not np.any(by_blocks(q, k, v, row_positions, nothing, 3))
-    assert not np.any(plain(q, k, v, row_positions, nothing))
+    for form in (by_blocks, plain):
+        np.testing.assert_array_equal(form(q, entries, row_positions, nothing), 0)
