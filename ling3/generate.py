@@ -82,10 +82,10 @@ def _run(
             chunk = prompt[start : start + width]
             tokens[row, : len(chunk)], lengths[row] = chunk, len(chunk)
         end = np.asarray([start < len(prompt) <= start + width for prompt in prompts])
-        choice, pool = prefill((model, rows, *map(jnp.asarray, (tokens, lengths, end))), pool)
+        choice, pool = prefill(model, rows, *map(jnp.asarray, (tokens, lengths, end)), pool)
         _append(news, np.where(end, np.asarray(choice.token), -1)[:, None])
     while not bool(jnp.all(pool.done)):
-        choice, pool = decode((model, rows, jnp.asarray(DECODE_STEPS, jnp.int32)), pool)
+        choice, pool = decode(model, rows, jnp.asarray(DECODE_STEPS, jnp.int32), pool)
         _append(news, np.asarray(choice.token))
     return news
 

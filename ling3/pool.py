@@ -2,7 +2,11 @@
 
 Every request has a slot: its KDA states, its newest token and how it is sampled lie in row `slot` of the pool. Its MLA
 latents lie in pages that a table names. A program takes some slots' rows out, continues them, and puts them back.
+
+Programs are compiled by `jax.jit`: Equinox's `filter_jit` would wait for each call's end before the next is dispatched.
 """
+
+import functools
 
 import equinox as eqx
 import jax
@@ -123,29 +127,27 @@ def new_memory(
     )
 
 
-@eqx.filter_jit(donate="all-except-first")
+@functools.partial(jax.jit, donate_argnames="pool")
 def prefill(
-    inputs: tuple[
-        Ling3ForCausalLM,
-        Rows,
-        Int32[Array, "rows seq"],
-        Int32[Array, " rows"],
-        Bool[Array, " rows"],
-    ],
+    model: Ling3ForCausalLM,
+    rows: Rows,
+    tokens: Int32[Array, "rows seq"],
+    lengths: Int32[Array, " rows"],
+    end: Bool[Array, " rows"],
     pool: Pool,
 ) -> tuple[Choice, Pool]:
     """Bring each row's next `lengths` prompt tokens into the caches; the rows that `end` their prompt get a token."""
-    model, rows, tokens, lengths, end = inputs
     view = pool.take(rows.slots)
     logits, cache = model.step(tokens, view.cache(rows.table), lengths, last=True)
     choice = choose(logits[:, 0], view.sampling, cache.length)
     return choice, pool.put(rows.slots, view.after(cache, choice.token, end))
 
 
-@eqx.filter_jit(donate="all-except-first")
-def decode(inputs: tuple[Ling3ForCausalLM, Rows, Int32[Array, ""]], pool: Pool) -> tuple[Choice, Pool]:
+@functools.partial(jax.jit, donate_argnames="pool")
+def decode(
+    model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool
+) -> tuple[Choice, Pool]:
     """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
-    model, rows, steps = inputs
     view = pool.take(rows.slots)
 
     def unfinished(carry):
@@ -166,10 +168,9 @@ def decode(inputs: tuple[Ling3ForCausalLM, Rows, Int32[Array, ""]], pool: Pool) 
     return out, pool.put(rows.slots, view)
 
 
-@eqx.filter_jit(donate="all-except-first")
-def arrive(inputs: tuple[Int32[Array, ""], Arrival], pool: Pool) -> Pool:
+@functools.partial(jax.jit, donate_argnames="pool")
+def arrive(slot: Int32[Array, ""], arrival: Arrival, pool: Pool) -> Pool:
     """Fill a slot; whatever an earlier request left in it is gone."""
-    slot, arrival = inputs
     states = iter(arrival.states)
 
     def placed(x, y):
@@ -186,24 +187,23 @@ def arrive(inputs: tuple[Int32[Array, ""], Arrival], pool: Pool) -> Pool:
     )
 
 
-@eqx.filter_jit
+@jax.jit
 def depart(slot: Int32[Array, ""], pool: Pool) -> tuple[KDAState, ...]:
     """The states of a slot, one row each, for an `Arrival` later."""
     return tuple(jax.tree.map(lambda x: x[slot][None], x) for x in pool.layers if isinstance(x, KDAState))
 
 
-@eqx.filter_jit
+@jax.jit
 def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Float[Array, "moved page entry"], ...]:
     """What lies in some pages of every MLA layer; a number past the last page reads anything."""
     return tuple(x.at[pages].get(mode="clip") for x in pool.layers if not isinstance(x, KDAState))
 
 
-@eqx.filter_jit(donate="all-except-first")
+@functools.partial(jax.jit, donate_argnames="pool")
 def write_pages(
-    inputs: tuple[Int32[Array, " moved"], tuple[Float[Array, "moved page entry"], ...]], pool: Pool
+    pages: Int32[Array, " moved"], contents: tuple[Float[Array, "moved page entry"], ...], pool: Pool
 ) -> Pool:
     """And back, into these pages; a number past the last page is dropped."""
-    pages, contents = inputs
     new = iter(contents)
     layers = tuple(
         x if isinstance(x, KDAState) else x.at[pages].set(next(new).astype(x.dtype), mode="drop") for x in pool.layers

@@ -83,9 +83,9 @@ class Runner:
         sampling = dataclasses.replace(sampling, adjustments=self._adjustments_of(run))
         done = jnp.asarray(not run.decoding)
         arrival = Arrival(states, _int(run.held), _int(newest), _int(run.until), done, sampling)
-        self.pool = arrive((_int(run.slot), arrival), self.pool)
+        self.pool = arrive(_int(run.slot), arrival, self.pool)
         for pages, contents in zip(self._moves(run.pages), () if saved is None else saved.pages, strict=False):
-            self.pool = write_pages((pages, jax.device_put(contents)), self.pool)
+            self.pool = write_pages(pages, jax.device_put(contents), self.pool)
         run.saved = None
 
     def depart(self, run: Run) -> Saved:
@@ -97,7 +97,7 @@ class Runner:
     def scrub(self, run: Run) -> None:
         """Zeros in the run's slot and pages."""
         for pages in self._moves(run.pages):
-            self.pool = write_pages((pages, jax.tree.map(jnp.zeros_like, self._no_pages)), self.pool)
+            self.pool = write_pages(pages, jax.tree.map(jnp.zeros_like, self._no_pages), self.pool)
         self._clear(run.slot)
 
     def prefill(self, run: Run, tokens: Sequence[int]) -> Choice:
@@ -107,13 +107,13 @@ class Runner:
         padded[0, : len(tokens)] = tokens
         end = run.prefilled + len(tokens) == len(run.prompt)
         inputs = jax.device_put((padded, np.asarray([len(tokens)], np.int32), np.asarray([end])))
-        choice, self.pool = prefill((self.model, self._rows([run], 1), *inputs), self.pool)
+        choice, self.pool = prefill(self.model, self._rows([run], 1), *inputs, self.pool)
         return choice
 
     def decode(self, runs: Sequence[Run], steps: int) -> Choice:
         """Up to `steps` more tokens for each run, `[rows, DECODE_STEPS]`, a row a run and then empty ones."""
         rows = self._rows(runs, smallest(self.shapes.rows, len(runs)))
-        choice, self.pool = decode((self.model, rows, _int(steps)), self.pool)
+        choice, self.pool = decode(self.model, rows, _int(steps), self.pool)
         return choice
 
     def warmup(self) -> Iterator[str]:
@@ -121,24 +121,24 @@ class Runner:
         for width in self.shapes.widths:
             inputs = (jnp.zeros((1, width), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, bool))
             inputs = jax.device_put(tuple(np.asarray(x) for x in inputs))
-            choice, self.pool = prefill((self.model, self._rows([], 1), *inputs), self.pool)
+            choice, self.pool = prefill(self.model, self._rows([], 1), *inputs, self.pool)
             jax.block_until_ready(choice)
             yield f"prefill of {width}"
         for rows in self.shapes.rows:
-            choice, self.pool = decode((self.model, self._rows([], rows), _int(0)), self.pool)
+            choice, self.pool = decode(self.model, self._rows([], rows), _int(0), self.pool)
             jax.block_until_ready(choice)
             yield f"decode of {rows}"
         self._clear(self.shapes.slots)
         jax.block_until_ready(depart(_int(0), self.pool))
         yield "slots"
         nowhere = jnp.full(PAGES_MOVED, self.shapes.pages, jnp.int32)
-        self.pool = write_pages((nowhere, read_pages(nowhere, self.pool)), self.pool)
+        self.pool = write_pages(nowhere, read_pages(nowhere, self.pool), self.pool)
         yield "pages"
 
     @property
     def programs(self) -> int:
         """How many compiled programs the process holds of those the engine runs."""
-        return sum(f._cached._cache_size() for f in (prefill, decode, arrive, depart, read_pages, write_pages))
+        return sum(f._cache_size() for f in (prefill, decode, arrive, depart, read_pages, write_pages))
 
     def _rows(self, runs: Sequence[Run], rows: int) -> Rows:
         slots = np.full(rows, self.shapes.slots, np.int32)
@@ -152,7 +152,7 @@ class Runner:
         sampling = Sampling.build([(SamplingParams(), 0, 0, ())], self.model.config.vocab_size, MAX_STOP_IDS)
         sampling = dataclasses.replace(sampling, adjustments=self._unadjusted)
         nobody = Arrival(self._fresh, _int(0), _int(0), _int(0), jnp.asarray(True), sampling)
-        self.pool = arrive((_int(slot), nobody), self.pool)
+        self.pool = arrive(_int(slot), nobody, self.pool)
 
     def _moves(self, pages: Sequence[int]) -> Iterator[Array]:
         for start in range(0, len(pages), PAGES_MOVED):

@@ -157,9 +157,9 @@ class MLA(eqx.Module):
 
         def expand(block):
             latent, k_rope = block[..., : -self.rope].astype(q.dtype), block[..., -self.rope :].astype(q.dtype)
-            expanded = rearrange(self.kv_b_proj(latent), "b p (h d) -> b p h d", h=heads)
+            expanded = rearrange(self.kv_b_proj(latent), "b p (h d) -> b h p d", h=heads)
             k_nope, v = expanded[..., : self.nope], expanded[..., self.nope :]
-            k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:-1], self.rope))
+            k_rope = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:-1], self.rope))
             return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
         return rearrange(attend(q, positions, expand, value), "b h s v -> b s h v")
@@ -169,7 +169,7 @@ class MLA(eqx.Module):
         q_nope: Float[Array, "batch seq heads nope"],
         q_rope: Float[Array, "batch seq heads rope"],
         positions: Int32[Array, "batch seq"],
-        attend: Callable[..., Float[Array, "batch 1 seq*heads latent"]],
+        attend: Callable[..., Float[Array, "batch 1 seq*heads entry"]],
     ) -> Float[Array, "batch seq heads value"]:
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
         heads = q_nope.shape[2]
@@ -178,11 +178,12 @@ class MLA(eqx.Module):
         q = rearrange(jnp.concatenate([q_latent, q_rope], axis=-1), "b s h d -> b 1 (s h) d")
 
         def expand(block):
-            entries = block.astype(q.dtype)[:, :, None]
-            return entries, entries[..., : -self.rope]
+            # The whole entry serves as value too: summing k_rope as well costs less than cutting it off every block.
+            entries = block.astype(q.dtype)[:, None]
+            return entries, entries
 
-        o_latent = attend(q, jnp.repeat(positions, heads, axis=1), expand, self.entry - self.rope)
-        o_latent = rearrange(o_latent.astype(q_nope.dtype), "b 1 (s h) l -> b s h l", h=heads)
+        summed = attend(q, jnp.repeat(positions, heads, axis=1), expand, self.entry)
+        o_latent = rearrange(summed[..., : -self.rope].astype(q_nope.dtype), "b 1 (s h) l -> b s h l", h=heads)
         return _per_head("hrl,hvl->hrv", o_latent, w_uv)
 
     def _absorbed_weights(

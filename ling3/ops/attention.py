@@ -16,21 +16,21 @@ GROUP = 8
 
 def attention(
     q: Float[Array, "batch heads rows width"],
-    k: Float[Array, "batch positions heads width"],
-    v: Float[Array, "batch positions heads value"],
+    k: Float[Array, "batch heads positions width"],
+    v: Float[Array, "batch heads positions value"],
     mask: Bool[Array, "batch rows positions"],
 ) -> Float[Array, "batch heads rows value"]:
     """softmax(q kᵀ) v over the allowed positions, in float32 or wider: the specification. Nothing allowed gives 0."""
-    scores = jnp.einsum("bhrw,bphw->bhrp", q, k, precision=lax.Precision.HIGHEST)
+    scores = jnp.einsum("bhrw,bhpw->bhrp", q, k, precision=lax.Precision.HIGHEST)
     scores = jnp.where(jnp.broadcast_to(mask[:, None], scores.shape), scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
     total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
-    return jnp.einsum("bhrp,bphv->bhrv", weights / total, v, precision=lax.Precision.HIGHEST)
+    return jnp.einsum("bhrp,bhpv->bhrv", weights / total, v, precision=lax.Precision.HIGHEST)
 
 
 Expand = Callable[[Float[Array, "batch positions entry"]], tuple[Float[Array, "..."], Float[Array, "..."]]]
-"""From entries to keys [batch, positions, heads, width] and values [batch, positions, heads, value]."""
+"""From entries to keys [batch, heads, positions, width] and values [batch, heads, positions, value]."""
 
 
 def block_attention(
@@ -133,14 +133,14 @@ def _attend(
     # What lies where nothing was written may be NaN, and 0 · NaN is NaN.
     k, v = expand(jnp.where((positions[None] < length[:, None])[..., None], block, 0.0))
     allowed = (positions[None, None] <= row_positions[..., None]) & (positions[None, None] < length[:, None, None])
-    scores = jnp.einsum("bhrw,bphw->bhrp", q, k, precision=exact(q.dtype), preferred_element_type=dtype)
+    scores = jnp.einsum("bhrw,bhpw->bhrp", q, k, precision=exact(q.dtype), preferred_element_type=dtype)
     scores = jnp.where(jnp.broadcast_to(allowed[:, None], scores.shape), scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
     shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
     weights = jnp.exp(scores - shift[..., None])
     rescale = jnp.exp(top - shift)
     shares = weights.astype(v.dtype)
-    products = jnp.einsum("bhrp,bphv->bhrv", shares, v, precision=exact(v.dtype), preferred_element_type=dtype)
+    products = jnp.einsum("bhrp,bhpv->bhrv", shares, v, precision=exact(v.dtype), preferred_element_type=dtype)
     total = rescale * total + jnp.sum(weights, axis=-1)
     return new_top, total, rescale[..., None] * sums + products
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from einops import rearrange
 
 from ling3.ops.attention import BLOCK, GROUP, attention, block_attention, paged_attention
 
@@ -21,7 +22,7 @@ def case(dtype, *, rows, start, blocks=3, page=BLOCK, seed=0):
 
 def expand(entries):
     k, v = entries[..., : HEADS * WIDTH], entries[..., HEADS * WIDTH :]
-    return k.reshape(*k.shape[:2], HEADS, WIDTH), v.reshape(*v.shape[:2], HEADS, VALUE)
+    return rearrange(k, "b p (h w) -> b h p w", h=HEADS), rearrange(v, "b p (h v) -> b h p v", h=HEADS)
 
 
 @jax.jit
