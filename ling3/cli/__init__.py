@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import tyro
 
-from ling3.cli import bench, generate, inspect
+from ling3.cli import bench, chat, generate, inspect
 from ling3.cli.bench import Bench
+from ling3.cli.chat import Chat
 from ling3.cli.generate import Generate
 from ling3.cli.inspect import Inspect
 from ling3.version import __version__
 
-RUN = {Generate: generate.run, Bench: bench.run, Inspect: inspect.run}
+RUN = {Generate: generate.run, Chat: chat.run, Bench: bench.run, Inspect: inspect.run}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ling3 {__version__}")
         return 0
     command = tyro.cli(
-        Generate | Bench | Inspect,
+        Generate | Chat | Bench | Inspect,
         prog="ling3",
         description="Ling-3 in JAX.",
         args=argv,

@@ -1,64 +1,76 @@
-"""`ling3 generate`: continue prompts."""
+"""`ling3 generate`: prompts in, text out."""
 
 import dataclasses
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
-from ling3.cli.terminal import count, show
+from ling3.cli.options import (
+    Dtype,
+    Model,
+    Sampling,
+    SamplingOptions,
+    TextOption,
+    Thinking,
+    WholeNumber,
+    chat_ids,
+    introduce,
+    load,
+)
+from ling3.cli.terminal import show
 
 if TYPE_CHECKING:
+    from ling3.outputs import Completion, Delta, Logprob
+    from ling3.params import SamplingParams
+    from ling3.serve import Engine
     from ling3.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
 
 MAX_TOKENS = 256
+# Prompts that run at once; the others wait.
+MOST_SLOTS = 64
+# Rows of a decode call: one is slower to no gain, and more than these slow a CPU down.
+FEWEST_ROWS, MOST_ROWS = 2, 16
+# A prefill call has the first of these widths that holds the longest prompt, or its chunks.
+WIDTHS = (16, 128, 512)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Continue prompts, all in one batch, and show the text as it comes.
+    """Continue prompts, all at once, and show the text as it comes.
 
     ling3 generate nano --chat -p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
     """
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: Model
     """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(aliases=["-p"], metavar="TEXT")] = ()
     """A text to continue; may be given several times. Without one, standard input is the prompt."""
     chat: bool = False
     """Each prompt is a user's message, put into the checkpoint's chat template."""
-    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    system: TextOption = None
     """The system's message, with --chat."""
-    thinking: Literal["auto", "on", "off"] = "auto"
+    thinking: Thinking = "auto"
     """The template's thinking mode, with --chat; auto is the template's own choice."""
-    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    max_tokens: WholeNumber = None
     """The most new tokens for each prompt. Without it, 256 or what the model's context has room for."""
-    temperature: float = 0.0
-    """0 takes the most likely token each time."""
-    top_p: float = 1.0
-    """Sample from the fewest tokens that together are at least this likely."""
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Sample from so many most likely tokens."""
-    min_p: float = 0.0
-    """Leave out tokens less likely than this share of the most likely one."""
     seed: int = 0
     """Prompt i samples from seed + i."""
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
-    """End a text before this string; may be given several times."""
-    ignore_eos: bool = False
-    """Go on to --max-tokens, whatever the model says."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    sampling: SamplingOptions = dataclasses.field(default_factory=Sampling)
+    dtype: Dtype = "auto"
     """The matrices' type; auto is as stored."""
     json: bool = False
-    """Print one JSON object per prompt, at the end, instead of the text."""
+    """Print one JSON object per prompt, as each is done, instead of the text."""
+    logprobs: WholeNumber = None
+    """With --json: the log-probability of each token, and those of so many most likely tokens beside it."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -67,31 +79,18 @@ class Generate:
 class _Row:
     """One prompt and what has come of it."""
 
+    name: str
     prompt: str
     ids: list[int]
-    decoder: Any
-    stops: Any
-    tokens: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
     shown: int = 0
-    finish_reason: str | None = None
+    completion: "Completion | None" = None
 
-    def take(self, new: Sequence[int], ends: Sequence[int]) -> None:
-        """Adds tokens up to one of `ends`, or to the one that completes a stop string."""
-        for token in new:
-            if self.finish_reason is None:
-                self.tokens.append(token)
-                if token in ends:
-                    self.finish("stop")
-                else:
-                    self.text += self.stops.feed(self.decoder.feed([token]))
-                    self.finish_reason = "stop" if self.stops.stopped else None
-
-    def finish(self, reason: str) -> None:
-        """Ends the text, with what was held back."""
-        if self.finish_reason is None:
-            self.text += self.stops.feed(self.decoder.flush()) + self.stops.flush()
-            self.finish_reason = reason
+    def take(self, delta: "Delta") -> None:
+        """Adds what is new."""
+        self.text += delta.text
+        if delta.output is not None:
+            self.completion = delta.output.outputs[0]
 
     def show(self) -> None:
         """Writes what is new of the text."""
@@ -100,83 +99,85 @@ class _Row:
 
 
 def run(command: Generate) -> None:
-    """Prints each prompt's continuation."""
-    import jax
-    import jax.numpy as jnp
-
-    from ling3 import checkpoint
-    from ling3.generate import stream_tokens
-    from ling3.streaming import StopStrings
+    """Prints each prompt's continuation; FloatingPointError, after all of them, for those that the model broke off."""
+    from ling3.params import check_prompt, check_room
     from ling3.tokenizer import load_tokenizer
 
+    if command.logprobs is not None and not command.json:
+        raise ValueError("--logprobs is for --json")
+    most = MAX_TOKENS if command.max_tokens is None else command.max_tokens
+    params = command.sampling.params(max_tokens=most, seed=command.seed, logprobs=command.logprobs)
     prompts = command.prompt or (_from_stdin(),)
     tokenizer = load_tokenizer(command.model)
-    rows = []
-    for prompt in prompts:
-        ids = _encode(tokenizer, prompt, command)
-        rows.append(_Row(prompt, ids, tokenizer.stream(ids), StopStrings(command.stop)))
-    dtype = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[command.dtype]
-    model = checkpoint.load(command.model, dtype)
-    tokenizer.check_fits(model.config.vocab_size)
-    max_tokens = command.max_tokens
-    if max_tokens is None:
-        room = model.config.max_position_embeddings - max(len(row.ids) for row in rows)
-        max_tokens = max(1, min(MAX_TOKENS, room))
-    ends = () if command.ignore_eos else (*tokenizer.eos_token_ids, *model.config.eos_token_id)
+    names = [f"prompt {i + 1}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
+    rows = [_Row(name, prompt, _encode(tokenizer, prompt, command)) for name, prompt in zip(names, prompts)]
+    model = load(command.model, command.dtype, tokenizer)
+    context, longest = model.config.max_position_embeddings, max(len(row.ids) for row in rows)
+    if command.max_tokens is None:
+        params = dataclasses.replace(params, max_tokens=max(1, min(MAX_TOKENS, context - longest)))
+    for row in rows:
+        check_prompt(row.ids, model.config.vocab_size, row.name)
+        check_room(row.ids, params.max_tokens, context, row.name)
 
-    clock = _Clock()
-    news = stream_tokens(
-        model,
-        [row.ids for row in rows],
-        max_tokens=max_tokens,
-        temperature=command.temperature,
-        top_k=command.top_k,
-        top_p=command.top_p,
-        min_p=command.min_p,
-        seed=command.seed,
-        stop_token_ids=ends,
-        ignore_eos=command.ignore_eos,
-    )
     console = Console(stderr=True, highlight=False)
-    size = sum(leaf.size for leaf in jax.tree.leaves(model))
-    name = model.lm_head.weight.dtype.name
-    facts = f"{command.model}: {count(size)} parameters, {name}, on {jax.default_backend()}"
-    console.print(Text(facts, "bold"), soft_wrap=True)
-    for row in _finished_in_order(rows, clock.watch(news), ends, console, command):
+    introduce(command.model, model, console)
+    clock = _Clock()
+    engine = _engine(model, tokenizer, len(rows), longest, params.max_tokens)
+    clock.compiled()
+    for row in _finished_in_order(rows, clock.watch(_news(engine, rows, params)), console, command):
         if command.json:
-            result = {
-                "prompt": row.prompt,
-                "text": row.text,
-                "finish_reason": row.finish_reason,
-                "prompt_tokens": len(row.ids),
-                "token_ids": row.tokens,
-            }
-            print(json.dumps(result, ensure_ascii=False))
+            print(json.dumps(_result(row), ensure_ascii=False))
         else:
             print()
     console.print(Text(clock.summary(), "dim"), soft_wrap=True)
+    broken = [f"{row.name}: {row.completion.error}" for row in rows if row.completion and row.completion.error]
+    if broken:
+        raise FloatingPointError("; ".join(broken))
+
+
+def _engine(model: Any, tokenizer: "Tokenizer", prompts: int, longest: int, max_tokens: int) -> "Engine":
+    """An engine of just the size for these prompts, compiled."""
+    from ling3.serve import Engine
+
+    width = next(width for width in WIDTHS if width >= min(longest, WIDTHS[-1]))
+    engine = Engine(
+        model,
+        tokenizer,
+        max_running_requests=min(prompts, MOST_SLOTS),
+        chunked_prefill_size=width,
+        token_paddings=(width,),
+        max_model_len=longest + max_tokens,
+        max_queue=prompts,
+        decode_rows=max(FEWEST_ROWS, prompts) if prompts < MOST_ROWS else None,
+    )
+    engine.warmup()
+    return engine
+
+
+def _news(engine: "Engine", rows: Sequence[_Row], params: "SamplingParams") -> Iterator[list["Delta"]]:
+    """Hands each row what is new of it; the deltas of each step that has any."""
+    requests = {}
+    for i, row in enumerate(rows):
+        requests[engine.submit(row.ids, dataclasses.replace(params, seed=(params.seed or 0) + i))] = row
+    while engine.has_work:
+        deltas = engine.step()
+        for delta in deltas:
+            requests[delta.request_id].take(delta)
+        if deltas:
+            yield deltas
 
 
 def _finished_in_order(
-    rows: list[_Row],
-    news: Iterator[list[list[int]]],
-    ends: Sequence[int],
-    console: Console,
-    command: Generate,
+    rows: list[_Row], news: Iterator[list["Delta"]], console: Console, command: Generate
 ) -> Iterator[_Row]:
     """Each row when it and all before it are finished, the first unfinished one being shown as its text comes."""
     current = 0
     _head(rows, current, console, command)
-    while current < len(rows):
-        new = next(news, None)
-        for index, row in enumerate(rows):
-            row.take(new[index] if new else (), ends)
-            if new is None:
-                row.finish("length")
+    for _ in news:
         while current < len(rows):
             if not command.json:
                 rows[current].show()
-            if rows[current].finish_reason is None:
+            if rows[current].completion is None:
                 break
             yield rows[current]
             current += 1
@@ -192,6 +193,28 @@ def _head(rows: list[_Row], index: int, console: Console, command: Generate) -> 
         console.print(Text(rows[index].prompt, "dim"), end=end, soft_wrap=True)
 
 
+def _result(row: _Row) -> dict[str, Any]:
+    completion = row.completion
+    assert completion is not None, "only a finished row has a result"
+    result = {
+        "prompt": row.prompt,
+        "text": row.text,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": len(row.ids),
+        "token_ids": list(completion.token_ids),
+    }
+    if completion.logprobs is not None:
+        result["logprobs"] = [_logprob(each) for each in completion.logprobs]
+    if completion.error is not None:
+        result["error"] = completion.error
+    return result
+
+
+def _logprob(each: "Logprob") -> dict[str, Any]:
+    top = [{"token_id": token, "logprob": logprob} for token, logprob in each.top.items()]
+    return {"token_id": each.token_id, "logprob": each.logprob, "top": top}
+
+
 def _encode(tokenizer: "Tokenizer", prompt: str, command: Generate) -> list[int]:
     if not command.chat:
         if command.system is not None or command.thinking != "auto":
@@ -200,9 +223,7 @@ def _encode(tokenizer: "Tokenizer", prompt: str, command: Generate) -> list[int]
     messages = [{"role": "user", "content": prompt}]
     if command.system is not None:
         messages.insert(0, {"role": "system", "content": command.system})
-    if command.thinking == "auto":
-        return tokenizer.apply_chat_template(messages)
-    return tokenizer.apply_chat_template(messages, enable_thinking=command.thinking == "on")
+    return chat_ids(tokenizer, messages, command.thinking)
 
 
 def _from_stdin() -> str:
@@ -213,24 +234,29 @@ def _from_stdin() -> str:
 
 
 class _Clock:
-    """Times a stream of new tokens."""
+    """Times the compiling, and then the new tokens."""
 
     def __init__(self) -> None:
         self.begin = time.perf_counter()
-        self.marks: list[tuple[float, int]] = []
+        self.compiling = self.first = self.last = 0.0
+        self.total = 0
 
-    def watch(self, news: Iterator[list[list[int]]]) -> Iterator[list[list[int]]]:
-        for new in news:
-            self.marks.append((time.perf_counter() - self.begin, sum(map(len, new))))
-            yield new
+    def compiled(self) -> None:
+        """The prompts begin here."""
+        now = time.perf_counter()
+        self.compiling, self.begin = now - self.begin, now
+
+    def watch(self, news: Iterator[list["Delta"]]) -> Iterator[list["Delta"]]:
+        """The same, counted."""
+        for deltas in news:
+            self.last = time.perf_counter() - self.begin
+            self.first = self.first or self.last
+            self.total += sum(len(delta.token_ids) for delta in deltas)
+            yield deltas
 
     def summary(self) -> str:
-        """The rate leaves out the first two calls, prefill and decode, which are compiled, where there are more."""
-        total, seconds = sum(count for _, count in self.marks), self.marks[-1][0]
-        later = self.marks[2:]
-        if later:
-            rate = sum(count for _, count in later) / (seconds - self.marks[1][0])
-            speed = f"{rate:,.0f} tokens/s once compiled"
-        else:
-            speed = f"{total / seconds:,.0f} tokens/s, compiling included"
-        return f"{total} tokens in {seconds:.1f} s, the first after {self.marks[0][0]:.1f} s; {speed}"
+        """The rate is over everything but the compiling: the prompts' reading is in it."""
+        return (
+            f"{self.total} tokens in {self.last:.2f} s, the first after {self.first:.2f} s: "
+            f"{self.total / self.last:,.0f} tokens/s, prompts included; compiled in {self.compiling:.1f} s before"
+        )

@@ -1,4 +1,4 @@
-"""What the commands share: how text is shown."""
+"""How text and numbers are shown."""
 
 import sys
 
@@ -13,9 +13,9 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def count(parameters: int) -> str:
+def count(number: int) -> str:
     """A number with its unit, as in 1.32M."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if parameters >= size:
-            return f"{parameters / size:.3g}{unit}"
-    return str(parameters)
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

@@ -1,0 +1,203 @@
+"""`ling3 chat`: a conversation in the terminal."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from ling3.cli.conversation import Conversation, Unanswered, changed, written
+from ling3.cli.options import (
+    Dtype,
+    Model,
+    Sampling,
+    SamplingOptions,
+    TextOption,
+    Thinking,
+    WholeNumber,
+    chat_ids,
+    introduce,
+    load,
+)
+from ling3.cli.terminal import show
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+# The longest conversation unless --max-model-len allows more: memory is set aside for all of it.
+CONTEXT = 32_768
+
+HELP = """\
+/reset                           forget what was said; the system's message stays
+/params                          show how answers are drawn
+/params temperature=0.7 top_p=1  change that; stop=TEXT may be given several times, stop= is none
+/help                            show this
+/quit, or Ctrl-D                 leave
+Ctrl-C stops an answer; what it has said stays in the conversation.
+A line that begins with a space is never a command."""
+LEAVE = "Ctrl-D or /quit leaves, /help says more."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Talk with a model; in the conversation, /help says what can be done.
+
+    Piped to standard input, each line is a question, and the answers go to standard output.
+    """
+
+    model: Model
+    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    system: TextOption = None
+    """The system's message, which begins the conversation."""
+    thinking: Thinking = "auto"
+    """The template's thinking mode; auto is the template's own choice."""
+    max_tokens: WholeNumber = None
+    """The most tokens of an answer. Without it, what the context has room for."""
+    max_model_len: WholeNumber = None
+    """The most tokens of the whole conversation. Without it, the model's context, but at most 32,768."""
+    seed: WholeNumber = None
+    """The same seed draws the same answers; without it each is drawn anew."""
+    sampling: SamplingOptions = dataclasses.field(default_factory=Sampling)
+    dtype: Dtype = "auto"
+    """The matrices' type; auto is as stored."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+def run(command: Chat) -> None:
+    """Talks until the input ends; ValueError then, if questions from a pipe found no answer."""
+    from ling3.serve import Engine
+    from ling3.tokenizer import load_tokenizer
+
+    most = CONTEXT if command.max_tokens is None else command.max_tokens
+    params = command.sampling.params(max_tokens=most, seed=command.seed)
+    tokenizer = load_tokenizer(command.model)
+    chat_ids(tokenizer, [{"role": "user", "content": ""}], command.thinking)  # without a template, an error at once
+    model = load(command.model, command.dtype, tokenizer)
+    context = command.max_model_len
+    if context is None:
+        context = min(CONTEXT, model.config.max_position_embeddings)
+    # One reader: few tokens to a call, so that text flows, and the fewest rows that a decode call is quick with.
+    engine = Engine(
+        model,
+        tokenizer,
+        max_running_requests=1,
+        max_model_len=context,
+        chunked_prefill_size=512,
+        token_paddings=(128, 512),
+        decode_rows=2,
+        decode_steps=4,
+    )
+    if command.max_tokens is None:
+        params = dataclasses.replace(params, max_tokens=context)
+    console = Console(stderr=True, highlight=False)
+    introduce(command.model, model, console)
+    engine.warmup()
+    _talk(Conversation(engine, tokenizer, params, command.system, command.thinking), console)
+
+
+def _talk(conversation: Conversation, console: Console) -> None:
+    typed = sys.stdin.isatty()
+    questions = unanswered = 0
+    for line in _typed(console) if typed else _piped():
+        if line.rstrip() == "/quit":
+            break
+        if line.startswith("/"):
+            _obey(line, conversation, console)
+        elif line.strip():
+            questions += 1
+            unanswered += not _answer(line, conversation, console, typed)
+    if unanswered and not typed:
+        raise ValueError(f"{unanswered} of {questions} questions found no answer")
+
+
+def _typed(console: Console) -> Iterator[str]:
+    """The lines from a terminal, until its end; Ctrl-C drops the line and says how to leave."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` its line editing
+
+    _note(console, LEAVE)
+    while True:
+        try:
+            line = _line()
+        except KeyboardInterrupt:
+            _note(console, f"\n{LEAVE}")
+            continue
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        yield line
+
+
+def _piped() -> Iterator[str]:
+    for line in sys.stdin:
+        yield line.rstrip("\n")
+
+
+def _line() -> str:
+    """What is typed next; EOFError at the end. The prompt goes where the person looks."""
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def _obey(line: str, conversation: Conversation, console: Console) -> None:
+    """Does what a line with a slash says."""
+    name, _, rest = line.strip().partition(" ")
+    if name == "/params":
+        try:
+            conversation.params = changed(conversation.params, rest)
+        except ValueError as error:
+            _error(console, f"{error}; nothing was changed")
+        else:
+            _note(console, written(conversation.params))
+    elif name == "/reset" and not rest:
+        conversation.reset()
+        _note(console, "forgotten")
+    elif name == "/help" and not rest:
+        _note(console, HELP)
+    else:
+        _error(console, f"{line.strip()!r} is no command: /help shows them")
+
+
+def _answer(question: str, conversation: Conversation, console: Console, typed: bool) -> bool:
+    """Shows the answer as it comes; whether there was one. At a terminal, Ctrl-C stops it and no more."""
+    reason, error, begun = None, None, False
+    try:
+        with contextlib.closing(conversation.ask(question)) as deltas:
+            for delta in deltas:
+                begun = True
+                reason = delta.finish_reason
+                show(delta.text)
+    except Unanswered as unanswered:
+        error = unanswered
+    except KeyboardInterrupt:
+        if not typed:
+            raise
+        begun = True
+    if begun:
+        print(flush=True)
+    if error is not None:
+        _error(console, str(error))
+    elif reason is None:
+        _note(console, "stopped")
+    elif reason == "length" and conversation.full:
+        _note(console, f"the context of {conversation.engine.max_model_len:,} tokens is full: /reset forgets it")
+    elif reason == "length":
+        most = conversation.params.max_tokens
+        _note(console, f"stopped after max_tokens={most}: /params max_tokens={2 * most} would allow more")
+    return error is None
+
+
+def _note(console: Console, text: str) -> None:
+    console.print(Text(text, "dim"), soft_wrap=True)
+
+
+def _error(console: Console, text: str) -> None:
+    console.print(Text(text, "red"), soft_wrap=True)

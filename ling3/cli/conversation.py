@@ -1,0 +1,162 @@
+"""A conversation with a model: what was said, and how the next answer is drawn. Nothing here knows a terminal."""
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ling3.cli.options import Thinking, chat_ids
+
+if TYPE_CHECKING:
+    from ling3.outputs import Delta, FinishReason
+    from ling3.params import SamplingParams
+    from ling3.serve import Engine
+    from ling3.tokenizer import Tokenizer
+
+# The model's thoughts end with this token.
+THOUGHTS_END = "</think>"
+# What may change between answers, in the order in which it is shown, and what its value is.
+SETTABLE = {
+    "temperature": "a number",
+    "top_p": "a number",
+    "top_k": "a whole number or none",
+    "min_p": "a number",
+    "repetition_penalty": "a number",
+    "presence_penalty": "a number",
+    "frequency_penalty": "a number",
+    "max_tokens": "a whole number",
+    "min_tokens": "a whole number",
+    "ignore_eos": "true or false",
+    "seed": "a whole number or none",
+    "stop": "a text",
+}
+READ: dict[str, Callable[[str], Any]] = {
+    "a number": float,
+    "a whole number": int,
+    "a whole number or none": lambda text: None if text == "none" else int(text),
+    "true or false": {"true": True, "false": False}.__getitem__,
+    "a text": lambda text: [text.replace("\\n", "\n")] if text else [],
+}
+
+
+class Unanswered(ValueError):
+    """A question finds no answer; the conversation is as it was before."""
+
+
+@dataclasses.dataclass
+class Conversation:
+    """The turns so far, each question with its answer, on an engine with this tokenizer."""
+
+    engine: "Engine"
+    tokenizer: "Tokenizer"
+    params: "SamplingParams"
+    system: str | None = None
+    thinking: Thinking = "auto"
+    turns: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+    """Of the last prompt and its answer."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the last answer ended where the context does."""
+        return self.tokens >= self.engine.max_model_len
+
+    def ask(self, question: str) -> Generator["Delta", None, None]:
+        """The answer's deltas as they come.
+
+        The turn is kept once the answer has ended, without the thoughts that came before it. If the caller leaves the
+        loop early, or Ctrl-C does, what the answer had said stays; if it had said nothing, the question goes too.
+        Raises Unanswered if the context has no room, the template refuses the messages, or the model fails.
+        """
+        asked = [*self.turns, {"role": "user", "content": question}]
+        ids = self._prompt(asked)
+        news: list[Delta] = []
+        text, answer = "", []
+        reason: FinishReason | None = None
+        try:
+            request = self.engine.submit(ids, self.params, truncate="output", on_delta=news.append)
+        except ValueError as error:
+            raise Unanswered(str(error)) from error
+        try:
+            while reason is None:
+                self.engine.step()
+                while news:
+                    delta = news.pop(0)
+                    text, reason = text + delta.text, delta.finish_reason
+                    answer.extend(delta.token_ids)
+                    if reason == "error" and delta.output is not None:
+                        raise Unanswered(delta.output.error or "the engine gave up")
+                    yield delta
+        finally:
+            self.engine.abort(request)
+            self.tokens = len(ids) + len(answer)
+            if reason in ("stop", "length") or (reason is None and text):
+                self.turns = [*asked, {"role": "assistant", "content": self._without_thoughts(text, answer)}]
+
+    def reset(self) -> None:
+        """Forgets the turns, but not the system's message."""
+        self.turns, self.tokens = [], 0
+
+    def _prompt(self, turns: list[dict[str, str]]) -> list[int]:
+        """The ids of the system's message and these turns; Unanswered if they leave no room for an answer."""
+        room = self.engine.max_model_len
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        try:
+            ids = chat_ids(self.tokenizer, [*system, *turns], self.thinking)
+        except ValueError as error:
+            raise Unanswered(str(error)) from error
+        if len(ids) >= room:
+            if len(turns) > 1:
+                what, remedy = "with this question the conversation has", "/reset forgets what was said"
+            else:
+                what, remedy = "this question has, with what the template puts around it,", "ask a shorter one"
+            raise Unanswered(f"the context is full: {what} {len(ids):,} tokens, and {room:,} is all; {remedy}")
+        return ids
+
+    def _without_thoughts(self, text: str, answer: Sequence[int]) -> str:
+        end = self.tokenizer.backend.token_to_id(THOUGHTS_END)
+        if end not in answer:
+            return text
+        thoughts = self.tokenizer.decode(answer[: answer.index(end) + 1])
+        return text.removeprefix(thoughts).lstrip("\n")
+
+
+def changed(params: "SamplingParams", words: str) -> "SamplingParams":
+    r"""The parameters with `name=value` pairs from a line of text put in.
+
+    `stop` may stand several times, with \n for a new line, and `stop=` is none.
+    Raises ValueError, naming what is wrong, for anything that is not settable and for senseless values.
+    """
+    values: dict[str, Any] = {}
+    stops: list[str] = []
+    for word in _words(words):
+        name, equals, value = word.partition("=")
+        if not equals or name not in SETTABLE:
+            raise ValueError(f"{word!r} is no name=value with one of the names {', '.join(SETTABLE)}")
+        try:
+            values[name] = READ[SETTABLE[name]](value)
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{name} is {value!r}, expected {SETTABLE[name]}") from error
+        if name == "stop":
+            stops += values[name]
+            values[name] = tuple(stops)
+    return dataclasses.replace(params, **values)
+
+
+def written(params: "SamplingParams") -> str:
+    """The line of text from which `changed` makes these parameters."""
+    words = []
+    for name in SETTABLE:
+        value = getattr(params, name)
+        if name == "stop":
+            words += [shlex.quote(f"stop={stop}").replace("\n", "\\n") for stop in value]
+        else:
+            words.append(f"{name}={'none' if value is None else str(value).lower()}")
+    return " ".join(words)
+
+
+def _words(line: str) -> Iterator[str]:
+    """As a shell splits it, but a backslash is just a backslash."""
+    lexer = shlex.shlex(line, posix=True)
+    lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""
+    return iter(lexer)

@@ -1,0 +1,86 @@
+"""What `ling3 generate` and `ling3 chat` have in common: their options, and the checkpoint that these name."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from ling3.cli.terminal import count
+
+if TYPE_CHECKING:
+    from ling3.model import Ling3ForCausalLM
+    from ling3.params import SamplingParams
+    from ling3.tokenizer import Tokenizer
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+TextOption = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
+WholeNumber = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Thinking = Literal["auto", "on", "off"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen, and where a text ends."""
+
+    temperature: float = 0.0
+    """0 takes the most likely token each time."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens that together are at least this likely."""
+    top_k: WholeNumber = None
+    """Sample from so many most likely tokens."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the most likely one."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens of prompt and text less likely."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that the text has."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time that the text has it."""
+    min_tokens: int = 0
+    """Nothing ends a text before it has so many tokens."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
+    """End a text before this string; may be given several times."""
+    ignore_eos: bool = False
+    """Go on to the most tokens, whatever the model says."""
+
+    def params(self, **others: Any) -> "SamplingParams":
+        """The engine's form of these options, with its `others`; ValueError for senseless values."""
+        from ling3.params import SamplingParams
+
+        return SamplingParams(**dataclasses.asdict(self), **others)
+
+
+SamplingOptions = tyro.conf.OmitArgPrefixes[Sampling]
+
+
+def load(path: str, dtype: Dtype, tokenizer: "Tokenizer") -> "Ling3ForCausalLM":
+    """The model at `path`, which has to fit the tokenizer."""
+    import jax.numpy as jnp
+
+    from ling3 import checkpoint
+
+    model = checkpoint.load(path, {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[dtype])
+    tokenizer.check_fits(model.config.vocab_size)
+    return model
+
+
+def introduce(path: str, model: "Ling3ForCausalLM", console: Console) -> None:
+    """Says what runs where."""
+    import jax
+
+    size = sum(leaf.size for leaf in jax.tree.leaves(model))
+    facts = f"{path}: {count(size)} parameters, {model.lm_head.weight.dtype.name}, on {jax.default_backend()}"
+    console.print(Text(facts, "bold"), soft_wrap=True)
+
+
+def chat_ids(tokenizer: "Tokenizer", messages: list[dict[str, str]], thinking: Thinking) -> list[int]:
+    """The prompt for `messages`, by the checkpoint's chat template; `auto` is the template's own choice."""
+    if thinking == "auto":
+        return tokenizer.apply_chat_template(messages)
+    return tokenizer.apply_chat_template(messages, enable_thinking=thinking == "on")
