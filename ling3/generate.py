@@ -82,7 +82,7 @@ def _run(
             chunk = prompt[start : start + width]
             tokens[row, : len(chunk)], lengths[row] = chunk, len(chunk)
         end = np.asarray([start < len(prompt) <= start + width for prompt in prompts])
-        choice, pool = prefill(model, rows, *map(jnp.asarray, (tokens, lengths, end)), pool)
+        choice, pool = prefill(model, rows, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(end), pool)
         _append(news, np.where(end, np.asarray(choice.token), -1)[:, None])
     while not bool(jnp.all(pool.done)):
         choice, pool = decode(model, rows, jnp.asarray(DECODE_STEPS, jnp.int32), pool)

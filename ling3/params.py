@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
+import numbers
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,33 @@ MAX_COMPLETIONS = 128
 """The most completions of one prompt."""
 MAX_BIASES = 1024
 """The most entries of one `logit_bias`."""
+MAX_STOPS = 64
+"""The most stop strings of one request."""
+MAX_STOP_LENGTH = 256
+"""The most characters of one stop string."""
+LARGEST = 1e9
+"""What no number may exceed: so far float32 can add, multiply and divide without overflow."""
+MAX_SEED = 2**31 - 1 - MAX_COMPLETIONS
+"""The largest seed: the last completion's is an int32 too."""
+
+REAL = {
+    "temperature": (0.0, LARGEST, "a number in [0, 1e9]"),
+    "top_p": (math.ulp(0.0), 1.0, "a number in (0, 1]"),
+    "min_p": (0.0, 1.0, "a number in [0, 1]"),
+    "repetition_penalty": (1 / LARGEST, LARGEST, "a number in [1e-9, 1e9]"),
+    "presence_penalty": (-LARGEST, LARGEST, "a number in [-1e9, 1e9]"),
+    "frequency_penalty": (-LARGEST, LARGEST, "a number in [-1e9, 1e9]"),
+}
+"""Least, most, and how a message says it."""
+WHOLE = {
+    "top_k": (1, math.inf, "a whole number >= 1, or None for no limit", True),
+    "max_tokens": (1, math.inf, "a whole number >= 1", False),
+    "min_tokens": (0, math.inf, "a whole number >= 0", False),
+    "n": (1, MAX_COMPLETIONS, f"a whole number in [1, {MAX_COMPLETIONS}]", False),
+    "logprobs": (0, MAX_LOGPROBS, f"a whole number in [0, {MAX_LOGPROBS}], or None for none", True),
+    "seed": (0, MAX_SEED, f"a whole number in [0, {MAX_SEED}]", True),
+}
+"""Least, most, how a message says it, and whether None is allowed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +60,9 @@ class SamplingParams:
     A completion ends with `max_tokens` tokens, an end of the model's (unless `ignore_eos`) or one of `stop_token_ids`
     (that token is its last), or before a string of `stop` in its text. Raises ValueError naming every senseless field.
     """
+
+    # The import hook's type check would come before `__post_init__`, look at one item of a list, and name no remedy.
+    __no_type_check__ = True
 
     temperature: float = 0.0
     """0 takes the likeliest token each time."""
@@ -76,54 +107,52 @@ class SamplingParams:
             problems.append(f"min_tokens is {self.min_tokens}, expected at most max_tokens, which is {self.max_tokens}")
         if problems:
             raise ValueError("sampling parameters: " + "; ".join(problems))
+        for name in REAL:
+            set_field(self, name, float(getattr(self, name)))
+        for name in WHOLE:
+            value = getattr(self, name)
+            set_field(self, name, None if value is None else operator.index(value))
         set_field(self, "stop", tuple(self.stop))
         set_field(self, "stop_token_ids", tuple(operator.index(token) for token in self.stop_token_ids))
+        # A copy: what the caller does to theirs must not reach a request that is running.
+        bias = self.logit_bias
+        set_field(self, "logit_bias", None if bias is None else {operator.index(t): float(x) for t, x in bias.items()})
 
     def _numbers(self) -> list[str]:
-        wanted = (
-            ("temperature", 0.0, math.inf, "a finite number >= 0"),
-            ("top_p", math.ulp(0.0), 1.0, "a number in (0, 1]"),
-            ("min_p", 0.0, 1.0, "a number in [0, 1]"),
-            ("repetition_penalty", math.ulp(0.0), math.inf, "a finite number > 0"),
-            ("presence_penalty", -math.inf, math.inf, "a finite number"),
-            ("frequency_penalty", -math.inf, math.inf, "a finite number"),
-        )
         return [
-            f"{name} is {getattr(self, name)!r:.40}, expected {expected}"
-            for name, low, high, expected in wanted
-            if not (_finite(value := getattr(self, name)) and low <= value <= high)
+            f"{name} is {shown(value)}, expected {expected}"
+            for name, (low, high, expected) in REAL.items()
+            if not (_is_real(value := getattr(self, name)) and low <= value <= high)
         ]
 
     def _whole_numbers(self) -> list[str]:
-        wanted = (
-            ("top_k", 1, None, "a whole number >= 1, or None for no limit", True),
-            ("max_tokens", 1, None, "a whole number >= 1", False),
-            ("min_tokens", 0, None, "a whole number >= 0", False),
-            ("n", 1, MAX_COMPLETIONS, f"a whole number in [1, {MAX_COMPLETIONS}]", False),
-            ("logprobs", 0, MAX_LOGPROBS, f"a whole number in [0, {MAX_LOGPROBS}], or None for none", True),
-            ("seed", 0, 2**31 - 1 - MAX_COMPLETIONS, f"a whole number in [0, 2³¹ - {MAX_COMPLETIONS})", True),
-        )
         problems = [
-            f"{name} is {value!r:.40}, expected {expected}"
-            for name, low, high, expected, optional in wanted
+            f"{name} is {shown(value)}, expected {expected}"
+            for name, (low, high, expected, optional) in WHOLE.items()
             if not ((value := getattr(self, name)) is None and optional)
-            and not (is_whole(value) and low <= value and (high is None or value <= high))
+            and not (is_whole(value) and low <= value <= high)
         ]
         if type(self.ignore_eos) is not bool:
-            problems.append(f"ignore_eos is {self.ignore_eos!r:.40}, expected True or False")
+            problems.append(f"ignore_eos is {shown(self.ignore_eos)}, expected True or False")
         return problems
 
     def _lists(self) -> list[str]:
         problems = []
         if not _is_list(self.stop) or not all(isinstance(stop, str) and stop for stop in self.stop):
-            problems.append(f"stop is {self.stop!r:.80}, expected strings that are not empty")
+            problems.append(f"stop is {shown(self.stop)}, expected strings that are not empty")
+        elif len(self.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in self.stop):
+            problems.append(
+                f"stop has {len(self.stop)} strings of up to {max(map(len, self.stop))} characters, expected at most "
+                f"{MAX_STOPS} of {MAX_STOP_LENGTH}"
+            )
         if not _is_list(self.stop_token_ids) or not all(is_whole(token) for token in self.stop_token_ids):
-            problems.append(f"stop_token_ids is {self.stop_token_ids!r:.80}, expected whole numbers")
+            problems.append(f"stop_token_ids is {shown(self.stop_token_ids)}, expected whole numbers")
         bias = self.logit_bias
         if bias is not None and not (
-            isinstance(bias, Mapping) and all(is_whole(token) and _finite(value) for token, value in bias.items())
+            isinstance(bias, Mapping)
+            and all(is_whole(token) and _is_real(value) and abs(value) <= LARGEST for token, value in bias.items())
         ):
-            problems.append(f"logit_bias is {bias!r:.80}, expected finite numbers by token id")
+            problems.append(f"logit_bias is {shown(bias)}, expected numbers in [-1e9, 1e9] by token id")
         elif bias is not None and len(bias) > MAX_BIASES:
             problems.append(f"logit_bias has {len(bias)} entries, expected at most {MAX_BIASES}")
         return problems
@@ -144,20 +173,36 @@ class SamplingParams:
 
 def is_whole(value: Any) -> bool:
     """Whether `value` is a whole number; a bool is none."""
-    return hasattr(value, "__index__") and not isinstance(value, (bool, np.bool_))
+    if isinstance(value, (bool, np.bool_)):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """`value` for an error message, cut to a readable length."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no number of so many digits
+        text = f"a number of {value.bit_length()} bits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_prompt(prompt: Any, vocab: int, name: str = "prompt") -> list[int]:
     """The prompt's ids as plain ints; ValueError, with its `name`, for an empty prompt and for what is no id."""
-    if isinstance(prompt, (str, bytes)) or not hasattr(prompt, "__len__"):
-        raise ValueError(f"{name} is {prompt!r:.40}, expected a list of token ids (see ling3.load_tokenizer)")
+    text_or_unordered = isinstance(prompt, (str, bytes, Mapping, Set))
+    if text_or_unordered or not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) != 1:
+        raise ValueError(f"{name} is {shown(prompt)}, expected a list of token ids (see ling3.load_tokenizer)")
     if len(prompt) == 0:
         raise ValueError(f"{name} is empty, expected at least one token id")
     for place, token in enumerate(prompt):
         if not is_whole(token):
-            raise ValueError(f"{name}, token {place} is {token!r:.40}, expected a whole number")
+            raise ValueError(f"{name}, token {place} is {shown(token)}, expected a whole number")
         if not 0 <= token < vocab:
-            raise ValueError(f"{name}, token {place} is {token}, expected an id in [0, {vocab})")
+            raise ValueError(f"{name}, token {place} is {shown(token)}, expected an id in [0, {vocab})")
     return [operator.index(token) for token in prompt]
 
 
@@ -171,9 +216,8 @@ def check_room(prompt: Sequence[int], max_tokens: int, context: int, name: str =
         )
 
 
-def _finite(value: Any) -> bool:
-    number = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.bool_))
-    return number and math.isfinite(value)
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
 def _is_list(value: Any) -> bool:

@@ -15,6 +15,8 @@ from ling3.params import MAX_LOGPROBS, SamplingParams
 NOT_A_NUMBER = -2
 # In `Adjustments.counts`: the prompt has this token. The bits below count it in the output.
 IN_PROMPT = 1 << 30
+# Logits over a lower temperature would overflow float32, and two infinities tie.
+COLDEST = 1e-30
 
 
 class Adjustments(eqx.Module):
@@ -53,7 +55,7 @@ class Sampling(eqx.Module):
         params = [row[0] for row in rows]
         columns = jax.device_put(
             (
-                np.asarray([p.temperature for p in params], np.float32),
+                np.asarray([p.temperature and max(p.temperature, COLDEST) for p in params], np.float32),
                 np.asarray([vocab if p.top_k is None else min(p.top_k, vocab) for p in params], np.int32),
                 np.asarray([p.top_p for p in params], np.float32),
                 np.asarray([p.min_p for p in params], np.float32),

@@ -1,4 +1,4 @@
-"""Generation: the greedy path, stops, sampling, bad input, and no retrace."""
+"""Generation of one batch: the greedy path, stops, seeds, bad input, memory in place, and no retrace."""
 
 import dataclasses
 
@@ -10,8 +10,9 @@ import pytest
 from tiny import TINY, open_model
 
 import ling3
-from ling3.generate import Running, decode, prefill, stream_tokens
-from ling3.sampling import Sampling, filtered_logits, sample
+from ling3.params import SamplingParams
+from ling3.pool import Pool, Rows, decode, prefill
+from ling3.sampling import Sampling
 
 PROMPTS = [[5, 6, 7], list(range(3, 53)), [4]]
 
@@ -48,13 +49,6 @@ def test_a_stop_token_is_the_last_of_its_row(model):
     assert ling3.generate(ending, PROMPTS, max_tokens=24, ignore_eos=True) == free
 
 
-def test_a_stream_adds_up_to_the_whole(model):
-    items = list(stream_tokens(model, PROMPTS, max_tokens=40, ignore_eos=True))
-    assert len(items) > 2
-    whole = ling3.generate(model, PROMPTS, max_tokens=40, ignore_eos=True)
-    assert [[token for item in items for token in item[row]] for row in range(3)] == whole
-
-
 def test_one_token_and_no_prompts(model):
     assert [len(row) for row in ling3.generate(model, PROMPTS, max_tokens=1)] == [1, 1, 1]
     assert ling3.generate(model, [], max_tokens=5) == []
@@ -74,7 +68,7 @@ def test_nothing_is_traced_again(model):
     """Other prompts of the same widths, other samplings, and any number of stops run what is compiled."""
 
     def programs():
-        return [function._cached._cache_size() for function in (prefill, decode)]
+        return [function._cache_size() for function in (prefill, decode)]
 
     ling3.generate(model, PROMPTS, max_tokens=40, ignore_eos=True)
     compiled = programs()
@@ -96,13 +90,26 @@ def test_logits_that_are_nan_name_their_prompt(model):
         ling3.generate(poisoned, [[4], [5, 50, 6]], max_tokens=4)
 
 
-def test_the_memory_is_updated_in_place(model):
-    """Every byte of the running batch, caches and all, is an output that lies in its input's buffer."""
-    running = Running(model.init_cache(2, 256), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
-    sampling = Sampling.uniform(2, 96, temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, seed=0)
-    inputs = (model, sampling, jnp.asarray([2], jnp.int32), jnp.asarray(4, jnp.int32))
-    memory = decode.lower(inputs, running).compile().compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(running))
+def pool_of(model, slots, pages):
+    rows = [(SamplingParams(), 0, 4, ())] * slots
+    return Pool.empty(model, Sampling.build(rows, model.config.vocab_size, 8), pages, 16, jnp.float32)
+
+
+@pytest.mark.parametrize("slots", [None, [0, 2]], ids=["every slot", "some slots"])
+def test_the_memory_is_updated_in_place(model, slots):
+    """Every byte of the pool, caches and all, is an output that lies in its input's buffer."""
+    pool = pool_of(model, 3, 8)
+    count = 3 if slots is None else len(slots)
+    rows = Rows(
+        None if slots is None else jnp.asarray(slots, jnp.int32),
+        jnp.arange(2 * count, dtype=jnp.int32).reshape(count, 2),
+    )
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(pool))
+    memory = decode.lower(model, rows, jnp.asarray(4, jnp.int32), pool).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == size
+    tokens = (jnp.zeros((count, 16), jnp.int32), jnp.ones(count, jnp.int32), jnp.ones(count, bool))
+    memory = prefill.lower(model, rows, *tokens, pool).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == size
 
 
 @pytest.mark.parametrize(
@@ -116,8 +123,8 @@ def test_the_memory_is_updated_in_place(model):
         (["text"], {}, "expected a list of token ids"),
         ([[1]], {"max_tokens": 0}, "max_tokens is 0"),
         ([[1]], {"max_tokens": True}, "max_tokens is True"),
-        ([[1]], {"stop_token_ids": [2, 1.5]}, "stop_token_ids is 1.5"),
-        ([[1]], {"stop_token_ids": [96]}, r"stop_token_ids is 96, expected an id in \[0, 96\)"),
+        ([[1]], {"stop_token_ids": [2, 1.5]}, r"stop_token_ids is \(2, 1.5\), expected whole numbers"),
+        ([[1]], {"stop_token_ids": [96]}, r"stop_token_ids has 96, expected ids in \[0, 96\)"),
         ([[1] * 2040], {"max_tokens": 9}, "2049 together"),
         ([[1]], {"temperature": float("nan")}, "temperature is nan"),
         ([[1]], {"temperature": -1.0}, "temperature is -1"),
@@ -128,45 +135,4 @@ def test_the_memory_is_updated_in_place(model):
 )
 def test_bad_input_is_refused_before_any_work(model, prompts, options, message):
     with pytest.raises(ValueError, match=message):
-        stream_tokens(model, prompts, **options)
-
-
-def params(batch, **values):
-    defaults = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-    return Sampling.uniform(batch, 5, **{**defaults, **values})
-
-
-@pytest.mark.parametrize(
-    ("values", "kept"),
-    [
-        ({}, [0, 1, 2, 3, 4]),
-        ({"top_k": 2}, [1, 3]),
-        ({"top_p": 0.4}, [3]),
-        ({"top_p": 0.41}, [1, 3]),
-        ({"top_p": 1e-6}, [3]),
-        ({"min_p": 0.5}, [1, 3]),
-        ({"min_p": 1.0}, [3]),
-        ({"top_k": 3, "top_p": 0.8}, [1, 3]),
-    ],
-)
-def test_filters_keep_what_they_say(values, kept):
-    logits = jnp.log(jnp.asarray([[0.1, 0.3, 0.15, 0.4, 0.05]], jnp.float32))
-    left = filtered_logits(logits, params(1, **values))[0]
-    assert np.flatnonzero(np.isfinite(left)).tolist() == kept
-    np.testing.assert_array_equal(left[jnp.asarray(kept)], logits[0, jnp.asarray(kept)])
-
-
-def test_top_p_of_one_keeps_all_of_a_real_vocabulary():
-    logits = jnp.asarray(3 * np.random.default_rng(0).normal(size=(1, 157184)), jnp.float32)
-    sampling = Sampling.uniform(1, 157184, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, seed=0)
-    np.testing.assert_array_equal(filtered_logits(logits, sampling), logits)
-
-
-def test_draws_follow_the_softmax():
-    probabilities = np.asarray([0.1, 0.3, 0.15, 0.4, 0.05])
-    n = 20000
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray(probabilities, jnp.float32)) * 0.5, (n, 5))
-    drawn = np.asarray(sample(logits, params(n, temperature=0.5), jnp.zeros(n, jnp.int32)))
-    # Five standard deviations of a binomial share of n = 20,000 draws.
-    error = 5 * np.sqrt(probabilities * (1 - probabilities) / n)
-    assert np.all(np.abs(np.bincount(drawn, minlength=5) / n - probabilities) < error)
+        ling3.generate(model, prompts, **options)
