@@ -8,15 +8,15 @@ import sys
 import jax
 import pytest
 import random_checkpoint
+from scripted_engine import END, Script
 from tiny import TINY
 
 import ling3
 from ling3 import cli
 from ling3.checkpoint import load
+from ling3.params import SamplingParams
 from ling3.tokenizer import load_tokenizer
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
-
-END = 1
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +31,15 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture
-def scripted(monkeypatch, directory):
-    """Puts given texts in the place of the model's; the calls' arguments are kept."""
-    tokenizer = load_tokenizer(directory)
-    calls = []
+def scripted(monkeypatch):
+    """Puts given texts in the place of the model's; the script remembers what was asked for."""
 
-    def script(*texts, end=True, size=4, error=None):
-        def stream_tokens(model, prompts, **arguments):
-            calls.append({"prompts": prompts, **arguments})
-            rows = [[*tokenizer.encode(text), *([END] if end else [])] for text in texts]
-            for start in range(0, max(map(len, rows)), size):
-                yield [row[start : start + size] for row in rows]
-                if error is not None:
-                    raise error
+    def put(*texts, **others):
+        script = Script(texts, **others)
+        monkeypatch.setattr("ling3.serve.Engine", script.engine)
+        return script
 
-        monkeypatch.setattr(sys.modules["ling3.generate"], "stream_tokens", stream_tokens)
-        return calls
-
-    return script
+    return put
 
 
 def run(capsys, *argv):
@@ -57,76 +48,99 @@ def run(capsys, *argv):
     return code, captured.out, captured.err
 
 
-def test_text_goes_to_stdout_and_the_rest_to_stderr(directory, capsys):
-    code, out, err = run(capsys, directory, "-p", "hello 你", "--max-tokens", 40, "--ignore-eos")
+def test_what_the_model_says(directory, capsys):
     tokenizer, model = load_tokenizer(directory), load(directory)
-    (new,) = ling3.generate(model, [tokenizer.encode("hello 你")], max_tokens=40, ignore_eos=True)
+    prompts = ["hello", "你好", "hello 你好 hello"]
+    alone = [
+        ling3.generate(model, [tokenizer.encode(p)], max_tokens=20, ignore_eos=True, temperature=1.0, seed=5 + i)[0]
+        for i, p in enumerate(prompts)
+    ]
+    texts = [tokenizer.decode(ids) for ids in alone]
+    options = ["--max-tokens", 20, "--ignore-eos", "--temperature", 1, "--seed", 5]
+    options += [x for prompt in prompts for x in ("-p", prompt)]
+
+    code, out, err = run(capsys, directory, *options)
     assert code == 0
-    assert out == tokenizer.decode(new) + "\n"
+    assert out == "".join(f"{text}\n" for text in texts), "text, and nothing else, goes to stdout"
     assert "float32, on cpu" in err
-    assert "hello 你" in err
-    assert re.search(r"40 tokens in .* s, the first after .* s; [\d,]+ tokens/s once compiled\n$", err)
+    assert all(prompt in err for prompt in prompts)
+    assert re.search(
+        r"\n60 tokens in .* s, the first after .* s: [\d,]+ tokens/s, prompts included; compiled in .* s before\n$", err
+    )
+
+    _, out, _ = run(capsys, directory, *options, "--json", "--logprobs", 1, "--stop", texts[1][3:6])
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert rows[1]["finish_reason"] == "stop"
+    for row, text, ids in zip(rows, texts, alone):
+        assert row["text"] == text.partition(texts[1][3:6])[0]
+        assert row["token_ids"] == ids[: len(row["token_ids"])]
+        assert [each["token_id"] for each in row["logprobs"]] == row["token_ids"]
 
 
 def test_several_prompts_are_one_batch_and_shown_one_by_one(directory, scripted, capsys):
-    calls = scripted("a first, long answer", "二", "the third")
+    script = scripted("a first, long answer", "二", "the third")
     code, out, err = run(capsys, directory, "-p", "one", "-p", "two", "--prompt", "three")
     assert code == 0
     assert out == "a first, long answer\n二\nthe third\n"
     assert [line for line in err.splitlines() if line.startswith("prompt")] == [f"prompt {i} of 3" for i in (1, 2, 3)]
-    assert len(calls) == 1
-    assert len(calls[0]["prompts"]) == 3
+    assert script.prompts == [load_tokenizer(directory).encode(prompt) for prompt in ("one", "two", "three")]
+    assert script.engines[0].steps == -(-(1 + len(load_tokenizer(directory).encode("a first, long answer"))) // 4)
 
 
 def test_options_reach_the_model(directory, scripted, capsys):
-    calls = scripted("x")
-    options = "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3"
-    run(capsys, directory, "-p", "hello", *options.split())
-    run(capsys, directory, "-p", "hello", "--ignore-eos")
-    assert calls[0] | {"stop_token_ids": None} == {
-        "prompts": [load_tokenizer(directory).encode("hello")],
-        "max_tokens": 7,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "seed": 3,
-        "stop_token_ids": None,
-        "ignore_eos": False,
-    }
-    assert set(calls[0]["stop_token_ids"]) == {0, 1}
-    assert (calls[1]["stop_token_ids"], calls[1]["ignore_eos"], calls[1]["max_tokens"]) == ((), True, 256)
+    script = scripted("x")
+    options = (
+        "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --repetition-penalty 1.1 "
+        "--presence-penalty 0.2 --frequency-penalty -0.3 --min-tokens 2 --stop a --stop b --ignore-eos"
+    )
+    run(capsys, directory, "-p", "hello", "-p", "there", *options.split())
+    run(capsys, directory, "-p", "hello", "--json", "--logprobs", 2)
+    wanted = SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        seed=3,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        min_tokens=2,
+        stop=("a", "b"),
+        ignore_eos=True,
+    )
+    assert script.params[:2] == [wanted, dataclasses.replace(wanted, seed=4)]
+    assert script.params[2:] == [SamplingParams(max_tokens=256, seed=0, logprobs=2)]
+
+
+def test_the_engine_is_as_large_as_the_prompts_need(directory, scripted, capsys):
+    script = scripted("x")
+    run(capsys, directory, "-p", "hello", "--max-tokens", 7)
+    run(capsys, directory, *["-p", "a " * 20] * 70, "--max-tokens", 7)
+    small, large = script.settings
+    lengths = [len(prompt) for prompt in script.prompts]
+    assert (small["max_running_requests"], small["max_model_len"]) == (1, lengths[0] + 7)
+    assert (large["max_running_requests"], large["max_model_len"]) == (64, lengths[1] + 7)
+    assert small["token_paddings"] == (16,)
+    assert large["token_paddings"] == (128,)
 
 
 def test_max_tokens_is_what_there_is_room_for(directory, scripted, capsys):
-    calls = scripted("x")
+    script = scripted("x")
     run(capsys, directory, "-p", "a " * 200)
-    assert calls[0]["max_tokens"] == 512 - len(calls[0]["prompts"][0]) < 256
+    assert script.params[0].max_tokens == 512 - len(script.prompts[0]) < 256
 
 
 def test_chat(directory, scripted, capsys):
-    calls = scripted("x")
+    script = scripted("x")
     run(capsys, directory, "-p", "hello", "--chat")
     run(capsys, directory, "-p", "hello", "--chat", "--system", "be kind", "--thinking", "on")
     tokenizer = load_tokenizer(directory)
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
-    assert calls[0]["prompts"] == [tokenizer.apply_chat_template(messages[1:])]
-    assert calls[1]["prompts"] == [tokenizer.apply_chat_template(messages, enable_thinking=True)]
+    assert script.prompts[0] == tokenizer.apply_chat_template(messages[1:])
+    assert script.prompts[1] == tokenizer.apply_chat_template(messages, enable_thinking=True)
     code, _, err = run(capsys, directory, "-p", "hello", "--system", "be kind")
     assert (code, err) == (2, "ling3: error: --system and --thinking are for --chat\n")
-
-
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_stop_strings_end_a_text_wherever_tokens_end(directory, scripted, capsys, size):
-    scripted("one. two; three", "one; two. three", "neither", size=size)
-    code, out, _ = run(capsys, directory, *["-p", "x"] * 3, "--stop", ". t", "--stop", "; th", "--json")
-    rows = [json.loads(line) for line in out.splitlines()]
-    assert code == 0
-    assert [row["text"] for row in rows] == ["one", "one; two", "neither"]
-    assert [row["finish_reason"] for row in rows] == ["stop"] * 3
-    tokenizer = load_tokenizer(directory)
-    assert tokenizer.decode(rows[0]["token_ids"]).startswith("one. t")
-    assert len(rows[0]["token_ids"]) < len(tokenizer.encode("one. two; three"))
 
 
 def test_json(directory, scripted, capsys):
@@ -141,14 +155,30 @@ def test_json(directory, scripted, capsys):
         "prompt_tokens": len(tokenizer.encode("hello")),
         "token_ids": tokenizer.encode("你好"),
     }
-    assert "compiling included" in err
+    assert "tokens/s" in err
 
 
-def test_an_unfinished_character_is_shown_at_the_end(directory, scripted, capsys, monkeypatch):
-    scripted("x")
-    half = load_tokenizer(directory).encode("\U0001f600")[:-1]
-    monkeypatch.setattr(sys.modules["ling3.generate"], "stream_tokens", lambda *args, **kwargs: iter([[half]]))
-    assert run(capsys, directory, "-p", "hello")[1] == "\ufffd\n"
+def test_json_with_logprobs(directory, scripted, capsys):
+    scripted("x", end=False)
+    _, out, _ = run(capsys, directory, "-p", "hello", "--json", "--logprobs", 2)
+    (token,) = load_tokenizer(directory).encode("x")
+    top = [{"token_id": token, "logprob": -0.5}, {"token_id": 0, "logprob": -1.0}]
+    assert json.loads(out)["logprobs"] == [{"token_id": token, "logprob": -0.5, "top": top}]
+    code, out, err = run(capsys, directory, "-p", "hello", "--logprobs", 2)
+    assert (code, out, err) == (2, "", "ling3: error: --logprobs is for --json\n")
+
+
+def test_a_prompt_that_the_model_breaks_off_does_not_cost_the_others(directory, scripted, capsys):
+    scripted("one, and more", "two", error="its logits were NaN")
+    code, out, err = run(capsys, directory, "-p", "a", "-p", "b")
+    assert (code, out.splitlines()[1]) == (2, "two")
+    assert err.endswith("ling3: error: prompt 1: its logits were NaN\n")
+    scripted("one, and more", "two", error="its logits were NaN")
+    code, out, _ = run(capsys, directory, "-p", "a", "-p", "b", "--json")
+    broken, whole = (json.loads(line) for line in out.splitlines())
+    assert (code, broken["finish_reason"], broken["error"]) == (2, "error", "its logits were NaN")
+    assert (whole["finish_reason"], whole["text"]) == ("stop", "two")
+    assert "error" not in whole
 
 
 def test_control_characters_are_shown_on_a_terminal(directory, scripted, capsys, monkeypatch):
@@ -159,20 +189,23 @@ def test_control_characters_are_shown_on_a_terminal(directory, scripted, capsys,
 
 
 def test_a_prompt_from_standard_input(directory, scripted, capsys, monkeypatch):
-    calls = scripted("x")
+    script = scripted("x")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nthere\n"))
     assert run(capsys, directory)[0] == 0
-    assert calls[0]["prompts"] == [load_tokenizer(directory).encode("hello\nthere")]
+    assert script.prompts == [load_tokenizer(directory).encode("hello\nthere")]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-p", "hello", "--max-tokens", "600"], "the model's context (max_position_embeddings) is 512"),
+        (["-p", "hello", "--max-tokens", "600"], "there is room for 512"),
         (["-p", "hello", "--max-tokens", "0"], "max_tokens is 0"),
         (["-p", "hello", "--temperature", "-1"], "temperature"),
-        (["-p", "hello", "--stop", ""], "stop: found"),
-        (["-p", ""], "prompt 0 is empty"),
+        (["-p", "hello", "--stop", ""], "stop is"),
+        (["-p", ""], "the prompt is empty"),
+        (["-p", "hello", "-p", ""], "prompt 2 is empty"),
+        (["-p", "hello", "--json", "--logprobs", "21"], "logprobs is 21"),
+        (["-p", "hello", "--min-tokens", "9", "--max-tokens", "8"], "min_tokens is 9"),
         ([], "no prompt: give one with -p"),
     ],
 )
@@ -196,7 +229,7 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def test_an_interrupted_run_keeps_what_it_has_shown(directory, scripted, capsys):
-    scripted("hello there", error=KeyboardInterrupt())
+    scripted("hello there", interrupt=KeyboardInterrupt())
     code, out, err = run(capsys, directory, "-p", "x")
     assert code == 130
     assert out and "hello there".startswith(out)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ling3.serve import Engine
     from ling3.tokenizer import Tokenizer
 
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
 # The model's thoughts end with this token.
 THOUGHTS_END = "</think>"
 # What may change between answers, in the order in which it is shown, and what its value is.
@@ -66,8 +69,10 @@ class Conversation:
 
         The turn is kept once the answer has ended, without the thoughts that came before it. If the caller leaves the
         loop early, or Ctrl-C does, what the answer had said stays; if it had said nothing, the question goes too.
-        Raises Unanswered if the context has no room, the template refuses the messages, or the model fails.
+        Raises Unanswered if the context has no room, the template refuses the messages, or model or engine fails.
         """
+        from jax.errors import JaxRuntimeError
+
         asked = [*self.turns, {"role": "user", "content": question}]
         ids = self._prompt(asked)
         news: list[Delta] = []
@@ -87,6 +92,8 @@ class Conversation:
                     if reason == "error" and delta.output is not None:
                         raise Unanswered(delta.output.error or "the engine gave up")
                     yield delta
+        except JaxRuntimeError as error:
+            raise Unanswered(f"the engine failed: {error}") from error
         finally:
             self.engine.abort(request)
             self.tokens = len(ids) + len(answer)

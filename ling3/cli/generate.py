@@ -185,11 +185,11 @@ def _finished_in_order(
 
 
 def _head(rows: list[_Row], index: int, console: Console, command: Generate) -> None:
-    """Shows the prompt, which its continuation follows on the same line."""
+    """Shows the prompt, which its continuation follows on the same line where both are seen."""
     if index < len(rows) and not command.json:
         if len(rows) > 1:
             console.print(Text(f"\nprompt {index + 1} of {len(rows)}", "bold"))
-        end = "\n" if command.chat else ""
+        end = "\n" if command.chat or not sys.stdout.isatty() else ""
         console.print(Text(rows[index].prompt, "dim"), end=end, soft_wrap=True)
 
 
