@@ -7,6 +7,7 @@ form. Rows go through `down(silu(gate x) · up x)`, or with a limit L > 0 throug
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ def block_experts(
     """
     tokens, top_k = chosen.shape
     experts = gate_proj.shape[0]
-    block = _block_rows(tokens, x.dtype)
+    block = _block_rows(tokens * top_k / experts, x.dtype)
     dtype = wide(x.dtype)
 
     flat = chosen.reshape(-1)
@@ -90,12 +91,13 @@ def block_experts(
     return functools.reduce(jnp.add, (out[:, j] for j in range(top_k)))
 
 
-def _block_rows(tokens: int, dtype: jnp.dtype) -> int:
-    """Rows per block: few while tokens are few (a block pads up to its size), never one in bfloat16.
+def _block_rows(rows_per_expert: float, dtype: jnp.dtype) -> int:
+    """Rows per block: twice what an expert has on average, so that most need one; at most 64; never one in bfloat16.
 
-    XLA's CPU backend converts the whole weight to float32 for a single bfloat16 row.
+    Fewer mean more turns of the loop, more mean more padding. XLA's CPU backend converts the whole weight to float32
+    for a single bfloat16 row.
     """
-    block = next((rows for most, rows in ((8, 1), (64, 4), (1024, 32)) if tokens <= most), 64)
+    block = 64 if rows_per_expert > 64 else 2 ** min(5, max(0, math.floor(math.log2(2 * rows_per_expert))))
     return max(block, 2) if dtype == jnp.bfloat16 else block
 
 
