@@ -29,7 +29,16 @@ class Request:
     params: SamplingParams
     deliver: Callable[[Delta], None]
     """Where its deltas go."""
+    report: Callable[[Delta], None] = lambda delta: None
+    """Where the last ones go once `deliver` has raised."""
+    fault: Exception | None = None
+    """The engine's own, if that was its end."""
     runs: list["Run"] = dataclasses.field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its runs are."""
+        return all(run.completion is not None for run in self.runs)
 
     def output(self) -> RequestOutput | None:
         """The whole, once every run is finished."""
@@ -67,7 +76,7 @@ class Run:
     completion: Completion | None = None
     preemptions: int = 0
     _text: list[str] = dataclasses.field(default_factory=list)
-    _submitted: float = 0.0
+    _submitted: float = dataclasses.field(default_factory=time.perf_counter)
     _admitted: float | None = None
     _first: float | None = None
 
@@ -118,12 +127,12 @@ class Run:
     ) -> Delta | None:
         """Adds tokens (negative ones are none) up to its end; the delta, if anything is new."""
         before, text = len(self.token_ids), ""
-        self._first = time.perf_counter() if self._first is None else self._first
         reason, stop_reason, error = None, None, None
         for place, token in enumerate(tokens.tolist()):
             if token == NOT_A_NUMBER:
                 reason, error = "error", NOT_FINITE
             elif token >= 0:
+                self._first = time.perf_counter() if self._first is None else self._first
                 self.token_ids.append(token)
                 if self.params.logprobs is not None:
                     self.logprobs.append(
@@ -148,7 +157,10 @@ class Run:
     ) -> Delta:
         """Ends it, with the text that was held back; the last delta."""
         if self.decoder is not None and not self.stops.stopped:
-            text += self.stops.feed(self.decoder.flush()) + self.stops.flush()
+            text += self.stops.feed(self.decoder.flush())
+            if self.stops.stopped and reason == "length":
+                reason, stop_reason = "stop", self.stops.stopped
+            text += self.stops.flush()
         before = len(self.token_ids) if before is None else before
         self._text.append(text)
         self.completion = Completion(
@@ -179,10 +191,9 @@ class Run:
         if token in self.ends and count > self.params.min_tokens:
             return "stop", token, ""
         text = "" if self.decoder is None else self.decoder.feed([token])
-        if count >= self.params.min_tokens:
-            text = self.stops.feed(text)
-            if self.stops.stopped:
-                return "stop", self.stops.stopped, text
+        text = self.stops.feed(text, may_stop=count >= self.params.min_tokens)
+        if self.stops.stopped:
+            return "stop", self.stops.stopped, text
         return ("length" if count == self.params.max_tokens else None), None, text
 
     def _delta(self, text: str, before: int) -> Delta:

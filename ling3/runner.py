@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,9 +14,7 @@ from jaxtyping import Array, Float
 from ling3.cache import KDAState
 from ling3.model import Ling3ForCausalLM
 from ling3.params import MAX_STOP_IDS, SamplingParams
-from ling3.request import Run
 from ling3.pool import (
-    DECODE_STEPS,
     PAGES_MOVED,
     Arrival,
     Pool,
@@ -28,6 +27,7 @@ from ling3.pool import (
     read_pages,
     write_pages,
 )
+from ling3.request import Run
 from ling3.sampling import IN_PROMPT, Adjustments, Choice, Sampling
 
 
@@ -138,12 +138,14 @@ class Runner:
     @property
     def programs(self) -> int:
         """How many compiled programs the process holds of those the engine runs."""
-        return sum(f._cache_size() for f in (prefill, decode, arrive, depart, read_pages, write_pages))
+        functions: tuple[Any, ...] = (prefill, decode, arrive, depart, read_pages, write_pages)
+        return sum(function._cache_size() for function in functions)
 
     def _rows(self, runs: Sequence[Run], rows: int) -> Rows:
         slots = np.full(rows, self.shapes.slots, np.int32)
         table = np.full((rows, self.shapes.columns), self.shapes.pages, np.int32)
         for row, run in enumerate(runs):
+            assert run.slot is not None, "a run without a slot has no row"
             slots[row] = run.slot
             table[row, : len(run.pages)] = run.pages
         return Rows(*jax.device_put((slots, table)))
@@ -190,8 +192,6 @@ def pages_that_fit(model: Ling3ForCausalLM, slots: int, columns: int, page_size:
 
     Raises ValueError if that is not one.
     """
-    if not (isinstance(mem_fraction, float) and 0 < mem_fraction <= 1):
-        raise ValueError(f"engine settings: mem_fraction is {mem_fraction!r}, expected a number in (0, 1]")
     memory = eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
     states, pages = eqx.partition(memory, lambda x: isinstance(x, KDAState), is_leaf=lambda x: isinstance(x, KDAState))
     state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in (states, pages))
@@ -200,7 +200,7 @@ def pages_that_fit(model: Ling3ForCausalLM, slots: int, columns: int, page_size:
     if fit < 1:
         raise ValueError(
             f"{slots} slots of {state / 1e6:.1f} MB and one page of {page / 1e6:.1f} MB do not fit into mem_fraction "
-            f"{mem_fraction} of the {free / 1e6:,.0f} MB that are free: lower max_running_requests or raise mem_fraction"
+            f"{mem_fraction} of the {free / 1e6:,.0f} MB free: lower max_running_requests or raise mem_fraction"
         )
     return min(fit, slots * columns)
 

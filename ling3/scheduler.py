@@ -57,7 +57,7 @@ class Scheduler:
         heapq.heapify(self._waiting)
 
     def admit(self, tokens: int) -> Run | None:
-        """Gives the head of the queue a slot and pages for so many tokens; None, and nothing given, if there are none."""
+        """Gives the head of the queue a slot and pages for so many tokens, or None and nothing."""
         run = self.head()
         if run is None or not self._free_slots or self.pages_for(tokens) > len(self._free_pages):
             return None

@@ -17,20 +17,19 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import signal
 import threading
-import weakref
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from ling3 import checkpoint
+from ling3.interrupts import Interrupt, held_back
 from ling3.model import Ling3ForCausalLM
 from ling3.outputs import FINISH_REASONS, Delta, RequestOutput
-from ling3.params import SamplingParams, check_prompt, check_room, is_whole
+from ling3.params import SamplingParams, check_prompt, check_room, is_whole, shown
 from ling3.pool import DECODE_STEPS
 from ling3.progress import progress
 from ling3.request import Request, Run, draw_seed
@@ -85,16 +84,19 @@ class Engine:
     """Continuous batching over one model, in this process.
 
     `max_running_requests` slots hold the running requests' states; pages of `page_size` tokens hold their latents, as
-    many as fit into `mem_fraction` of the memory that the weights leave free, or `num_pages`. Prompts go in by chunks at
-    multiples of `chunked_prefill_size` tokens, padded to the smallest of `token_paddings` that holds them. A request
+    many as fit into `mem_fraction` of the memory that the weights leave free, or `num_pages`. Prompts go in by chunks
+    at multiples of `chunked_prefill_size` tokens, padded to the smallest of `token_paddings` that holds them. A request
     may have `max_model_len` tokens (the config's max_position_embeddings without it), and `max_queue` may wait.
 
     `decode_rows` requests share a decode call of `decode_steps` tokens: 16 on a CPU, all slots elsewhere. With
     `batch_invariant=False` few running requests share a smaller call instead, which is faster for them; then the last
     bits of an answer may depend on how many there are.
 
-    Methods may be called from any thread; one at a time moves the loop. Raises ValueError for senseless settings, and
-    if tokenizer and model do not fit.
+    Methods may be called from any thread; one at a time moves the loop. A callback may submit and abort, but cannot
+    move the loop that called it. Ctrl-C waits for the end of a turn. A fault of the engine's own, such as a device out
+    of memory, ends every request in `error` and is raised in everyone who waits for one; the engine begins anew.
+
+    Raises ValueError for senseless settings, and if tokenizer and model do not fit.
     """
 
     def __init__(
@@ -135,9 +137,11 @@ class Engine:
                 f"token_paddings are {tuple(token_paddings)}, expected one of at least chunked_prefill_size, which is "
                 f"{chunked_prefill_size}"
             )
+        if not 0 < mem_fraction <= 1:
+            raise ValueError(f"engine settings: mem_fraction is {mem_fraction!r}, expected a number in (0, 1]")
         columns = -(-max_model_len // page_size)
         if num_pages is None:
-            num_pages = pages_that_fit(model, max_running_requests, columns, page_size, mem_fraction)
+            num_pages = pages_that_fit(model, max_running_requests, columns, page_size, float(mem_fraction))
         widths = sorted(set(token_paddings))
         self.tokenizer = tokenizer
         self.max_model_len, self.max_queue = max_model_len, max_queue
@@ -160,14 +164,15 @@ class Engine:
         self._ids, self._order = itertools.count(), itertools.count()
         self._in_flight: list[_Call] = []
         self._outbox: list[Delta] = []
-        self._interrupted: list[bool] = []
+        self._dropped: deque[Request] = deque()  # their readers have left
+        self._raised: list[BaseException] = []  # by callbacks, to be raised when the books are in order
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
-        self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._drivers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._turn = threading.Lock()  # held by who moves the loop
-        self._lock = threading.RLock()  # held while the books change
+        self._lock = threading.RLock()  # held while the books change; see `_books`
+        self._changing = 0  # depth of the changes under way; 0 in callbacks
+        self._calling: int | None = None  # the thread that is in a callback
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], dtype: Any = None, **settings: Any) -> "Engine":
@@ -195,9 +200,15 @@ class Engine:
         ValueError for what can never be answered.
         """
         request = self._request(prompt, params, truncate, "prompt")
+        request.report = self._outbox_append
         if on_delta is not None:
             request.deliver = on_delta
-        return self._enqueue(request)
+        try:
+            self._enqueue(request)
+        except BaseException:
+            self._abort(request)
+            raise
+        return request.request_id
 
     def generate(
         self,
@@ -211,10 +222,10 @@ class Engine:
         """The answers to prompts, in their order, with a progress bar once it takes over two seconds.
 
         `prompts` is a list of what `submit` takes, or just one of them; `params` are for all, or one for each. All are
-        checked before the first runs. On Ctrl-C every slot is freed; `on_interrupt="return"` then returns what there
-        is, with `abort` for what was not finished.
+        checked before the first runs, and as many wait at once as the queue holds. On Ctrl-C every slot is freed;
+        `on_interrupt="return"` then returns what there is, with `abort` for what was not finished.
         """
-        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        prompts = _listed(prompts)
         several = isinstance(params, Sequence)
         each = list(params) if several else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -223,118 +234,198 @@ class Engine:
             self._request(prompt, p, truncate, f"prompt {i}")
             for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
         ]
-        with progress("generating", sum(request.params.n for request in requests)) as advance:
+        with held_back() as interrupt, progress("generating", sum(r.params.n for r in requests)) as advance:
             for request in requests:
                 request.deliver = _counted(on_delta, advance)
+            coming, unfinished = deque(requests), deque(requests)
             try:
-                queue = iter(requests)
-                coming = next(queue, None)
-                while coming is not None or any(request.output() is None for request in requests):
-                    while coming is not None and self._has_room(coming):
-                        self._enqueue(coming)
-                        coming = next(queue, None)
+                while unfinished:
+                    while coming and self._enqueued(coming[0]):
+                        coming.popleft()
                     self._move()
+                    interrupt.pass_on()
+                    while unfinished and unfinished[0].finished:
+                        unfinished.popleft()
             except KeyboardInterrupt:
                 if on_interrupt == "raise":
                     raise
             finally:
-                for request in requests:
-                    self._abort(request)
+                with self._books():
+                    for request in requests:
+                        self._abort(request)
+                    self._raised = []
+        fault = next((request.fault for request in requests if request.fault is not None), None)
+        if fault is not None:
+            raise fault
         return [output for request in requests if (output := request.output()) is not None]
 
     def stream(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
     ) -> Iterator[Delta]:
         """A request's deltas as they come; leaving the loop aborts it. Checked and queued when called."""
-        deltas: list[Delta] = []
+        deltas: deque[Delta] = deque()
         request = self._request(prompt, params, truncate, "prompt")
         request.deliver = deltas.append
+        reader = self._stream(request, deltas)
+        next(reader)  # an iterator that was never begun would not notice that it is dropped
         self._enqueue(request)
-        return self._stream(request, deltas)
+        return reader
 
-    def _stream(self, request: Request, deltas: list[Delta]) -> Iterator[Delta]:
+    def _stream(self, request: Request, deltas: deque[Delta]) -> Iterator[Any]:
         try:
-            while deltas or request.output() is None:
+            yield None
+            finished = 0
+            while finished < request.params.n:
                 if not deltas:
                     self._move()
                 while deltas:
-                    yield deltas.pop(0)
+                    delta = deltas.popleft()
+                    finished += delta.finish_reason is not None
+                    yield delta
+            if request.fault is not None:
+                raise request.fault
         finally:
-            self._abort(request)
+            self._drop(request)
 
     async def astream(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
     ) -> AsyncIterator[Delta]:
-        """The same for asyncio, any number of them at once; the loop moves in a thread, and leaving it aborts."""
-        events = asyncio.get_running_loop()
-        deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
-        request = self._request(prompt, params, truncate, "prompt")
-        request.deliver = lambda delta: events.call_soon_threadsafe(deltas.put_nowait, delta)
-        self._enqueue(request)
-        try:
-            finished = 0
-            while finished < request.params.n:
-                driver = self._drive()
-                get = asyncio.ensure_future(deltas.get())
-                await asyncio.wait((get, driver), return_when=asyncio.FIRST_COMPLETED)
-                if not get.done():
-                    get.cancel()
-                    driver.result()  # the driver has ended: of a fault, or before it saw this request
-                    continue
-                delta = get.result()
-                finished += delta.finish_reason is not None
-                yield delta
-        finally:
-            self._abort(request)
+        """The same for asyncio, any number of them at once; the loop moves in a thread, and leaving it aborts.
 
-    def _drive(self) -> "asyncio.Task[None]":
-        """The task that moves the loop for all streams of the running event loop, while there is work."""
+        Checked and queued when the first delta is asked for.
+        """
+        events, news, deltas = asyncio.get_running_loop(), asyncio.Event(), deque[Delta]()
+
+        def deliver(delta: Delta) -> None:
+            deltas.append(delta)
+            events.call_soon_threadsafe(news.set)
+
+        request = self._request(prompt, params, truncate, "prompt")
+        request.deliver = deliver
+        try:
+            await asyncio.to_thread(self._enqueue, request)  # the books may be in use for as long as a program compiles
+            finished, driver = 0, None
+            while finished < request.params.n:
+                if driver is None or driver.done():
+                    driver = self._drive(events)
+                    driver.add_done_callback(lambda _: news.set())
+                await news.wait()
+                news.clear()
+                while deltas:
+                    delta = deltas.popleft()
+                    finished += delta.finish_reason is not None
+                    yield delta
+            if request.fault is not None:
+                raise request.fault
+        finally:
+            self._drop(request)
+
+    def _drive(self, events: asyncio.AbstractEventLoop) -> "asyncio.Task[None]":
+        """The task that moves the loop for all streams of an event loop, while there is work."""
 
         async def drive() -> None:
             while self._requests or self._in_flight:
                 await asyncio.to_thread(self._move)
 
-        events = asyncio.get_running_loop()
-        driver = self._drivers.get(events)
-        if driver is None or driver.done():
-            driver = self._drivers[events] = events.create_task(drive())
-        return driver
+        def driven(driver: "asyncio.Task[None]") -> None:
+            if self._drivers.get(events) is driver:
+                del self._drivers[events]
+            if not driver.cancelled():
+                driver.exception()  # every reader raises it
+
+        if events not in self._drivers or self._drivers[events].done():
+            self._drivers[events] = events.create_task(drive())
+            self._drivers[events].add_done_callback(driven)
+        return self._drivers[events]
 
     def abort(self, request_id: int) -> bool:
         """Ends a request with `abort`, wherever it is; False if there is none of this id (any more)."""
-        with self._lock:
+        with self._books():
             request = self._requests.get(request_id)
-            return request is not None and self._abort(request)
+            aborted = request is not None and self._abort(request)
+        self._raise()
+        return aborted
 
     # The loop
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, or has anything to return."""
-        with self._lock:
+        with self._books():
             return bool(self._requests or self._in_flight or self._outbox)
 
     def step(self) -> list[Delta]:
         """One turn of the loop; returns the deltas of submitted requests that are new since the last step."""
         self._move()
-        with self._lock:
+        with self._books():
             deltas, self._outbox = self._outbox, []
         return deltas
 
     def _move(self) -> None:
-        """One turn. Ctrl-C waits for its end, so that nothing is left half done."""
-        with self._turn, _deferred_interrupt() as interrupted:
-            self._interrupted = interrupted
+        """One turn of the loop."""
+        with self._moving():
             try:
-                with self._lock:
+                with self._books():
                     launched = self._launch()
                     before, self._in_flight = self._in_flight, launched
                 jax.block_until_ready([call.choice for call in before])
-                with self._lock:
+                with self._books():
                     self._read(before)
             except Exception as error:
                 self._fail(error)
                 raise
+            self._raise()
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[Interrupt]:
+        """Held by the one thread that moves the loop. Ctrl-C waits for the end, so that nothing is left half done."""
+        if self._calling == threading.get_ident():
+            raise RuntimeError(
+                "a callback for deltas cannot move the loop that called it: submit there, and the loop will come to it"
+            )
+        with self._turn, held_back() as interrupt:
+            yield interrupt
+
+    @contextlib.contextmanager
+    def _books(self) -> Iterator[None]:
+        """Held by the one thread that looks at the books or changes them. Ctrl-C waits for the end."""
+        with held_back():
+            with self._lock:
+                self._changing += 1
+                try:
+                    yield
+                finally:
+                    self._changing -= 1
+            self._sweep()
+
+    def _drop(self, request: Request) -> None:
+        """Aborts a request whose reader has left: now, or when the books are no longer in use.
+
+        It never waits, as an event loop must not, and changes nothing amid another change: the garbage collector may
+        close an iterator anywhere.
+        """
+        self._dropped.append(request)
+        with held_back():
+            self._sweep()
+
+    def _sweep(self) -> None:
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                if self._changing or not self._dropped:
+                    return
+                self._changing += 1
+                try:
+                    self._abort(self._dropped.popleft())
+                finally:
+                    self._changing -= 1
+            finally:
+                self._lock.release()
+
+    def _raise(self) -> None:
+        """Raises what a callback raised that is not its request's affair, such as KeyboardInterrupt."""
+        raised, self._raised = self._raised, []
+        if raised:
+            raise raised[0]
 
     def _launch(self) -> list[_Call]:
         """Dispatches a turn's work without waiting for the last turn's, unless there is no room otherwise."""
@@ -437,21 +528,33 @@ class Engine:
         """Frees what a finished run held, and hands out its delta."""
         if run.completion is not None:
             self._retire(run)
-        if delta is None:
-            return
+        if delta is not None and (error := self._deliver(run.request, delta)) is not None:
+            self._give_up(run, f"the callback for its deltas raised {error!r}")
+
+    def _deliver(self, request: Request, delta: Delta) -> Exception | None:
+        """Hands out a delta; what its callback raised. Here the books are in order, and the callback may use them."""
+        before, self._changing, self._calling = (self._changing, self._calling), 0, threading.get_ident()
         try:
-            run.request.deliver(delta)
-        except KeyboardInterrupt:
-            self._interrupted.append(True)
+            request.deliver(delta)
         except Exception as error:
-            unfinished = run.completion is None
-            last = run.fail(f"the callback for its deltas raised {error!r}")
-            if unfinished:
-                self._retire(run)
-            else:
-                self._finished.subtract({delta.finish_reason: 1})
-                self._finished["error"] += 1
-            self._outbox.append(last)
+            return error
+        except BaseException as error:
+            self._raised.append(error)
+        finally:
+            self._changing, self._calling = before
+        return None
+
+    def _give_up(self, run: Run, error: str) -> None:
+        """Ends the request of a run whose callback failed: the run in `error`, however it had ended, and the others."""
+        request = run.request
+        request.deliver = request.report
+        if (completion := run.completion) is not None:
+            self._finished[completion.finish_reason] -= 1
+            self._finished["error"] += 1
+            self._deliver(request, run.fail(error))
+        for other in request.runs:
+            if other.completion is None:
+                self._settle(other, other.fail(error))
 
     def _retire(self, run: Run) -> None:
         """Takes a finished run off the books."""
@@ -463,36 +566,44 @@ class Engine:
             if run.completion.finish_reason == "error":
                 self._runner.scrub(run)
             self._scheduler.release(run)
-        if run.request.output() is not None:
+        if run.request.finished:
             del self._requests[run.request.request_id]
 
     def _fail(self, error: Exception) -> None:
         """After a fault of the engine's own: every request ends in `error`, and the engine begins anew."""
-        with self._lock:
-            self._in_flight = []
-            runs = [run for request in self._requests.values() for run in request.runs if run.completion is None]
-            self._requests.clear()
+        with self._books():
+            requests, self._requests, self._in_flight = list(self._requests.values()), {}, []
             shapes = self._runner.shapes
             self._scheduler = Scheduler(shapes.slots, shapes.pages, shapes.page_size)
-            for run in runs:
-                self._finished["error"] += 1
-                run.slot, run.pages = None, []
-                with contextlib.suppress(Exception):
-                    run.request.deliver(run.finish("error", error=f"the engine failed: {error!r}"))
+            for request in requests:
+                request.fault = error
+                for run in request.runs:
+                    if run.completion is None:
+                        run.slot, run.pages = None, []
+                        self._finished["error"] += 1
+                        self._deliver(request, run.finish("error", error=f"the engine failed: {error!r}"))
             self._runner.reset()
 
     # Around it
 
     def warmup(self) -> None:
-        """Compiles every program, with a progress bar; none is compiled after that."""
+        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C waits for the next one."""
         shapes = self._runner.shapes
-        with self._turn, progress("compiling", len(shapes.widths) + len(shapes.rows) + 2) as advance:
-            for _ in self._runner.warmup():
-                advance(1)
+        with self._moving() as interrupt, progress("compiling", len(shapes.widths) + len(shapes.rows) + 2) as advance:
+            programs, compiled = self._runner.warmup(), ""
+            while compiled is not None:
+                try:
+                    with self._books():
+                        compiled = next(programs, None)
+                except Exception as error:
+                    self._fail(error)
+                    raise
+                advance(int(compiled is not None))
+                interrupt.pass_on()
 
     def stats(self) -> Stats:
         """The books, at this moment."""
-        with self._lock:
+        with self._books():
             scheduler, finished = self._scheduler, {reason: self._finished[reason] for reason in FINISH_REASONS}
             counts = ("submitted", "prompt_tokens", "output_tokens", "preemptions")
             return Stats(
@@ -511,7 +622,7 @@ class Engine:
         """The checked request, not yet in the queue."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params are {params!r:.60}, expected ling3.SamplingParams")
+            raise ValueError(f"params are {shown(params)}, expected ling3.SamplingParams")
         if params.n > self.max_queue:
             raise ValueError(f"n is {params.n}, but max_queue is {self.max_queue}")
         vocab = self._runner.model.config.vocab_size
@@ -522,7 +633,7 @@ class Engine:
         ids, params = self._fitted(ids, params, truncate, name)
         seed = draw_seed() if params.seed is None else params.seed
         text = prompt if isinstance(prompt, str) else None
-        request = Request(-1, text, ids, params, self._outbox_append)
+        request = Request(next(self._ids), text, ids, params, self._outbox_append)
         for index in range(params.n):
             decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
             request.runs.append(Run(request, index, -1, seed + index, ends, decoder, StopStrings(params.stop)))
@@ -546,8 +657,6 @@ class Engine:
         self, ids: list[int], params: SamplingParams, truncate: Truncate, name: str
     ) -> tuple[list[int], SamplingParams]:
         """Prompt and params, one of them cut where they do not fit and `truncate` says which; ValueError else."""
-        if truncate not in (None, "prompt", "output"):
-            raise ValueError(f"truncate is {truncate!r}, expected 'prompt', 'output' or None")
         room = self.max_model_len
         if truncate == "output" and len(ids) < room:
             most = min(params.max_tokens, room - len(ids))
@@ -565,33 +674,40 @@ class Engine:
             )
         return ids, params
 
-    def _has_room(self, request: Request) -> bool:
-        with self._lock:
-            return self._scheduler.waiting + request.params.n <= self.max_queue
+    def _enqueued(self, request: Request) -> bool:
+        """Puts a request in the queue if there is room."""
+        with self._books():
+            room = self._scheduler.waiting + request.params.n <= self.max_queue
+            if room:
+                self._enqueue(request)
+            return room
 
-    def _enqueue(self, request: Request) -> int:
-        with self._lock:
-            if not self._has_room(request):
+    def _enqueue(self, request: Request) -> None:
+        with self._books():
+            if request.finished:  # its reader has left
+                return
+            if self._scheduler.waiting + request.params.n > self.max_queue:
                 raise QueueFull(
                     f"{self._scheduler.waiting} requests are waiting and max_queue is {self.max_queue}: step until "
                     "some have finished, or give the engine a larger max_queue"
                 )
-            request.request_id = next(self._ids)
             self._requests[request.request_id] = request
             for run in request.runs:
                 run.order = next(self._order)
                 run.submitted()
                 self._scheduler.enqueue(run)
             self._counts["submitted"] += len(request.runs)
-            return request.request_id
 
     def _abort(self, request: Request) -> bool:
-        with self._lock:
-            unfinished = [run for run in request.runs if run.completion is None]
-            if request.request_id in self._requests:
-                for run in unfinished:
-                    self._settle(run, run.finish("abort"))
-            return bool(unfinished)
+        """Ends what is unfinished of a request with `abort`; whether anything was."""
+        with self._books():
+            aborted = False
+            for run in request.runs:
+                if run.completion is None:
+                    aborted, last = True, run.finish("abort")
+                    if request.request_id in self._requests:  # else it never came into the queue
+                        self._settle(run, last)
+            return aborted
 
 
 def _check_settings(**settings: tuple[Any, int, int | None]) -> None:
@@ -611,11 +727,13 @@ def _doublings(most: int) -> tuple[int, ...]:
     return tuple(sorted({most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)}))
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    """Whether it is a text, a list of ids or a chat, and not a list of those."""
-    return isinstance(prompts, str) or (
-        _is_list(prompts) and len(prompts) > 0 and all(isinstance(x, (dict, int, np.integer)) for x in prompts)
-    )
+def _listed(prompts: Any) -> list[Any]:
+    """The prompts as a list: a text, ids and a chat are one each."""
+    if isinstance(prompts, (bytes, Mapping, Set)):
+        raise ValueError(f"prompts are {shown(prompts)}, expected a list; a chat is a list of messages")
+    several = [prompts] if isinstance(prompts, str) else list(prompts)
+    one = len(several) > 0 and all(is_whole(x) or isinstance(x, dict) for x in several)
+    return [several] if one else several
 
 
 def _is_list(value: Any) -> bool:
@@ -629,19 +747,3 @@ def _counted(on_delta: Callable[[Delta], None] | None, advance: Callable[[int], 
             on_delta(delta)
 
     return deliver
-
-
-@contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[list[bool]]:
-    """Holds Ctrl-C back until the block is over; the list is not empty once there was one."""
-    interrupted: list[bool] = []
-    # Signals reach the main thread alone, and a handler that Python did not set cannot be put back.
-    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not None
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True)) if mine else None
-    try:
-        yield interrupted
-    finally:
-        if mine:
-            signal.signal(signal.SIGINT, before)
-    if interrupted:
-        raise KeyboardInterrupt

@@ -101,7 +101,8 @@ class StopStrings:
     """Cuts a stream of text at the first of `stops`, holding back what may become the beginning of one.
 
     Of several stops, the one that is complete first ends the text (of those, the one that began first), however the
-    text is cut into pieces; `stopped` is that one, None before. Raises ValueError for an empty stop, which every text would contain.
+    text is cut into pieces; `stopped` is that one, None before. Raises ValueError for an empty stop, which every text
+    would contain.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -111,12 +112,16 @@ class StopStrings:
         self._held = ""
         self.stopped: str | None = None
 
-    def feed(self, text: str) -> str:
-        """The part of `text`, and of what was held back, that is certainly before any stop."""
+    def feed(self, text: str, may_stop: bool = True) -> str:
+        """The part of `text`, and of what was held back, that is certainly before any stop.
+
+        Without `may_stop`, a stop that is complete now counts as text.
+        """
         if self.stopped is not None:
             return ""
-        text = self._held + text
-        found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
+        old, text = len(self._held), self._held + text
+        ends = [(text.find(stop, max(old - len(stop) + 1, 0)), stop) for stop in self._stops] if may_stop else []
+        found = [(begin + len(stop), begin, stop) for begin, stop in ends if begin >= 0]
         if found:
             (_, begin, self.stopped), self._held = min(found), ""
             return text[:begin]
