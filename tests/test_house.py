@@ -21,9 +21,11 @@ FLOORS = (
     {"model"},
     {"sandbox", "safetensors_file"},
     {"chat_template", "streaming", "weights"},
-    {"tokenizer", "sampling", "shards"},
-    {"checkpoint", "export", "generate", "inspect"},
-    {"problems", "train"},
+    {"tokenizer", "params", "outputs", "shards"},
+    {"sampling"},
+    {"pool", "request"},
+    {"checkpoint", "export", "generate", "inspect", "runner", "scheduler"},
+    {"serve", "problems", "train"},
     {"cli"},
 )
 
