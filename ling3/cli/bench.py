@@ -1,28 +1,187 @@
 """`ling3 bench`: the engine's speed."""
 
 import dataclasses
-from typing import Annotated
+import json
+import math
+import pathlib
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from ling3.bench import SampleRequest
+    from ling3.model import Ling3ForCausalLM
+    from ling3.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
 
+REQUESTS = 64
+FILE = tyro.conf.arg(metavar="FILE")
+LENGTH = tyro.conf.arg(metavar="TOKENS|FIRST:LAST")
+INT = tyro.conf.arg(metavar="INT")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure the engine: throughput, and latency at a request rate."""
+    """Measure the engine: throughput, and latency at a request rate.
+
+    ling3 bench nano --input-len 16:256 --output-len 16:128 --request-rate 20 --plot nano.png
+    """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
-    json: bool = False
-    """Print one JSON object."""
+    """A checkpoint directory, a hub id, "nano", or a config.json for a model of random weights."""
+    num_prompts: Annotated[int | None, INT] = None
+    """How many requests; 64 without it, or as many as --prompts has."""
+    input_len: Annotated[str, LENGTH] = "128"
+    """Tokens of each prompt; of a range, lengths are drawn evenly. Prompts are random token ids."""
+    output_len: Annotated[str, LENGTH] = "128"
+    """New tokens of each request, likewise."""
+    prompts: Annotated[str | None, FILE] = None
+    """Real prompts instead: a text a line, or a *.jsonl with an object a line and "prompt" in it."""
+    stop_at_eos: bool = False
+    """End at the model's own ends too; without it each output has its full length."""
+    request_rate: float = math.inf
+    """Requests per second, as a Poisson process; inf sends all at once."""
+    temperature: float = 0.0
+    """0 takes the most likely token each time."""
+    seed: int = 0
+    """Draws prompts, lengths, arrivals and samples."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
+    max_running_requests: int = 64
+    """Slots of the engine; further requests wait."""
+    page_size: int = 256
+    """Tokens of a page of MLA latents."""
+    num_pages: Annotated[int | None, INT] = None
+    """How many pages; without it, as many as fit."""
+    mem_fraction: float = 0.6
+    """What share of the free memory those may take, with the slots' states."""
+    chunked_prefill_size: int = 512
+    """Prompt tokens of a prefill call."""
+    token_paddings: tuple[int, ...] = (16, 128, 512)
+    """The sizes that such calls are padded to."""
+    max_model_len: Annotated[int | None, INT] = None
+    """The most tokens of a request; without it, the model's context."""
+    decode_rows: Annotated[int | None, INT] = None
+    """Requests of a decode call; without it, the engine's choice."""
+    decode_steps: int = 8
+    """Tokens of a decode call, for each of its requests."""
+    batch_invariant: bool = True
+    """Let few requests share a smaller decode call; their last bits may then depend on each other."""
+    json: Annotated[str | None, FILE] = None
+    """Write the numbers there as JSON; - prints them instead of the table."""
+    plot: Annotated[str | None, FILE] = None
+    """Draw latencies and load there (PNG, PDF or SVG); needs matplotlib, of the extra "train"."""
     debug: bool = False
     """Show the traceback of an error."""
 
 
 def run(command: Bench) -> None:
-    """Measures and prints."""
+    """Measures, and prints the table."""
+    from ling3 import bench
+    from ling3.bench_report import check_plot
+    from ling3.serve import Engine
+
+    lengths = _bounds(command.input_len, "--input-len"), _bounds(command.output_len, "--output-len")
+    if command.json not in (None, "-"):
+        _check_directory(command.json)
+    if command.plot is not None:
+        check_plot(command.plot)
+    model, tokenizer = _load(command)
+    requests = _requests(command, model.config.vocab_size, *lengths)
+    settings = (
+        *("max_running_requests", "page_size", "num_pages", "mem_fraction", "chunked_prefill_size", "token_paddings"),
+        *("max_model_len", "decode_rows", "decode_steps", "batch_invariant"),
+    )
+    engine = Engine(
+        model,
+        tokenizer,
+        max_queue=max(1024, len(requests)),
+        **{name: getattr(command, name) for name in settings},
+    )
+    report = bench.measure(
+        engine,
+        requests,
+        request_rate=command.request_rate,
+        seed=command.seed,
+        ignore_eos=not command.stop_at_eos,
+        temperature=command.temperature,
+        about=_about(command, model),
+    )
+    text = json.dumps(report.to_dict(), indent=1)
+    if command.json == "-":
+        print(text)
+    else:
+        # Rich would leave out columns where there is no room for them.
+        Console(width=max(100, Console().width)).print(report)
+    if command.json not in (None, "-"):
+        pathlib.Path(command.json).write_text(text + "\n", encoding="utf-8")
+    if command.plot is not None:
+        report.plot(command.plot)
+
+
+def _load(command: Bench) -> "tuple[Ling3ForCausalLM, Tokenizer | None]":
+    """The model, and its tokenizer if it has one, or has to have one for texts."""
+    import jax
+    import jax.numpy as jnp
+
+    from ling3 import checkpoint
+    from ling3.config import Ling3Config
+    from ling3.model import init
+    from ling3.tokenizer import load_tokenizer
+
+    dtype = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[command.dtype]
+    path = pathlib.Path(command.model)
+    if path.suffix == ".json" and path.is_file():
+        if command.prompts is not None:
+            raise ValueError("--prompts needs a tokenizer, which a config.json has none of: give a checkpoint")
+        config = Ling3Config.from_file(path)
+        return init(config, key=jax.random.key(command.seed), dtype=jnp.bfloat16 if dtype is None else dtype), None
+    try:
+        tokenizer = load_tokenizer(command.model)
+    except FileNotFoundError:
+        if command.prompts is not None:
+            raise
+        tokenizer = None
+    return checkpoint.load(command.model, dtype), tokenizer
+
+
+def _requests(
+    command: Bench, vocab: int, input_len: tuple[int, int], output_len: tuple[int, int]
+) -> "list[SampleRequest]":
     from ling3 import bench
 
-    bench.run(command)
+    if command.prompts is not None:
+        return bench.read_requests(command.prompts, output_len, command.num_prompts, command.seed)
+    requests = REQUESTS if command.num_prompts is None else command.num_prompts
+    return bench.random_requests(requests, vocab, input_len, output_len, command.seed)
+
+
+def _about(command: Bench, model: "Ling3ForCausalLM") -> dict[str, str | int]:
+    import jax
+
+    return {
+        "model": command.model,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model)),
+        "dtype": model.lm_head.weight.dtype.name,
+        "command": shlex.join(["ling3", *sys.argv[1:]]),
+    }
+
+
+def _bounds(text: str, name: str) -> tuple[int, int]:
+    """`128` or `16:256` as the first and the last length."""
+    first, _, last = text.partition(":")
+    try:
+        return int(first), int(last or first)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, expected a number of tokens, or a range such as 16:256") from None
+
+
+def _check_directory(path: str) -> None:
+    directory = pathlib.Path(path).absolute().parent
+    if not directory.is_dir():
+        raise ValueError(f"--json: there is no directory {directory}: make it first")
