@@ -10,9 +10,9 @@ from ling3.checkpoint import CheckpointError, load, save  # noqa: E402
 from ling3.config import ConfigError, Ling3Config  # noqa: E402
 from ling3.generate import generate  # noqa: E402
 from ling3.model import Ling3ForCausalLM, init  # noqa: E402
-from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Timings  # noqa: E402
+from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings  # noqa: E402
 from ling3.params import SamplingParams  # noqa: E402
-from ling3.serve import Engine, QueueFull, Stats  # noqa: E402
+from ling3.serve import Engine, QueueFull  # noqa: E402
 from ling3.tokenizer import Tokenizer, TokenizerError, load_tokenizer  # noqa: E402
 from ling3.version import __version__  # noqa: E402
 

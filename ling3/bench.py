@@ -23,7 +23,7 @@ from ling3.bench_report import Report, Served, machine
 from ling3.outputs import Delta
 from ling3.params import SamplingParams
 from ling3.progress import progress
-from ling3.serve import Engine, QueueFull, Stats
+from ling3.serve import Engine, QueueFull
 
 # What an engine's books count for a report.
 TURNS = ("steps", "prefill_calls", "decode_calls", "preemptions")
@@ -136,7 +136,7 @@ def measure(
         duration=max(request.end for request in served),
         request_rate=request_rate,
         about={**(about or {}), "workload": workload},
-        engine=_settings(engine, after),
+        engine={**engine.settings, "tokenizer": engine.tokenizer is not None},
         turns={name: getattr(after, name) - getattr(before, name) for name in TURNS},
         machine=where,
     )
@@ -213,18 +213,3 @@ def _check_count(count: int) -> None:
     """Raises ValueError unless there is anything to measure."""
     if count < 1:
         raise ValueError(f"the number of requests is {count}, expected at least 1")
-
-
-def _settings(engine: Engine, stats: Stats) -> dict[str, Any]:
-    return {
-        "max_running_requests": stats.slots,
-        "num_pages": stats.pages,
-        "page_size": stats.page_size,
-        "chunked_prefill_size": engine.chunk,
-        "max_model_len": engine.max_model_len,
-        "max_queue": engine.max_queue,
-        "decode_rows": engine.decode_rows,
-        "decode_steps": engine.decode_steps,
-        "batch_invariant": engine.batch_invariant,
-        "tokenizer": engine.tokenizer is not None,
-    }

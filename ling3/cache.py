@@ -1,4 +1,4 @@
-"""What a running Ling-3 remembers: fixed-size states for its KDA layers, growing latents in pages for its MLA layers."""
+"""What a running Ling-3 remembers: states of fixed size for its KDA layers, growing latents for its MLA layers."""
 
 import equinox as eqx
 import jax.numpy as jnp

@@ -112,3 +112,27 @@ class Delta:
     """None until the last delta of a completion."""
     output: RequestOutput | None
     """The whole request, with the last delta of its last completion."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """The engine's books. `submitted` completions are waiting, running or finished, and pages and slots add up."""
+
+    submitted: int
+    waiting: int
+    running: int
+    finished: dict[str, int]
+    """By finish reason."""
+    slots: int
+    free_slots: int
+    pages: int
+    free_pages: int
+    page_size: int
+    prompt_tokens: int
+    """Brought into the caches."""
+    output_tokens: int
+    preemptions: int
+    steps: int
+    """Turns of the loop."""
+    prefill_calls: int
+    decode_calls: int

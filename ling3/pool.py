@@ -144,9 +144,7 @@ def prefill(
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
-def decode(
-    model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool
-) -> tuple[Choice, Pool]:
+def decode(model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool) -> tuple[Choice, Pool]:
     """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
     view = pool.take(rows.slots)
 

@@ -27,7 +27,7 @@ class Request:
     prompt: str | None
     prompt_ids: list[int]
     params: SamplingParams
-    deliver: Callable[[Delta], None]
+    deliver: Callable[[Delta], None] = lambda delta: None
     """Where its deltas go."""
     report: Callable[[Delta], None] = lambda delta: None
     """Where the last ones go once `deliver` has raised."""

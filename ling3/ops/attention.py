@@ -97,8 +97,8 @@ def paged_attention(
             return lax.dynamic_slice_in_dim(x, first, GROUP)
 
         block = pages.at[lax.dynamic_index_in_dim(group(table), i, axis=1, keepdims=False)].get(mode="clip")
-        own = tuple(group(x) for x in carry)
-        own = _attend(own, group(q), group(row_positions), block, i * page_size, group(length), expand)
+        top, total, sums = (group(x) for x in carry)
+        own = _attend((top, total, sums), group(q), group(row_positions), block, i * page_size, group(length), expand)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(carry, own, strict=True))
 
     o = _finish(lax.fori_loop(0, turn_ends[-1], turn, _empty(q, value)))

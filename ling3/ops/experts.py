@@ -61,7 +61,8 @@ def block_experts(
     """The same function at the cost of the chosen experts alone, in float32 or wider.
 
     Rows are sorted by expert and cut into blocks of one expert each; a loop with as many turns as there are blocks
-    reads each block's expert once. An index that is no expert, in `chosen`, stands for none and costs nothing. Every token's results are summed in top-k order, whoever its neighbours are.
+    reads each block's expert once. An index that is no expert, in `chosen`, stands for none and costs nothing.
+    Every token's results are summed in top-k order, whoever its neighbours are.
     """
     tokens, top_k = chosen.shape
     experts = gate_proj.shape[0]

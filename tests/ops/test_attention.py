@@ -80,7 +80,7 @@ def test_pages_are_plain_attention(batch, rows):
 def test_a_row_does_not_depend_on_its_neighbours():
     """Bit for bit, wherever it stands and however long the others are."""
     page, batch = 16, 2 * GROUP
-    q, entries, row_positions, length = case(jnp.float32, rows=1, start=[37] * batch, blocks=5, page=page)
+    q, entries, row_positions, _ = case(jnp.float32, rows=1, start=[37] * batch, blocks=5, page=page)
     pool, table = paged(entries, page)
     alone = np.asarray(by_pages(q, pool, table, row_positions, jnp.zeros(batch, jnp.int32).at[3].set(38))[3])
     draw = np.random.default_rng(0)
@@ -95,7 +95,9 @@ def test_gradients_agree():
     with jax.enable_x64(True):
         q, entries, row_positions, length = case(jnp.float64, rows=40, start=(240, 500))
         gradients = [
-            jax.grad(lambda *x, form=form: jnp.sum(jnp.sin(form(*x, row_positions, length))), argnums=(0, 1))(q, entries)
+            jax.grad(lambda *x, form=form: jnp.sum(jnp.sin(form(*x, row_positions, length))), argnums=(0, 1))(
+                q, entries
+            )
             for form in (by_blocks, plain)
         ]
         for a, b in zip(*gradients, strict=True):

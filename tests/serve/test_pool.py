@@ -13,7 +13,7 @@ SETTINGS = {"page_size": 16, "chunked_prefill_size": 16, "token_paddings": (16,)
 
 def compiled(program, **changes):
     """The program's memory: bytes of the pool, of what is updated in place, and of temporaries."""
-    runner = ling3.Engine(open_model(TINY), None, **{**SETTINGS, **changes})._runner
+    runner = ling3.Engine(open_model(TINY), None, **{**SETTINGS, **changes})._loop.runner
     if program is decode:
         lowered = decode.lower(runner.model, runner._rows([], 4), jnp.asarray(4, jnp.int32), runner.pool)
     else:

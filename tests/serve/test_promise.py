@@ -1,4 +1,4 @@
-"""The engine's promise: a request's tokens and log-probabilities are bit for bit those of the same request run alone."""
+"""The promise: a request's tokens and log-probabilities are bit for bit those of the same request run alone."""
 
 import functools
 
@@ -64,7 +64,7 @@ def requests():
 def alone(which, chunk):
     """The answers to one request in an engine that serves nothing else."""
     lonely = idle_engine()
-    lonely.chunk = chunk
+    lonely._loop.chunk = chunk
     (output,) = lonely.generate([requests()[which][0]], requests()[which][1])
     return [answer(completion) for completion in output.outputs]
 
@@ -82,13 +82,11 @@ def answer(completion):
 class Company(RuleBasedStateMachine):
     """Requests come, go on, are aborted and preempted in any order; fewer slots and pages than the pool has."""
 
-    @initialize(
-        slots=st.integers(1, SLOTS), pages=st.integers(FEWEST_PAGES, PAGES), chunk=st.sampled_from([8, 16, 32])
-    )
+    @initialize(slots=st.integers(1, SLOTS), pages=st.integers(FEWEST_PAGES, PAGES), chunk=st.sampled_from([8, 16, 32]))
     def begin(self, slots, pages, chunk):
         self.engine = busy_engine()
-        self.engine.chunk = self.chunk = chunk
-        self.engine._scheduler = Scheduler(slots, pages, SETTINGS["page_size"])
+        self.engine._loop.chunk = self.chunk = chunk
+        self.engine._loop.scheduler = Scheduler(slots, pages, SETTINGS["page_size"])
         self.before = self.engine.stats()
         self.asked, self.finished, self.aborted = {}, {}, set()
 
@@ -119,9 +117,9 @@ class Company(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values())
         assert stats.slots == stats.free_slots + stats.running
-        held = sum(len(run.pages) for run in self.engine._scheduler.running)
+        held = sum(len(run.pages) for run in self.engine._loop.scheduler.running)
         assert stats.pages == stats.free_pages + held
-        self.engine._scheduler.check()
+        self.engine._loop.scheduler.check()
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -138,7 +136,7 @@ class Company(RuleBasedStateMachine):
                     assert answer(got) == expected
         stats = self.engine.stats()
         assert (stats.free_slots, stats.free_pages) == (stats.slots, stats.pages)
-        assert (stats.waiting, stats.running, self.engine._requests, self.engine._in_flight) == (0, 0, {}, [])
+        assert (stats.waiting, stats.running, self.engine._loop.requests, self.engine._loop.in_flight) == (0, 0, {}, [])
 
 
 @functools.cache
@@ -158,10 +156,12 @@ def answers(some, engine):
 
 def test_constant_preemption_changes_nothing():
     """Six requests that begin small and each grow to most of the pages there are."""
-    growing = [([5 + i], ling3.SamplingParams(max_tokens=120, temperature=i % 2, seed=i, logprobs=0)) for i in range(12)]
+    growing = [
+        ([5 + i], ling3.SamplingParams(max_tokens=120, temperature=i % 2, seed=i, logprobs=0)) for i in range(12)
+    ]
     crowded = busy_engine()
-    crowded.chunk = 32
-    crowded._scheduler = Scheduler(SLOTS, FEWEST_PAGES, SETTINGS["page_size"])
+    crowded._loop.chunk = 32
+    crowded._loop.scheduler = Scheduler(SLOTS, FEWEST_PAGES, SETTINGS["page_size"])
     before = crowded.stats().preemptions
     expected = [answers([request], idle_engine())[0] for request in growing]
     assert answers(growing, crowded) == expected
@@ -171,14 +171,15 @@ def test_constant_preemption_changes_nothing():
 def test_poisoned_pools_change_nothing():
     """NaN in every free page and slot before every step, and in every position that a request has not yet reached."""
     poisoned = busy_engine()
-    poisoned.chunk = 32
-    poisoned._scheduler = Scheduler(SLOTS, 20, SETTINGS["page_size"])
+    poisoned._loop.chunk = 32
+    poisoned._loop.scheduler = Scheduler(SLOTS, 20, SETTINGS["page_size"])
     asked = {poisoned.submit(*request): which for which, request in enumerate(requests())}
     while poisoned.has_work:
-        scheduler, runner = poisoned._scheduler, poisoned._runner
-        free_slots, free_pages = jnp.asarray(scheduler._free_slots, jnp.int32), [*scheduler._free_pages, *range(20, PAGES)]
+        scheduler, runner = poisoned._loop.scheduler, poisoned._loop.runner
+        slots = jnp.asarray(scheduler._free_slots, jnp.int32)
+        pages = jnp.asarray([*scheduler._free_pages, *range(20, PAGES)], jnp.int32)
 
-        def poison(layer, slots=free_slots, pages=jnp.asarray(free_pages, jnp.int32)):
+        def poison(layer, slots=slots, pages=pages):
             if isinstance(layer, KDAState):
                 return KDAState(layer.recurrent.at[slots].set(jnp.nan), layer.conv.at[slots].set(jnp.nan))
             return layer.at[pages].set(jnp.nan)
@@ -199,12 +200,11 @@ def test_the_size_of_the_engine_changes_nothing(changes):
 
 def test_without_the_promise_answers_differ_by_rounding_alone():
     free = engine(batch_invariant=False)
-    greedy = [(prompt, ling3.SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True)) for prompt, _ in requests()[:6]]
+    params = ling3.SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True)
+    greedy = [(prompt, params) for prompt, _ in requests()[:6]]
     together, expected = answers(greedy, free), answers(greedy, idle_engine())
-    assert free._runner.shapes.rows == (2, 4, 6)
+    assert free._loop.runner.shapes.rows == (2, 4, 6)
     for ((tokens, logprobs, *_),), ((same_tokens, same_logprobs, *_),) in zip(together, expected, strict=True):
         assert tokens == same_tokens
         # Logits of standard deviation near 1 in float32, through four layers: 1e-5 at most.
-        np.testing.assert_allclose(
-            [one.logprob for one in logprobs], [one.logprob for one in same_logprobs], atol=1e-4
-        )
+        np.testing.assert_allclose([one.logprob for one in logprobs], [one.logprob for one in same_logprobs], atol=1e-4)
