@@ -11,7 +11,7 @@ from jaxtyping import Int32
 from ling3.model import Ling3ForCausalLM
 from ling3.ops.attention import BLOCK
 from ling3.params import SamplingParams, check_prompt, check_room
-from ling3.pool import DECODE_STEPS, Pool, Rows, decode, prefill
+from ling3.pool import DECODE_STEPS, Pool, Rows, cache_dtype, decode, prefill
 from ling3.sampling import NOT_A_NUMBER, Sampling
 
 # Prompt tokens of one row per prefill call; shorter rests round up to a power of two from SMALLEST_CHUNK on.
@@ -70,7 +70,7 @@ def _run(
     rows = Rows(None, jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns))
     wanted = [(params, (params.seed or 0) + b, len(prompt), stops) for b, prompt in enumerate(prompts)]
     sampling = Sampling.build(wanted, model.config.vocab_size, _round_up(len(stops), FEWEST_STOPS))
-    pool = Pool.empty(model, sampling, batch * columns, BLOCK, model.lm_head.weight.dtype)
+    pool = Pool.empty(model, sampling, batch * columns, BLOCK, cache_dtype(model))
     until = jnp.asarray([len(prompt) + params.max_tokens for prompt in prompts], jnp.int32)
     pool = eqx.tree_at(lambda p: (p.until, p.done), pool, (until, jnp.zeros(batch, bool)))
 

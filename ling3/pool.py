@@ -127,6 +127,15 @@ def new_memory(
     )
 
 
+def cache_dtype(model: Ling3ForCausalLM) -> jnp.dtype:
+    """What latents and convolution tails are kept in: the weights' dtype, but float32 on the CPU.
+
+    There XLA copies a whole bfloat16 cache to write one entry into it. The values are those of the narrower dtype.
+    """
+    dtype = model.lm_head.weight.dtype
+    return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" and dtype.itemsize < 4 else dtype
+
+
 @functools.partial(jax.jit, donate_argnames="pool")
 def prefill(
     model: Ling3ForCausalLM,

@@ -20,6 +20,7 @@ from ling3.pool import (
     Pool,
     Rows,
     arrive,
+    cache_dtype,
     decode,
     depart,
     new_memory,
@@ -176,15 +177,6 @@ class Runner:
         np.add.at(counts[0], run.token_ids, 1)
         numbers = (np.asarray([value], np.float32) for value in penalties)
         return Adjustments(*jax.device_put((np.asarray([True]), *numbers, bias, counts)))
-
-
-def cache_dtype(model: Ling3ForCausalLM) -> jnp.dtype:
-    """What latents and convolution tails are kept in: the weights' dtype, but float32 on the CPU.
-
-    There XLA copies a whole bfloat16 cache to write one entry into it. The values are those of the narrower dtype.
-    """
-    dtype = model.lm_head.weight.dtype
-    return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" and dtype.itemsize < 4 else dtype
 
 
 def pages_that_fit(model: Ling3ForCausalLM, slots: int, columns: int, page_size: int, mem_fraction: float) -> int:

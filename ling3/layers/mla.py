@@ -93,6 +93,7 @@ class MLA(eqx.Module):
         positions = span.positions(seq)
         q_nope, q_rope = self._queries(x, positions)
         entries = self._entries(x, positions)
+        state = None if state is None else state.append(entries, span)
 
         def attend(
             q: Float[Array, "batch heads rows width"],
@@ -106,7 +107,6 @@ class MLA(eqx.Module):
             length = span.start + span.length
             return paged_attention(q, row_positions, state.entries, state.table, length, expand, value)
 
-        state = None if state is None else state.append(entries, span)
         pre_o_proj = (self._absorbed if seq == 1 else self._expanded)(q_nope, q_rope, positions, attend)
         return self._output(pre_o_proj.astype(x.dtype), x), state
 
@@ -199,7 +199,8 @@ class MLA(eqx.Module):
         """The head-wise gate, then the output projection."""
         gate: Float[Array, "batch seq heads"] = jax.nn.sigmoid(self.g_proj(x, wide(x.dtype)))
         gated: Float[Array, "batch seq heads value"] = pre_o_proj * gate.astype(x.dtype)[..., None]
-        return self.dense(rearrange(gated, "b s h v -> b s (h v)"))
+        flat: Float[Array, "batch seq heads*value"] = rearrange(gated, "b s h v -> b s (h v)")
+        return self.dense(flat)
 
 
 def _per_head(

@@ -3,6 +3,7 @@
 import functools
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -208,3 +209,14 @@ def test_without_the_promise_answers_differ_by_rounding_alone():
         assert tokens == same_tokens
         # Logits of standard deviation near 1 in float32, through four layers: 1e-5 at most.
         np.testing.assert_allclose([one.logprob for one in logprobs], [one.logprob for one in same_logprobs], atol=1e-4)
+
+
+def test_bfloat16_keeps_the_promise():
+    """Narrow weights, whose caches are float32 on the CPU: two rows and a preemption or two."""
+    narrow = ling3.Engine(open_model(TINY, dtype=jnp.bfloat16), None, **{**SETTINGS, "num_pages": 12, "decode_rows": 2})
+    some = requests()[:8]
+    expected = [answers([request], narrow)[0] for request in some]
+    before = narrow.stats().preemptions
+    assert answers(some, narrow) == expected
+    assert narrow.stats().preemptions > before
+    assert {leaf.dtype for leaf in jax.tree.leaves(narrow._loop.runner.pool.layers)} == {jnp.dtype(jnp.float32)}
