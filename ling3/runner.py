@@ -98,7 +98,7 @@ class Runner:
     def scrub(self, run: Run) -> None:
         """Zeros in the run's slot and pages."""
         for pages in self._moves(run.pages):
-            self.pool = write_pages(pages, jax.tree.map(jnp.zeros_like, self._no_pages), self.pool)
+            self.pool = write_pages(pages, self._no_pages, self.pool)
         self._clear(run.slot)
 
     def prefill(self, run: Run, tokens: Sequence[int]) -> Choice:
