@@ -1,0 +1,358 @@
+"""Many readers at once: asyncio streams, threads, and an engine that fails under them."""
+
+import asyncio
+import concurrent.futures
+import gc
+import logging
+import threading
+import time
+
+import pytest
+from small_engine import answer, balanced, engine, idle
+
+from ling3 import QueueFull, SamplingParams
+
+LONG = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=1)
+SHORT = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
+PROMPTS = [[7, 8, 9], list(range(20, 65)), [11], list(range(100, 140)), [12, 13], [14]]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    made = engine()
+    made.warmup()
+    return made
+
+
+@pytest.fixture
+def served(shared, caplog):
+    """The engine of this module; each test leaves it idle, and asyncio has nothing to complain of."""
+    yield shared
+    gc.collect()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert not shared._drivers
+    assert idle(shared)
+
+
+def alone(served, prompts, params):
+    return [answer(output.outputs[0]) for prompt in prompts for output in served.generate([prompt], params)]
+
+
+async def read(served, prompt, params):
+    """All deltas of a stream; what they add up to has to be its output."""
+    deltas = [delta async for delta in served.astream(prompt, params)]
+    output = deltas[-1].output
+    assert [delta.output is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
+    for completion in output.outputs:
+        mine = [delta for delta in deltas if delta.index == completion.index]
+        assert [token for delta in mine for token in delta.token_ids] == list(completion.token_ids)
+        assert "".join(delta.text for delta in mine) == completion.text
+    return output
+
+
+async def freed(served):
+    """Waits until nothing runs."""
+    for _ in range(500):
+        books = served.stats()
+        assert balanced(books)
+        if (books.running, books.waiting) == (0, 0):
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("requests without a reader are still running")
+
+
+def test_many_streams_at_once(served):
+    """As many as there are slots and more; each is what it is alone."""
+    expected = alone(served, PROMPTS * 2, LONG)
+
+    async def main():
+        return await asyncio.gather(*(read(served, prompt, LONG) for prompt in PROMPTS * 2))
+
+    outputs = asyncio.run(main())
+    assert [answer(output.outputs[0]) for output in outputs] == expected
+
+
+def test_several_completions_in_one_stream(served):
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, n=5, ignore_eos=True)
+    (expected,) = served.generate([PROMPTS[0]], params)
+    output = asyncio.run(read(served, PROMPTS[0], params))
+    assert [answer(c) for c in output.outputs] == [answer(c) for c in expected.outputs]
+
+
+def test_leaving_a_stream_aborts_it_and_no_other(served):
+    (expected,) = alone(served, [PROMPTS[1]], LONG)
+
+    async def main():
+        other = asyncio.create_task(read(served, PROMPTS[1], LONG))
+        before = served.stats().finished["abort"]
+        async for _ in served.astream(PROMPTS[0], LONG):
+            break
+        stream = served.astream(PROMPTS[2], LONG)
+        await anext(stream)
+        await stream.aclose()
+        gc.collect()
+        output = await other
+        await freed(served)
+        assert served.stats().finished["abort"] == before + 2
+        return output
+
+    assert answer(asyncio.run(main()).outputs[0]) == expected
+
+
+def test_a_stream_that_was_never_begun_costs_nothing(served):
+    before = served.stats()
+
+    async def main():
+        stream = served.astream(PROMPTS[0], LONG)
+        await stream.aclose()
+
+    asyncio.run(main())
+    assert served.stats() == before
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.0001, 0.002, 0.01])
+def test_cancelling_a_reader_frees_its_slot(served, delay):
+    """At whatever it waits for: the queue, its first delta, the next."""
+    (expected,) = alone(served, [PROMPTS[1]], SHORT)
+
+    async def main():
+        tasks = [asyncio.create_task(read(served, prompt, LONG)) for prompt in PROMPTS]
+        await asyncio.sleep(delay)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        await freed(served)
+        return await read(served, PROMPTS[1], SHORT)
+
+    assert answer(asyncio.run(main()).outputs[0]) == expected
+
+
+def test_a_timeout_is_a_cancellation(served):
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                while True:
+                    await read(served, PROMPTS[1], LONG)
+        await freed(served)
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_ends_amid_streams_leaves_the_engine_well(served):
+    """`asyncio.run` cancels what is left; nothing of it runs on, nor waits in the engine."""
+    (expected,) = alone(served, [PROMPTS[0]], SHORT)
+
+    async def main():
+        tasks = [asyncio.create_task(read(served, prompt, LONG)) for prompt in PROMPTS]
+        await asyncio.sleep(0.01)
+        return tasks
+
+    asyncio.run(main())
+    served.step()
+    books = served.stats()
+    assert (books.running, books.waiting) == (0, 0)
+    assert answer(asyncio.run(read(served, PROMPTS[0], SHORT)).outputs[0]) == expected
+
+
+def test_one_event_loop_after_the_other_and_two_at_once(served):
+    expected = alone(served, PROMPTS, SHORT)
+
+    async def main():
+        return await asyncio.gather(*(read(served, prompt, SHORT) for prompt in PROMPTS))
+
+    for _ in range(2):
+        assert [answer(output.outputs[0]) for output in asyncio.run(main())] == expected
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(lambda: asyncio.run(main())) for _ in range(2)]:
+            assert [answer(output.outputs[0]) for output in future.result()] == expected
+
+
+def test_a_driver_that_is_cancelled_is_replaced(served):
+    (expected,) = alone(served, [PROMPTS[1]], LONG)
+
+    async def main():
+        reader = asyncio.create_task(read(served, PROMPTS[1], LONG))
+        for _ in range(5):
+            await asyncio.sleep(0.005)
+            for driver in list(served._drivers.values()):
+                driver.cancel()
+        return await reader
+
+    assert answer(asyncio.run(main()).outputs[0]) == expected
+
+
+class Fault(RuntimeError):
+    """The device's."""
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_a_fault_reaches_every_reader(served, monkeypatch, where):
+    """Each sees its request end in `error`, and then the fault itself; new requests are answered."""
+    (expected,) = alone(served, [PROMPTS[0]], SHORT)
+
+    def broken(*_):
+        raise Fault("out of memory")
+
+    async def reading(prompt):
+        last = None
+        with pytest.raises(Fault, match="out of memory"):
+            async for delta in served.astream(prompt, LONG):
+                last = delta
+        assert last.finish_reason == "error"
+        assert "the engine failed: Fault('out of memory')" in last.output.error
+
+    async def main():
+        with monkeypatch.context() as patch:
+            readers = [asyncio.create_task(reading(prompt)) for prompt in PROMPTS]
+            await asyncio.sleep(0.005)
+            patch.setattr(served._loop.runner, where, broken)
+            while not all(reader.done() for reader in readers):
+                readers.append(asyncio.create_task(reading(PROMPTS[0])))
+                await asyncio.sleep(0.005)
+            await asyncio.gather(*readers)
+        return await read(served, PROMPTS[0], SHORT)
+
+    assert answer(asyncio.run(main()).outputs[0]) == expected
+
+
+def test_bad_requests_are_told_to_who_asks(served):
+    async def main():
+        for prompt, params, message in (
+            ([], SHORT, "prompt is empty"),
+            ([400], SHORT, "token 0 is 400"),
+            ([3] * 250, LONG, "350 together"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                await anext(served.astream(prompt, params))
+        narrow = engine(max_queue=1)
+        narrow.submit([3], SHORT)
+        with pytest.raises(QueueFull):
+            await anext(narrow.astream([3], SHORT))
+        (first,) = [
+            delta.output for delta in narrow.step() + narrow.step() + narrow.step() + narrow.step() if delta.output
+        ]
+        assert first.finish_reason == "length"
+        assert idle(narrow)
+
+    asyncio.run(main())
+
+
+def test_an_engine_can_be_driven_by_several_hands(served):
+    """`generate` and `submit` amid streams: each gets its own."""
+    expected = alone(served, PROMPTS, LONG)
+
+    async def main():
+        readers = [asyncio.create_task(read(served, prompt, LONG)) for prompt in PROMPTS[:3]]
+        await asyncio.sleep(0.005)
+        told = []
+        served.submit(PROMPTS[5], LONG, on_delta=told.append)
+        middle = await asyncio.to_thread(served.generate, PROMPTS[3:4], LONG)
+        last = served.generate(PROMPTS[4:5], LONG)
+        outputs = [*await asyncio.gather(*readers), *middle, *last]
+        while not (told and told[-1].output):
+            await asyncio.sleep(0.005)
+        return [*outputs, told[-1].output]
+
+    assert [answer(output.outputs[0]) for output in asyncio.run(main())] == expected
+
+
+def test_the_event_loop_stays_awake_while_a_step_is_slow(served, monkeypatch):
+    """Though new streams begin and others are left meanwhile, and the books are in use."""
+    decode, slow = served._loop.runner.decode, 0.4
+
+    def sleeping(runs, steps):
+        time.sleep(slow)
+        return decode(runs, steps)
+
+    monkeypatch.setattr(served._loop.runner, "decode", sleeping)
+    gaps = []
+
+    async def ticking():
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.005)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    async def leaving():
+        async for _ in served.astream(PROMPTS[0], SHORT):
+            break
+
+    async def main():
+        ticker = asyncio.create_task(ticking())
+        readers = [asyncio.create_task(read(served, PROMPTS[0], SHORT))]
+        for _ in range(4):
+            await asyncio.sleep(0.06)
+            readers.append(asyncio.create_task(leaving()))
+        await asyncio.gather(*readers)
+        ticker.cancel()
+        await freed(served)
+
+    asyncio.run(main())
+    assert len(gaps) > 20
+    # Far under one slow step, and far over what the operating system may take.
+    assert max(gaps) < 0.75 * slow
+
+
+def test_threads_stream_and_submit_at_once(served):
+    """Eight threads, each with streams, batches and aborts of its own."""
+    expected = alone(served, PROMPTS, SHORT)
+    begin = threading.Barrier(8)
+
+    def work(which):
+        begin.wait()
+        for turn in range(6):
+            i = (which + turn) % len(PROMPTS)
+            if which % 3 == 0:
+                ends = [delta.output for delta in served.stream(PROMPTS[i], SHORT) if delta.output]
+            elif which % 3 == 1:
+                ends = served.generate([PROMPTS[i]], SHORT)
+            else:
+                doomed = served.submit(PROMPTS[0], LONG, on_delta=lambda delta: None)
+                told = []
+                served.submit(PROMPTS[i], SHORT, on_delta=told.append)
+                served.abort(doomed)
+                while not (told and told[-1].output):
+                    served.step()
+                ends = [told[-1].output]
+            assert len(ends) == 1
+            assert answer(ends[0].outputs[0]) == expected[i]
+            assert balanced(served.stats())
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+
+
+def test_a_fault_reaches_every_thread(served, monkeypatch):
+    """Who moves the loop raises it, and who waits beside does too."""
+    begin, raised = threading.Barrier(5), []
+
+    def work(which):
+        begin.wait()
+        try:
+            if which % 2:
+                list(served.stream(PROMPTS[1], LONG))
+            else:
+                served.generate(PROMPTS[1:3], LONG)
+        except Fault as fault:
+            raised.append(fault)
+
+    decode, count = served._loop.runner.decode, []
+
+    def breaking(runs, steps):
+        count.append(len(runs))
+        if len(count) > 5:
+            raise Fault("gone")
+        return decode(runs, steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served._loop.runner, "decode", breaking)
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            working = [threads.submit(work, which) for which in range(4)]
+            begin.wait()
+            concurrent.futures.wait(working)
+    assert len(raised) == 4
+    assert len(served.generate(PROMPTS, SHORT)) == len(PROMPTS)
