@@ -14,16 +14,15 @@ class Guard:
     """Lets one thread at a time move the loop, and one at a time look at the books or change them.
 
     Ctrl-C waits until nothing is left half done. A callback runs while the books are in order: it may change them, but
-    cannot move the loop that called it. `drop` ends the requests whose readers have left, by calling `end`.
+    cannot move the loop that called it.
     """
 
-    def __init__(self, end: Callable[[Request], object]):
-        self._end = end
+    def __init__(self) -> None:
         self._turn = threading.Lock()
         self._lock = threading.RLock()
         self._changing = 0  # depth of the changes under way; 0 in callbacks
         self._calling: int | None = None  # the thread that is in a callback
-        self._dropped: deque[Request] = deque()
+        self._dropped: deque[Callable[[], object]] = deque()
         self._raised: list[BaseException] = []
 
     @contextlib.contextmanager
@@ -71,13 +70,13 @@ class Guard:
         """Raises it not, since who asked is being told already."""
         self._raised = []
 
-    def drop(self, request: Request) -> None:
-        """Ends a request whose reader has left: now, or when the books are no longer in use.
+    def drop(self, end: Callable[[], object]) -> None:
+        """Calls `end`, for a request whose reader has left: now, or when the books are no longer in use.
 
         It never waits, as an event loop must not, and changes nothing amid another change: the garbage collector may
         close an iterator anywhere.
         """
-        self._dropped.append(request)
+        self._dropped.append(end)
         with held_back():
             self._sweep()
 
@@ -88,7 +87,7 @@ class Guard:
                     return
                 self._changing += 1
                 try:
-                    self._end(self._dropped.popleft())
+                    self._dropped.popleft()()
                 finally:
                     self._changing -= 1
             finally:

@@ -124,7 +124,7 @@ class Engine:
             widths=tuple(widths[: widths.index(smallest(widths, chunked_prefill_size)) + 1]),
             rows=(decode_rows,) if batch_invariant else _doublings(max_running_requests),
         )
-        self._guard = Guard(self._abort)
+        self._guard = Guard()
         self._loop = Loop(Runner(model, shapes), chunked_prefill_size, decode_steps, self._guard.hand_out)
         self._ids = itertools.count()
         self._outbox: list[Delta] = []
@@ -240,7 +240,7 @@ class Engine:
             if request.fault is not None:
                 raise request.fault
         finally:
-            self._guard.drop(request)
+            self._guard.drop(lambda: self._abort(request))
 
     async def astream(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
@@ -273,7 +273,7 @@ class Engine:
             if request.fault is not None:
                 raise request.fault
         finally:
-            self._guard.drop(request)
+            self._guard.drop(lambda: self._abort(request))
 
     def _drive(self, events: asyncio.AbstractEventLoop) -> "asyncio.Task[None]":
         """The task that moves the loop for all streams of an event loop, while there is work."""

@@ -1,8 +1,10 @@
 """What is asked and what is answered: prompts, params, deltas, completions, books."""
 
 import dataclasses
+import gc
 import itertools
 import logging
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -533,3 +535,19 @@ def test_nothing_is_compiled_after_warmup(caplog):
     assert served.stats().finished["error"] == 1
     assert [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()] == []
     assert served._loop.runner.programs == programs
+
+
+def test_an_engine_that_is_left_gives_its_memory_back():
+    """At once, and not when the garbage collector next looks for cycles: the next engine may need it."""
+    left = engine()
+    left.generate(PROMPTS, GREEDY)
+    stream = left.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    memory = [weakref.ref(leaf) for leaf in jax.tree.leaves(left._loop.runner.pool.layers)]
+    gc.collect()
+    gc.disable()
+    try:
+        del stream, left
+        assert [ref() for ref in memory] == [None] * len(memory)
+    finally:
+        gc.enable()
