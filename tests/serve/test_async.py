@@ -128,6 +128,37 @@ def test_cancelling_a_reader_frees_its_slot(served, delay):
     assert answer(asyncio.run(main()).outputs[0]) == expected
 
 
+def test_a_reader_may_leave_before_it_is_in_the_queue(served):
+    """The books are in use, so that its request waits to be queued; nothing is queued for nobody afterwards."""
+    in_use, done = threading.Event(), threading.Event()
+
+    def use():
+        with served._guard.books():
+            in_use.set()
+            done.wait(10)
+
+    async def main():
+        user = threading.Thread(target=use)
+        user.start()
+        in_use.wait(10)
+        reader = asyncio.create_task(read(served, PROMPTS[0], LONG))
+        await asyncio.sleep(0.05)
+        reader.cancel()
+        await asyncio.wait([reader])
+        done.set()
+        user.join()
+
+    asyncio.run(main())
+    books = served.stats()
+    assert balanced(books)
+    assert (books.running, books.waiting) == (0, 0)
+    # Either may come first. Here the reader's end does.
+    request = served._request(PROMPTS[0], LONG, None, "prompt")
+    served._guard.drop(lambda: served._abort(request))
+    served._enqueue(request)
+    assert served.stats() == books
+
+
 def test_a_timeout_is_a_cancellation(served):
     async def main():
         with pytest.raises(TimeoutError):

@@ -722,6 +722,9 @@ def test_a_fault_of_the_device_ends_all_and_the_engine_begins_anew(busy, alone, 
     expected = [alone(prompt, LONG) for prompt in prompts]
 
     def broken(*_):
+        """The pool was given to the program, and has gone with it."""
+        for leaf in jax.tree.leaves(busy._loop.runner.pool):
+            leaf.delete()
         raise Fault("out of memory")
 
     seen = []
