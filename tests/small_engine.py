@@ -25,8 +25,8 @@ SETTINGS = {
     "decode_steps": 4,
 }
 PAGES, SLOTS = SETTINGS["num_pages"], SETTINGS["max_running_requests"]
-# config.json's, generation_config.json's two, and the tokenizer's own.
-ENDS = (5, 0, 351, 1)
+# The model's, and of the tokenizer's directory config.json's, generation_config.json's two, and the tokenizer's own.
+ENDS = (5, 4, 0, 351, 1)
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def tokenizer():
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory)
         write_tokenizer(train_tokenizer([], 352), path, 256)
-        (path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+        (path / "config.json").write_text(json.dumps({"eos_token_id": 4}))
         (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 351], "pad_token_id": 0}))
         return ling3.load_tokenizer(path)
 

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import logging
+import time
 import weakref
 
 import jax
@@ -14,6 +15,7 @@ from small_engine import ENDS, PAGES, SETTINGS, SLOTS, answer, balanced, engine,
 
 import ling3
 from ling3 import SamplingParams
+from ling3.cache import KDAState
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 CHAT = [{"role": "user", "content": "hi"}]
@@ -259,19 +261,21 @@ def alphabet():
             [*spell("A"), *spell("B"), ENDS[0], *spell("C")],
             [*spell("D"), *spell("E"), ENDS[1], *spell("F")],
             [*spell("G"), *spell("H"), ENDS[2], *spell("I")],
-            [*spell("J"), *spell("K"), ENDS[3], *spell("L"), *spell("M")],
+            [*spell("J"), *spell("K"), ENDS[3], *spell("L")],
+            [*spell("M"), *spell("N"), ENDS[4], *spell("O")],
         )
     )
 
 
 def test_the_ends_of_config_generation_config_and_tokenizer_all_end(alphabet):
-    outputs = alphabet.generate(["A", "D", "G", "J"], SamplingParams(max_tokens=6))
-    assert [output.text for output in outputs] == ["B", "E", "H", "K"]
-    assert [output.finish_reason for output in outputs] == ["stop"] * 4
+    prompts = ["A", "D", "G", "J", "M"]
+    outputs = alphabet.generate(prompts, SamplingParams(max_tokens=6))
+    assert [output.text for output in outputs] == ["B", "E", "H", "K", "N"]
+    assert [output.finish_reason for output in outputs] == ["stop"] * 5
     assert [output.outputs[0].stop_reason for output in outputs] == list(ENDS)
     assert [output.token_ids[-1] for output in outputs] == list(ENDS)
-    outputs = alphabet.generate(["A", "D", "G", "J"], SamplingParams(max_tokens=3, ignore_eos=True))
-    assert [output.finish_reason for output in outputs] == ["length"] * 4
+    outputs = alphabet.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [output.finish_reason for output in outputs] == ["length"] * 5
     assert [output.token_ids[1] for output in outputs] == list(ENDS)
     # Without a tokenizer, an engine knows the config's alone.
     deaf = ling3.Engine(reciter([30, 31, 5, 32], [40, 41, 1, 42]), None, **SETTINGS)
@@ -451,6 +455,18 @@ def test_timings_are_in_order(served):
     assert (times.queued, times.first_token, times.per_token, times.preemptions) == (None, None, None, 0)
 
 
+def test_the_first_token_is_timed_when_it_comes(served):
+    begin, seen, outputs = time.perf_counter(), [], []
+    for delta in served.stream(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=60)):
+        seen.append(time.perf_counter() - begin)
+        outputs.append(delta.output)
+        time.sleep(0.002)
+    times = outputs[-1].timings
+    assert times.first_token <= seen[0]
+    assert seen[-2] <= times.total <= seen[-1]
+    assert times.per_token >= (seen[-2] - seen[0]) / 60
+
+
 def test_the_books_balance_after_every_step():
     served, draw = engine(), np.random.default_rng(2)
     rids, prompts, tokens, deltas = [], 0, 0, []
@@ -481,6 +497,36 @@ def test_the_books_balance_after_every_step():
     assert books.output_tokens == tokens
     assert books.prompt_tokens >= prompts
     assert (books.slots, books.page_size) == (SLOTS, 16)
+
+
+def test_a_step_leaves_the_slots_and_pages_of_others_alone(served):
+    """Bit for bit, with what earlier requests have left in them."""
+
+    def others(run):
+        layers = jax.device_get(served._loop.runner.pool.layers)
+        return [
+            np.delete(leaf, run.slot if isinstance(layer, KDAState) else run.pages, axis=0)
+            for layer in layers
+            for leaf in jax.tree.leaves(layer)
+        ]
+
+    served.generate([[i] * 60 for i in range(10, 16)], dataclasses.replace(GREEDY, max_tokens=40))
+    rid = served.submit([9] * 70, dataclasses.replace(GREEDY, max_tokens=60))
+    served.step()
+    run, turns = served._loop.requests[rid].runs[0], 0
+    assert 0 < run.prefilled < 70
+    before = others(run)
+    assert sum(np.count_nonzero(leaf) for leaf in before) > 1000
+    while served.has_work and run.slot is not None:
+        held = list(run.pages)
+        served.step()
+        turns += 1
+        if run.pages == held:
+            for old, new in zip(before, others(run), strict=True):
+                np.testing.assert_array_equal(old, new)
+        elif run.slot is not None:
+            before = others(run)
+    assert turns > 10
 
 
 def test_from_pretrained_is_one_line():
