@@ -14,7 +14,8 @@ class Guard:
     """Lets one thread at a time move the loop, and one at a time look at the books or change them.
 
     Ctrl-C waits until nothing is left half done. A callback runs while the books are in order: it may change them, but
-    cannot move the loop that called it.
+    cannot move the loop that called it. `dropped` holds how to end the requests whose readers have left; whoever
+    appends to it calls `sweep` next.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class Guard:
         self._lock = threading.RLock()
         self._changing = 0  # depth of the changes under way; 0 in callbacks
         self._calling: int | None = None  # the thread that is in a callback
-        self._dropped: deque[Callable[[], object]] = deque()
+        self.dropped: deque[Callable[[], object]] = deque()
         self._raised: list[BaseException] = []
 
     @contextlib.contextmanager
@@ -70,24 +71,23 @@ class Guard:
         """Raises it not, since who asked is being told already."""
         self._raised = []
 
-    def drop(self, end: Callable[[], object]) -> None:
-        """Calls `end`, for a request whose reader has left: now, or when the books are no longer in use.
+    def sweep(self) -> None:
+        """Calls what `dropped` holds, now or when the books are no longer in use.
 
         It never waits, as an event loop must not, and changes nothing amid another change: the garbage collector may
         close an iterator anywhere.
         """
-        self._dropped.append(end)
         with held_back():
             self._sweep()
 
     def _sweep(self) -> None:
-        while self._dropped and self._lock.acquire(blocking=False):
+        while self.dropped and self._lock.acquire(blocking=False):
             try:
-                if self._changing or not self._dropped:
+                if self._changing or not self.dropped:
                     return
                 self._changing += 1
                 try:
-                    self._dropped.popleft()()
+                    self.dropped.popleft()()
                 finally:
                     self._changing -= 1
             finally:

@@ -4,6 +4,7 @@ What runs when is `loop.py`'s affair, and the device `runner.py`'s; here request
 """
 
 import asyncio
+import functools
 import itertools
 import os
 from collections import deque
@@ -227,6 +228,7 @@ class Engine:
         return reader
 
     def _stream(self, request: Request, deltas: deque[Delta]) -> Iterator[Any]:
+        end = functools.partial(self._abort, request)
         try:
             yield None
             finished = 0
@@ -240,7 +242,8 @@ class Engine:
             if request.fault is not None:
                 raise request.fault
         finally:
-            self._guard.drop(lambda: self._abort(request))
+            self._guard.dropped.append(end)  # one call into C: no Ctrl-C comes before it
+            self._guard.sweep()
 
     async def astream(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
@@ -257,6 +260,7 @@ class Engine:
 
         request = self._request(prompt, params, truncate, "prompt")
         request.deliver = deliver
+        end = functools.partial(self._abort, request)
         try:
             await asyncio.to_thread(self._enqueue, request)  # the books may be in use for as long as a program compiles
             finished, driver = 0, None
@@ -273,7 +277,8 @@ class Engine:
             if request.fault is not None:
                 raise request.fault
         finally:
-            self._guard.drop(lambda: self._abort(request))
+            self._guard.dropped.append(end)  # one call into C: no Ctrl-C comes before it
+            self._guard.sweep()
 
     def _drive(self, events: asyncio.AbstractEventLoop) -> "asyncio.Task[None]":
         """The task that moves the loop for all streams of an event loop, while there is work."""

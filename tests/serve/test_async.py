@@ -154,7 +154,8 @@ def test_a_reader_may_leave_before_it_is_in_the_queue(served):
     assert (books.running, books.waiting) == (0, 0)
     # Either may come first. Here the reader's end does.
     request = served._request(PROMPTS[0], LONG, None, "prompt")
-    served._guard.drop(lambda: served._abort(request))
+    served._guard.dropped.append(lambda: served._abort(request))
+    served._guard.sweep()
     served._enqueue(request)
     assert served.stats() == books
 
