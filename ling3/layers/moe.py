@@ -140,6 +140,6 @@ class MoE(eqx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = self.gate(tokens)
         if valid is not None:
-            chosen = jnp.where(valid.reshape(-1, 1), chosen, self.gate.weight.shape[0])
+            chosen = jnp.where(valid.reshape(-1, 1), chosen, self.experts.gate_proj.shape[0])
         y = self.experts(tokens, chosen, weights).astype(x.dtype).reshape(x.shape)
         return y if self.shared_experts is None else y + self.shared_experts(x)
