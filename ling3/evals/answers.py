@@ -1,0 +1,168 @@
+"""The answer that a text gives: its last number, or its last choice. Exact: numbers are fractions, never floats."""
+
+import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+
+LETTERS = "ABCDEFGHIJ"
+"""The choices of MMLU-Pro."""
+MOST_DIGITS = 1000
+"""A run of more digits is a model that repeats itself, and no number."""
+MOST_BOXES = 16
+"""So many boxes are looked into, from the last one back."""
+
+NUMBER = re.compile(
+    r"""
+    (?<![A-Za-z0-9^])(?<![A-Za-z0-9)}]_)      # not the 2 of CO2, x_2 or m^2 …
+    (?<![\^_]\{)                              # … nor of m^{2}
+    (?P<sign>(?<![)\]}%.])[-+])?              # a sign, where it is no hyphen and takes nothing away
+    (?:[$€£¥₹][ ]?(?P<inner>[-+])?)?          # $18, -$18, $-18
+    (?:
+        (?<![./,])(?:(?P<units>[0-9]+)[ ])?(?P<over>[0-9]+)/(?P<under>0*[1-9][0-9]*)(?![0-9/]|[.,][0-9])
+      | (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)
+        (?P<decimals>\.[0-9]+)?(?P<power>[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]))?
+      | (?P<bare>\.[0-9]+)
+    )
+    """,
+    re.VERBOSE,
+)
+
+FULL_WIDTH = {ord("０") + i: str(i) for i in range(10)}
+PLAIN = str.maketrans({**FULL_WIDTH, "−": "-", "－": "-", "﹣": "-", "＄": "$", "￥": "¥", "⁄": "/", "．": "."})
+PLAIN_LETTERS = str.maketrans(
+    {chr(ord("Ａ") + i): chr(ord("A") + i) for i in range(26)} | {"（": "(", "）": ")", "：": ":"}
+)
+# What may stand for a thousand's comma: LaTeX's spaces and commas, and spaces that do not break.
+THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,;:!]|,\{\}|[\u00a0\u2007\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+FRACTION = re.compile(r"(?P<before>[0-9]?) ?\\[dtc]?frac ?(?:\{ ?([0-9]+) ?\} ?\{ ?([0-9]+) ?\}|([0-9])([0-9]))")
+VULGAR = re.compile("(?P<before>[0-9]?)(?P<character>[¼-¾⅐-⅞])")
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{)?")
+STYLE = re.compile(r"\\(?:text|mathrm|mathbf|mathit|mathsf)[a-z]*\s*(?=\{)|[*`]")
+
+Parser = Callable[[str], str | None]
+"""Text in; the answer in its one canonical spelling out, or None where there is none."""
+
+
+def last_number(text: str) -> Fraction | None:
+    r"""The value of the last number in `text`, or None: that of the last `\boxed{}` with one in it, if there is any.
+
+    `1,234.50`, `1{,}234.5` and `1 234.5` with an unbreakable space are one number. So are `3/4`, `\frac{3}{4}` and `¾`,
+    and `1 1/2` is a mixed number; a date such as 3/4/2024 is three. Currency and units are passed over, `%` among them
+    (`50%` is 50), and so are exponents, subscripts and the digits of a name (`m^2`, `x_1`, `CO2`). Powers are not
+    computed, numbers in words not read, and a decimal comma is a comma.
+    """
+    for box in reversed(_boxes(text)):
+        value = _number(box)
+        if value is not None:
+            return value
+    return _number(text)
+
+
+def _number(text: str) -> Fraction | None:
+    text = text.translate(PLAIN).replace(r"\$", "$").replace(r"\%", "%")
+    text = VULGAR.sub(_spelled, FRACTION.sub(_as_slash, text))
+    text = re.sub(r"\\[a-zA-Z]+", " ", THOUSANDS.sub(",", text))
+    value = None
+    for match in NUMBER.finditer(text):
+        value = _value(match) if len(match[0]) <= MOST_DIGITS else None
+    return value
+
+
+def _value(match: re.Match[str]) -> Fraction:
+    over, under = match["over"], match["under"]
+    if over:
+        value = Fraction(int(over), int(under))
+        if match["units"]:
+            # A whole number before an improper fraction belongs to something else.
+            value += int(match["units"]) if value < 1 else 0
+    else:
+        value = Fraction("".join(match[part] or "" for part in ("whole", "decimals", "power", "bare")).replace(",", ""))
+    return -value if "-" in (match["sign"], match["inner"]) else value
+
+
+def _as_slash(match: re.Match[str]) -> str:
+    over, under = match[2] or match[4], match[3] or match[5]
+    return f"{match['before']}{' ' if match['before'] else ''}{over}/{under}"
+
+
+def _spelled(match: re.Match[str]) -> str:
+    spelled = unicodedata.normalize("NFKC", match["character"]).replace("⁄", "/")
+    return f"{match['before']}{' ' if match['before'] else ''}{spelled}"
+
+
+def numeral(value: Fraction) -> str:
+    """The canonical spelling: `1234.5` where the decimals end, else `1/3`."""
+    denominator, twos, fives = value.denominator, 0, 0
+    while denominator % 2 == 0:
+        denominator, twos = denominator // 2, twos + 1
+    while denominator % 5 == 0:
+        denominator, fives = denominator // 5, fives + 1
+    if denominator != 1:
+        return str(value)
+    places = max(twos, fives)
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    sign, point = "-" if value < 0 else "", len(digits) - places
+    return f"{sign}{digits[:point]}.{digits[point:]}" if places else f"{sign}{digits}"
+
+
+def number(text: str) -> str | None:
+    """The parser for numbers: `last_number`, spelled by `numeral`."""
+    value = last_number(text)
+    return None if value is None else numeral(value)
+
+
+def last_choice(text: str, letters: str = LETTERS) -> str | None:
+    r"""The choice that `text` settles on, one of `letters`, or None.
+
+    In this order: the last `\boxed{C}`; the last "the answer is (C)", "Answer: C", "the correct option is C"; the last
+    "option C"; the last capital that stands alone. There A and I do not count before another word: an article, a
+    pronoun. Small letters count in parentheses, or where they end the line, after "answer" alone.
+    """
+    plain = STYLE.sub("", text.translate(PLAIN_LETTERS))
+    either = f"[{letters}]"
+    alone = rf"({either})(?![A-Za-z0-9'’]|-[A-Za-z])"
+    boxed = [re.match(rf"[\W_]*(?:(?:option|choice)\W+)?{alone}", box, re.IGNORECASE) for box in _boxes(plain)]
+    for match in reversed(boxed):
+        if match:
+            return match[1].upper()
+
+    # What is matched is never given back (*+): after "answer", a model may go on with thousands of blank lines.
+    subject = r"(?:answer|(?:correct|right|best)\s++(?:option|choice))\b"
+    noun = r"(?:(?:the\s++)?(?:choice|option|letter)\b)?+[\s:\-=]*+"
+    verb = r"(?:(?:is|would\s++be|must\s++be|should\s++be)\b)?+[\s:\-=]*+"
+    given = rf"(?i:{subject}[\s:\-=]*+{noun}{verb}{noun})[\s({{\[\"'$]*+"
+    small = rf"(?<=\()({either.lower()})(?=\))|({either.lower()})(?=[).\s]*(?:\n|$))"
+    found = [*re.finditer(rf"{given}(?:{alone}|{small})", plain)]
+    found = found or [*re.finditer(rf"(?i:\b(?:option|choice))[\s:({{]*{alone}", plain)]
+    if found:
+        return next(group for group in found[-1].groups() if group).upper()
+    last = None
+    for match in re.finditer(rf"(?<![A-Za-z0-9'’]){alone}", plain):
+        if not (match[1] in "AI" and re.match(r"[ \t]+[A-Za-z]", plain[match.end() :])):
+            last = match[1]
+    return last
+
+
+def choice(text: str) -> str | None:
+    """The parser for MMLU-Pro's choices."""
+    return last_choice(text)
+
+
+PARSERS: dict[str, Parser] = {"number": number, "choice": choice}
+
+
+def _boxes(text: str) -> list[str]:
+    r"""What stands in the last few `\boxed{…}`, braces within paired; one that is never closed reaches to the end."""
+    boxes = []
+    for match in [*BOX.finditer(text)][-MOST_BOXES:]:
+        if not match[1]:
+            boxes.append(text[match.end() :].split(maxsplit=1)[0] if text[match.end() :].strip() else "")
+            continue
+        depth, end = 1, match.end()
+        while end < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        boxes.append(text[match.end() : end - 1] if depth == 0 else text[match.end() :])
+    return boxes
