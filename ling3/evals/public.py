@@ -1,0 +1,110 @@
+"""Few-shot prompts from the public files of GSM8K and MMLU-Pro, for who has them (JSONL, or a JSON list)."""
+
+import os
+import re
+from collections.abc import Sequence
+
+from ling3.evals.answers import LETTERS, choice, number
+from ling3.evals.prompts import Question, Row, expected, rows
+
+STOP = ("Question:",)
+"""What ends an answer to these prompts: a model that goes on asks itself the next question."""
+
+THOUGHT = "Let's think step by step."
+
+
+def from_gsm8k(
+    questions: str | os.PathLike[str], examples: str | os.PathLike[str] | None, shots: int = 4
+) -> list[Question]:
+    """Prompts of GSM8K (Cobbe et al., arXiv 2110.14168): `test.jsonl` after the first `shots` rows of `train.jsonl`.
+
+    Rows have `question` and `answer`, a solution with the number after `####`. Examples end on "The answer is 18."
+    (Wei et al., arXiv 2201.11903), without the calculator's notes `<<9*2=18>>`. Raises ValueError naming file, line and
+    field, and if there are too few examples.
+    """
+    worked = "".join(f"{_asked(row)} {_solved(row)}\n\n" for row in _first(examples, shots))
+    return [Question(f"{worked}{_asked(row)}", expected(row, number, "answer")) for row in rows(questions)]
+
+
+def _asked(row: Row) -> str:
+    return f"Question: {row.text('question').strip()}\nAnswer:"
+
+
+def _solved(row: Row) -> str:
+    solution, mark, answer = row.text("answer").rpartition("####")
+    if not mark:
+        raise row.error("answer", "a solution with its number after ####")
+    return f"{re.sub('<<[^<>]*>>', '', solution).strip()} The answer is {answer.strip()}."
+
+
+def from_mmlu_pro(
+    questions: str | os.PathLike[str], examples: str | os.PathLike[str] | None, shots: int = 4
+) -> list[Question]:
+    """Prompts of MMLU-Pro (Wang et al., arXiv 2406.01574): each after the first `shots` examples of its category.
+
+    The words are those of the authors' own script. Rows have `question`, `options` (up to ten), `answer` (a letter) and
+    `category`; examples, the rows of the validation set, have `cot_content` as well. Raises ValueError naming file,
+    line and field, and if a category has too few examples.
+    """
+    by_category: dict[str, list[Row]] = {}
+    for row in rows(examples) if examples is not None and shots else ():
+        by_category.setdefault(row.text("category"), []).append(row)
+    built = []
+    for row in rows(questions):
+        category = row.text("category")
+        shown = by_category.get(category, [])[:shots]
+        if len(shown) < shots:
+            raise ValueError(
+                f"{row.where}: {len(shown)} examples of the category {category!r} in {examples}, but {shots} shots are "
+                "to be shown; give fewer shots, or the whole validation set"
+            )
+        built.append(Question(_introduced(category, shown, row), _letter(row)))
+    return built
+
+
+def _introduced(category: str, shown: Sequence[Row], row: Row) -> str:
+    task = (
+        f"The following are multiple choice questions (with answers) about {category}. Think step by step and then "
+        'finish your answer with "the answer is (X)" where X is the correct letter choice.\n\n\n'
+    )
+    worked = "".join(f"{_offered(example)} {_thought(example)}\n\n" for example in shown)
+    return f"{task}{worked}{_offered(row)} {THOUGHT}"
+
+
+def _offered(row: Row) -> str:
+    options = "".join(f"{letter}. {option}\n" for letter, option in zip(LETTERS, _options(row)))
+    return f"Question:\n{row.text('question').strip()}\nOptions:\n{options}Answer:"
+
+
+def _thought(row: Row) -> str:
+    if "cot_content" not in row.fields:
+        return f"The answer is ({_letter(row)})."
+    return row.text("cot_content").strip().removeprefix("A: ")
+
+
+def _options(row: Row) -> list[str]:
+    """The options that say something: rows are filled up with "N/A"."""
+    options = row.fields[row.name(("options",))]
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+        raise row.error("options", "a list of texts")
+    options = [option for option in options if option != "N/A"]
+    if not 2 <= len(options) <= len(LETTERS):
+        raise row.error("options", f"2 to {len(LETTERS)} texts")
+    return options
+
+
+def _letter(row: Row) -> str:
+    letter = expected(row, choice, "answer")
+    if LETTERS.index(letter) >= len(_options(row)):
+        raise row.error("answer", f"a letter of its {len(_options(row))} options")
+    return letter
+
+
+def _first(examples: str | os.PathLike[str] | None, shots: int) -> list[Row]:
+    if not shots:
+        return []
+    found = [] if examples is None else rows(examples)[:shots]
+    if len(found) < shots:
+        where = "no file of examples was given" if examples is None else f"{examples}: {len(found)} examples"
+        raise ValueError(f"{where}, but {shots} shots are to be shown; give fewer shots, or more examples")
+    return found
