@@ -1,0 +1,74 @@
+"""Runs the experiments of a task and stores each finished run as a line of `results/TASK.jsonl`.
+
+    python -m experiments --task mqar
+
+First every variant at every learning rate with one seed, then the best rate of each with fresh seeds. A run that is
+stored already is not run again, so whatever was stopped goes on where it was.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from experiments.design import EXPERIMENTS, Experiment
+from experiments.sweep import Run, best_rate, read, run
+from ling3.bench_report import machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def conduct(experiment: Experiment, file: Path) -> list[Run]:
+    """All runs of an experiment, in order: those that `file` has already, and the others as they come."""
+    runs = read(file)
+
+    def once(variant: str, rate: float, seed: int) -> None:
+        budget = {"variant": variant, "learning_rate": rate, "seed": seed, "steps": experiment.steps}
+        if any(all(getattr(done, name) == value for name, value in budget.items()) for done in runs):
+            return
+        runs.append(run(experiment, variant, rate, seed))
+        _append(file, dataclasses.asdict(runs[-1]) | {"machine": machine()})
+        last = runs[-1].curve[-1]
+        print(f"{experiment.task.name}, {variant}, rate {rate:g}, seed {seed}: error {last.error:.2%}", file=sys.stderr)
+
+    for variant in experiment.variants:
+        for rate in experiment.learning_rates:
+            once(variant, rate, experiment.sweep_seed)
+    for seed in experiment.seeds:
+        for variant in experiment.variants:
+            once(variant, best_rate(runs, experiment, variant), seed)
+    return runs
+
+
+def _append(file: Path, line: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(line) + "\n")
+
+
+def main(
+    task: Literal["segment_reset", "mqar", "parity", "palindrome", "all"] = "all",
+    small: bool = False,
+    out: Path = RESULTS,
+) -> None:
+    """Run what is not stored yet.
+
+    Args:
+        task: which experiment; all of them take about an hour of one core.
+        small: a tenth of the steps, two learning rates and one seed, into OUT/small: to see that it works.
+        out: the directory of the results.
+    """
+    for name in EXPERIMENTS if task == "all" else (task,):
+        experiment = EXPERIMENTS[name]
+        if small:
+            experiment = dataclasses.replace(
+                experiment, steps=experiment.steps // 10, warmup=4, points=2, learning_rates=(2e-3, 4e-3), seeds=(1,)
+            )
+        conduct(experiment, (out / "small" if small else out) / f"{name}.jsonl")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,177 @@
+"""One run: a variant trained from scratch at a learning rate with a seed, measured on examples it never sees."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
+
+import ling3
+from experiments.design import Experiment
+from experiments.tasks import Task
+
+HELD_OUT = 2**31
+"""The seed of what runs are measured on; no run is trained with it."""
+
+
+class Batches(eqx.Module):
+    """The examples of consecutive steps."""
+
+    tokens: Int[Array, "steps batch seq"]
+    targets: Int[Array, "steps batch seq"]
+    mask: Bool[Array, "steps batch seq"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A measurement on held-out examples: the mean loss in nats and the share of wrong answers, per place asked."""
+
+    step: int
+    loss: float
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished run, as it is stored."""
+
+    task: str
+    variant: str
+    learning_rate: float
+    seed: int
+    steps: int
+    rows: int
+    layers: int
+    parameters: int
+    seconds: float
+    steps_to_90: int | None  # the first point with at most a tenth of the answers wrong
+    curve: tuple[Point, ...]
+
+
+# The learning rate multiplies what this gives, step by step: one program serves them all.
+_ADAM = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.scale_by_adam(b1=0.9, b2=0.98),
+    optax.add_decayed_weights(0.01, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)),
+)
+
+
+def schedule(peak: float, warmup: int, steps: int) -> Float[np.ndarray, " steps"]:
+    """The learning rate of each step: up in a line to `peak`, down to 0 along a cosine."""
+    step = np.arange(1, steps + 1)
+    falling = 0.5 * (1.0 + np.cos(np.pi * (step - warmup) / (steps + 1 - warmup)))
+    return (peak * np.where(step <= warmup, step / warmup, falling)).astype(np.float32)
+
+
+def stream(task: Task, seed: int, steps: range, rows: int) -> Batches:
+    """The batches that every variant trained with `seed` sees."""
+    drawn = [task.batch(seed, step, rows) for step in steps]
+    return Batches(
+        *(
+            jnp.asarray(np.stack([getattr(batch, field.name) for batch in drawn]))
+            for field in dataclasses.fields(Examples)
+        )
+    )
+
+
+def answer_loss(
+    model: ling3.Ling3ForCausalLM,
+    tokens: Int[Array, "batch seq"],
+    targets: Int[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"],
+) -> tuple[Float[Scalar, ""], Float[Scalar, ""]]:
+    """Over the places asked: the mean of -log p(target) in nats, and the share where another token is likelier."""
+    logits = model(tokens)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    wrong = jnp.argmax(logits, axis=-1) != targets
+    asked = jnp.sum(mask, dtype=jnp.float32)
+    return jnp.sum(jnp.where(mask, losses, 0.0)) / asked, jnp.sum(mask & wrong, dtype=jnp.float32) / asked
+
+
+@eqx.filter_jit
+def _descend(
+    model: ling3.Ling3ForCausalLM, state: PyTree, batches: Batches, rates: Float[Array, " steps"]
+) -> tuple[ling3.Ling3ForCausalLM, PyTree]:
+    """One step for each of `batches`."""
+    weights, rest = eqx.partition(model, eqx.is_inexact_array)
+
+    def step(carry, xs):
+        weights, state = carry
+        batch, rate = xs
+        gradient, _ = jax.grad(lambda w: answer_loss(eqx.combine(w, rest), *batch), has_aux=True)(weights)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # what optax is written for
+            updates, state = _ADAM.update(gradient, state, weights)
+        return (jax.tree.map(lambda w, u: w - rate * u, weights, updates), state), None
+
+    xs = ((batches.tokens, batches.targets, batches.mask), rates)
+    (weights, state), _ = lax.scan(step, (weights, state), xs)
+    return eqx.combine(weights, rest), state
+
+
+_measure = eqx.filter_jit(answer_loss)
+
+
+def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -> Run:
+    """Trains `variant` from scratch and measures it `experiment.points` times, evenly. Deterministic but for `seconds`.
+
+    Programs are compiled once per variant. FloatingPointError if a measured loss is not finite.
+    """
+    begin = time.perf_counter()
+    task, steps, every = experiment.task, experiment.steps, experiment.steps // experiment.points
+    model = ling3.init(experiment.config(variant), key=jax.random.key(seed))
+    weights = eqx.filter(model, eqx.is_inexact_array)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    state = _ADAM.init(weights)
+    rates = jnp.asarray(schedule(learning_rate, experiment.warmup, steps))
+    unseen = stream(task, HELD_OUT, range(1), experiment.held_out)
+    curve = []
+    for first in range(0, steps, every):
+        batches = stream(task, seed, range(first, first + every), experiment.rows)
+        model, state = _descend(model, state, batches, rates[first : first + every])
+        loss, error = (float(x) for x in _measure(model, unseen.tokens[0], unseen.targets[0], unseen.mask[0]))
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"{task.name}, {variant}: the loss is {loss} by step {first + every}")
+        curve.append(Point(first + every, round(loss, 7), round(error, 7)))
+    reached = (point.step for point in curve if point.error <= 0.1)
+    return Run(
+        task=task.name,
+        variant=variant,
+        learning_rate=learning_rate,
+        seed=seed,
+        steps=steps,
+        rows=experiment.rows,
+        layers=experiment.layers,
+        parameters=parameters,
+        seconds=round(time.perf_counter() - begin, 1),
+        steps_to_90=next(reached, None),
+        curve=tuple(curve),
+    )
+
+
+def read(file: Path) -> list[Run]:
+    """The stored runs of a task, in the order they were made; none if there is no such file."""
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    names = [field.name for field in dataclasses.fields(Run)]
+    return [
+        Run(**{name: line[name] for name in names} | {"curve": tuple(Point(**point) for point in line["curve"])})
+        for line in lines
+    ]
+
+
+def best_rate(runs: Sequence[Run], experiment: Experiment, variant: str) -> float:
+    """The learning rate of the sweep whose last measured loss is least. ValueError if the sweep is not complete."""
+    swept = [run for run in runs if (run.variant, run.seed) == (variant, experiment.sweep_seed)]
+    if missing := set(experiment.learning_rates) - {run.learning_rate for run in swept}:
+        raise ValueError(f"{experiment.task.name}, {variant}: no run yet at the learning rates {sorted(missing)}")
+    return min(swept, key=lambda run: run.curve[-1].loss).learning_rate

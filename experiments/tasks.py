@@ -1,0 +1,145 @@
+"""Four tasks that ask one mechanism each: what is to be kept, found, counted or forgotten.
+
+A batch is a pure function of (task, seed, step): whatever is trained on it, all variants of a model see the same
+stream. `targets[b, t]` is asked for after the tokens up to t; where the mask is False nothing is asked.
+
+| task | a row | asked |
+|---|---|---|
+| parity | random bits | at every bit, whether the ones so far are odd |
+| mqar | key-value pairs, then some keys among blanks | the value of each key (Arora et al., arXiv 2312.04927) |
+| segment_reset | segments of a reset, pairs and queries | the key's value in this segment, NULL for a stale key |
+| palindrome | a string, a separator, the string backwards | its letters (Kimi Linear, arXiv 2510.26692, Figure 4) |
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32
+
+BLANK, RESET, SEPARATOR, NULL = 0, 0, 0, 1
+"""Tokens that are no key, value or letter; the first three in one task each, NULL (segment_reset) a target only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Rows of tokens, the token asked for at each place, and the places where one is asked for at all."""
+
+    tokens: Int32[np.ndarray, "batch seq"]
+    targets: Int32[np.ndarray, "batch seq"]
+    mask: Bool[np.ndarray, "batch seq"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A generator of examples at fixed sizes, and the number of its tokens."""
+
+    name: str
+    vocabulary: int
+    draw: Callable[[np.random.Generator, int], Examples]
+
+    def batch(self, seed: int, step: int, rows: int) -> Examples:
+        """The `rows` examples that every model trained with `seed` sees at `step`."""
+        return self.draw(np.random.default_rng([zlib.crc32(self.name.encode()), seed, step]), rows)
+
+
+def parity(length: int = 40) -> Task:
+    """Running parity: target_t = (token_0 + … + token_t) mod 2. Guesses are right half the time."""
+
+    def draw(rng: np.random.Generator, rows: int) -> Examples:
+        tokens = rng.integers(2, size=(rows, length))
+        return _examples(tokens, np.cumsum(tokens, axis=1) % 2, np.ones(tokens.shape, bool))
+
+    return Task("parity", 2, draw)
+
+
+def mqar(length: int = 32, pairs: int = 6, keys: int = 32, values: int = 32) -> Task:
+    """Multi-query associative recall: `pairs` distinct keys with values, then each key once, at random places.
+
+    Keys are the tokens from 1 on, values follow them. A guess among the values of the row is right 1 / `pairs` of the
+    time. ValueError if the keys do not fit behind the pairs.
+    """
+    if 3 * pairs > length or pairs > keys:
+        raise ValueError(
+            f"{pairs} pairs and their queries take {3 * pairs} tokens and {pairs} keys: of {length}, {keys}"
+        )
+
+    def draw(rng: np.random.Generator, rows: int) -> Examples:
+        key, value = 1 + _distinct(rng, rows, keys, pairs), 1 + keys + rng.integers(values, size=(rows, pairs))
+        tokens, targets = (np.full((rows, length), BLANK) for _ in range(2))
+        tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = key, value
+        places = 2 * pairs + _distinct(rng, rows, length - 2 * pairs, pairs)
+        np.put_along_axis(tokens, places, key, axis=1)
+        np.put_along_axis(targets, places, value, axis=1)
+        return _examples(tokens, targets, targets != BLANK)
+
+    return Task("mqar", 1 + keys + values, draw)
+
+
+def segment_reset(segments: int = 5, pairs: int = 5, queries: int = 6, keys: int = 16, values: int = 16) -> Task:
+    """Recall that has to forget: each segment is a reset, `pairs` key-value pairs and `queries` keys.
+
+    Half of the queries, in random order, are keys of this segment and ask for their value; the others are stale, keys
+    of earlier segments that this one does not have (in the first segment: any such), and ask for NULL. So always NULL
+    is right half the time. Keys are the tokens from 2 on, values follow them.
+    """
+    asked = queries // 2
+
+    def draw(rng: np.random.Generator, rows: int) -> Examples:
+        seen, tokens, targets = np.zeros((rows, keys), bool), [], []
+        for _ in range(segments):
+            key, value = _distinct(rng, rows, keys, pairs), rng.integers(values, size=(rows, pairs))
+            here = np.zeros((rows, keys), bool)
+            np.put_along_axis(here, key, True, axis=1)
+            # Stale keys first, in random order, then keys never seen; the segment's own keys last.
+            order = np.argsort(rng.random((rows, keys)) + 2.0 * ~seen + 4.0 * here, axis=1)
+            drawn = _distinct(rng, rows, pairs, asked)
+            query = np.concatenate([np.take_along_axis(key, drawn, axis=1), order[:, : queries - asked]], axis=1)
+            answer = np.full((rows, queries), NULL)
+            answer[:, :asked] = 2 + keys + np.take_along_axis(value, drawn, axis=1)
+            shuffle = _distinct(rng, rows, queries, queries)
+            query, answer = (np.take_along_axis(x, shuffle, axis=1) for x in (query, answer))
+            bound = np.stack([2 + key, 2 + keys + value], axis=-1).reshape(rows, 2 * pairs)
+            tokens += [np.full((rows, 1), RESET), bound, 2 + query]
+            targets += [np.full((rows, 1 + 2 * pairs), RESET), answer]
+            seen |= here
+        targets = np.concatenate(targets, axis=1)
+        return _examples(np.concatenate(tokens, axis=1), targets, targets != RESET)
+
+    return Task("segment_reset", 2 + keys + values, draw)
+
+
+def palindrome(length: int = 40, letters: int = 16) -> Task:
+    """A string of length / 2 random letters, a separator, and the string backwards but for its last letter.
+
+    Asked is the string backwards, from the separator on: each place shows the letter that the one before it asked for.
+    """
+    half = length // 2
+
+    def draw(rng: np.random.Generator, rows: int) -> Examples:
+        string = 1 + rng.integers(letters, size=(rows, half))
+        backwards = string[:, ::-1]
+        tokens = np.concatenate([string, np.full((rows, 1), SEPARATOR), backwards[:, :-1]], axis=1)
+        targets = np.concatenate([np.zeros_like(string), backwards], axis=1)
+        return _examples(tokens, targets, targets != SEPARATOR)
+
+    return Task("palindrome", 1 + letters, draw)
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    task.__name__: functools.cache(task) for task in (segment_reset, mqar, parity, palindrome)
+}
+"""Each task at the size of the stored results."""
+
+
+def _distinct(rng: np.random.Generator, rows: int, of: int, count: int) -> Int[np.ndarray, "rows count"]:
+    """In each row `count` different numbers below `of`, in random order."""
+    return np.argsort(rng.random((rows, of)), axis=1)[:, :count]
+
+
+def _examples(
+    tokens: Int[np.ndarray, "batch seq"], targets: Int[np.ndarray, "batch seq"], mask: Bool[np.ndarray, "batch seq"]
+) -> Examples:
+    return Examples(tokens.astype(np.int32), targets.astype(np.int32), mask)
