@@ -75,12 +75,11 @@ def schedule(peak: float, warmup: int, steps: int) -> Float[np.ndarray, " steps"
 def stream(task: Task, seed: int, steps: range, rows: int) -> Batches:
     """The batches that every variant trained with `seed` sees."""
     drawn = [task.batch(seed, step, rows) for step in steps]
-    return Batches(
-        *(
-            jnp.asarray(np.stack([getattr(batch, field.name) for batch in drawn]))
-            for field in dataclasses.fields(Examples)
-        )
-    )
+
+    def stacked(name: str) -> Array:
+        return jnp.asarray(np.stack([getattr(batch, name) for batch in drawn]))
+
+    return Batches(stacked("tokens"), stacked("targets"), stacked("mask"))
 
 
 def answer_loss(
