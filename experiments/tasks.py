@@ -62,9 +62,7 @@ def mqar(length: int = 32, pairs: int = 6, keys: int = 32, values: int = 32) -> 
     time. ValueError if the keys do not fit behind the pairs.
     """
     if 3 * pairs > length or pairs > keys:
-        raise ValueError(
-            f"{pairs} pairs and their queries take {3 * pairs} tokens and {pairs} keys: of {length}, {keys}"
-        )
+        raise ValueError(f"{pairs} pairs take {pairs} keys and {3 * pairs} tokens, but there are {keys} and {length}")
 
     def draw(rng: np.random.Generator, rows: int) -> Examples:
         key, value = 1 + _distinct(rng, rows, keys, pairs), 1 + keys + rng.integers(values, size=(rows, pairs))
