@@ -5,6 +5,7 @@ from jaxtyping import install_import_hook as _install_import_hook
 # Shapes and types are checked in every session; an int is a fine float.
 _install_import_hook("ling3", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
+from ling3 import ablate  # noqa: E402
 from ling3.cache import Cache, KDAState, LatentCache  # noqa: E402
 from ling3.checkpoint import CheckpointError, load, save  # noqa: E402
 from ling3.config import ConfigError, Ling3Config  # noqa: E402
@@ -14,6 +15,7 @@ from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timi
 from ling3.params import SamplingParams  # noqa: E402
 from ling3.serve import Engine, QueueFull  # noqa: E402
 from ling3.tokenizer import Tokenizer, TokenizerError, load_tokenizer  # noqa: E402
+from ling3.trace import Trace, trace  # noqa: E402
 from ling3.version import __version__  # noqa: E402
 
 __all__ = [
@@ -35,10 +37,13 @@ __all__ = [
     "Timings",
     "Tokenizer",
     "TokenizerError",
+    "Trace",
     "__version__",
+    "ablate",
     "generate",
     "init",
     "load",
     "load_tokenizer",
     "save",
+    "trace",
 ]

@@ -64,7 +64,7 @@ class LatentCache(eqx.Module):
 
 
 class Cache(eqx.Module):
-    """The memory of a whole model: one entry per layer, and how many tokens each row holds."""
+    """The memory of a whole model: one entry per attention, and how many tokens each row holds."""
 
     layers: tuple[KDAState | LatentCache, ...]
     length: Int32[Array, " batch"]

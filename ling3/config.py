@@ -3,12 +3,16 @@
 import dataclasses
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ling3 import config_reader, strict_json
-from ling3.config_fields import ConfigError, check, normalized
+from ling3.config_fields import VARIANTS, ConfigError, check, normalized
 
-__all__ = ["ConfigError", "Ling3Config"]
+__all__ = ["ConfigError", "Ling3Config", "OutputGate"]
+
+OutputGate = Literal["sigmoid", "swish", "constant", "none"]
+"""What an attention's output is multiplied by: sigmoid(g), g·sigmoid(g), a learned constant in (0, 1), or nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,23 @@ class Ling3Config:
     initializer_range: float = 0.02
     eos_token_id: tuple[int, ...] = (156895,)
     pad_token_id: int | None = 156892
+    attention: Literal["scheduled", "kda", "mla", "none"] = "scheduled"
+    """`scheduled` by `layer_group_size`; or one kind in all layers; `none`: h = x."""
+    kda_output_gate: OutputGate = "sigmoid"
+    mla_output_gate: OutputGate = "sigmoid"
+    kda_beta: float | None = None
+    """A fixed writing strength b, instead of sigmoid(b_proj(x))."""
+    kda_allow_neg_eigval: bool = False
+    """b = 2 sigmoid(b_proj(x)): the state's transition may have eigenvalues down to -1 (arXiv 2411.12537)."""
+    kda_decay: bool = True
+    """False: g = 0, the plain delta rule."""
+    kda_short_conv: bool = True
+    """False: q, k, v = silu(W x)."""
+    mla_rope: bool = True
+    """False: queries and keys keep their rotary channels, unrotated."""
+    moe_router_enable_expert_bias: bool = True
+    """False: c = s, the scores themselves choose."""
+    layer_overrides: Mapping[int, Mapping[str, Any]] | tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = ()
 
     def __post_init__(self) -> None:
         values = normalized({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
@@ -89,11 +110,16 @@ class Ling3Config:
     def to_dict(self) -> dict[str, Any]:
         """The published `config.json`: `from_dict(config.to_dict()) == config`."""
         raw = dataclasses.asdict(self)
+        variant = {name: raw.pop(name) for name, published in VARIANTS.items() if raw[name] != published}
+        raw = {name: value for name, value in raw.items() if name not in VARIANTS}
+        if "layer_overrides" in variant:
+            pairs: Any = self.layer_overrides
+            variant["layer_overrides"] = {str(layer): dict(fields) for layer, fields in pairs}
         for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
             raw[name] = None if raw[name] is None else list(raw[name])
         eos = self.eos_token_id
         return {
-            "architectures": [config_reader.ARCHITECTURES[0]],
+            "architectures": [config_reader.ABLATED if variant else config_reader.ARCHITECTURES[0]],
             "model_type": config_reader.MODEL_TYPE,
             **raw,
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
@@ -110,13 +136,23 @@ class Ling3Config:
             "tie_word_embeddings": False,
             "topk_method": "noaux_tc",
             "use_mla_nope": False,
+            **variant,
         }
 
-    def attention_kind(self, layer: int) -> Literal["kda", "mla"]:
+    def at(self, layer: int) -> "Ling3Config":
+        """This configuration with what `layer_overrides` says of 0-based `layer`."""
+        fields = dict(dict(self.layer_overrides).get(layer, ()))
+        return dataclasses.replace(self, layer_overrides=(), **fields) if fields else self
+
+    def attention_kind(self, layer: int) -> Literal["kda", "mla", "none"]:
         """The attention of 0-based `layer`: MLA closes each group of `layer_group_size`, KDA fills the rest.
 
-        So layers after the last full group are KDA, as in transformers; the published models have none.
+        So layers after the last full group are KDA, as in transformers; the published models have none. `attention`
+        may say otherwise, for all layers or in `layer_overrides`.
         """
+        attention = self.at(layer).attention
+        if attention != "scheduled":
+            return attention
         return "mla" if (layer + 1) % self.layer_group_size == 0 else "kda"
 
     def mlp_kind(self, layer: int) -> Literal["dense", "moe"]:

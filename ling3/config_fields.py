@@ -19,16 +19,21 @@ class ConfigError(ValueError):
 class Field:
     """The type and the range of one field, ends included unless `exclusive`; `optional` ones may be absent or null."""
 
-    kind: Literal["int", "float", "bool", "int list", "float list"]
+    kind: Literal["int", "float", "bool", "int list", "float list", "choice", "overrides"]
     low: int | float = 0
     high: int | float = math.inf
     exclusive: bool = False
     optional: bool = False
+    choices: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """What is expected, for an error message."""
         if self.kind == "bool":
             return "true or false"
+        if self.kind == "choice":
+            return f"one of {', '.join(self.choices)}"
+        if self.kind == "overrides":
+            return "an object of layer numbers, each with an object of fields that may differ there"
         noun = {
             "int": "an integer",
             "float": "a finite number",
@@ -46,6 +51,10 @@ class Field:
             return self.optional
         if self.kind == "bool":
             return isinstance(value, bool)
+        if self.kind == "choice":
+            return isinstance(value, str) and value in self.choices
+        if self.kind == "overrides":
+            return isinstance(value, tuple)
         if self.kind.endswith("list"):
             return isinstance(value, tuple) and all(self._number(item) for item in value)
         return self._number(value)
@@ -60,6 +69,8 @@ class Field:
 _SIZE = Field("int", 1, 2**20)
 _POSITIVE = Field("float", 0, exclusive=True)
 _LIMITS = Field("float list", 0, optional=True)
+_SWITCH = Field("bool")
+_GATE = Field("choice", choices=("sigmoid", "swish", "constant", "none"))
 
 FIELDS: dict[str, Field] = {
     "vocab_size": Field("int", 1, 2**24),
@@ -95,8 +106,37 @@ FIELDS: dict[str, Field] = {
     "initializer_range": _POSITIVE,
     "eos_token_id": Field("int list", 0, 2**31 - 1),
     "pad_token_id": Field("int", 0, 2**31 - 1, optional=True),
+    "attention": Field("choice", choices=("scheduled", "kda", "mla", "none")),
+    "kda_output_gate": _GATE,
+    "mla_output_gate": _GATE,
+    "kda_beta": Field("float", 0, 2, optional=True),
+    "kda_allow_neg_eigval": _SWITCH,
+    "kda_decay": _SWITCH,
+    "kda_short_conv": _SWITCH,
+    "mla_rope": _SWITCH,
+    "moe_router_enable_expert_bias": _SWITCH,
+    "layer_overrides": Field("overrides"),
 }
 """Each of `Ling3Config`'s fields. The bounds, far beyond any real model, keep a corrupt file from allocating."""
+
+VARIANTS: dict[str, Any] = {
+    "attention": "scheduled",
+    "kda_output_gate": "sigmoid",
+    "mla_output_gate": "sigmoid",
+    "kda_beta": None,
+    "kda_allow_neg_eigval": False,
+    "kda_decay": True,
+    "kda_short_conv": True,
+    "mla_rope": True,
+    "moe_router_enable_expert_bias": True,
+    "layer_overrides": (),
+}
+"""The fields in which an ablated model differs from every published one, with the published models' values."""
+
+OVERRIDABLE = frozenset(
+    {*VARIANTS, "kda_lower_bound", "num_experts_per_tok", "num_shared_experts"} - {"layer_overrides"}
+)
+"""What may be said of one layer, in `layer_overrides`."""
 
 MAX_PARAMETERS = 2**42
 
@@ -120,7 +160,6 @@ REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_router_activation_func": (("sigmoid",), "the router's scores are sigmoids"),
     "topk_method": (("noaux_tc",), "experts are chosen in groups, by biased scores"),
     "router_dtype": (("fp32", "float32"), "the router computes in float32"),
-    "moe_router_enable_expert_bias": ((True,), "experts are chosen by biased scores"),
     "scale_router_input": (_FALSE, "the router sees its input unscaled"),
     "moe_layer_freq": ((1, None), "every layer after the dense ones is sparse"),
     "hidden_act": (("silu", "swish"), "every MLP is a SwiGLU"),
@@ -135,7 +174,6 @@ REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "gated_attention_proj_granularity_type": (("head_wise",), "MLA has one output gate per head"),
     "no_kda_lora": ((True,), "KDA's gates are full-rank projections"),
     "use_kda_lora": (_FALSE, "KDA's gates are full-rank projections"),
-    "kda_allow_neg_eigval": (_FALSE, "KDA's write strength lies between 0 and 1"),
     "linear_attention": (("kda", None), "the linear attention is KDA"),
     "linear_silu": ((True,), "KDA's convolutions end in a SiLU"),
     "use_qk_norm": ((True,), "KDA normalizes its queries and keys"),
@@ -199,7 +237,28 @@ def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
             result[name] = tuple(real(item) for item in value)
         elif kind == "int list":
             result[name] = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+        elif kind == "overrides":
+            result[name] = _as_pairs(value)
     return result
+
+
+def _as_pairs(value: Any) -> Any:
+    """`{1: {"kda_decay": False}}`, or its pairs, as `((1, (("kda_decay", False),)),)`; anything else as it is."""
+    try:
+        layers = {} if value is None else {_whole(layer): dict(fields) for layer, fields in dict(value).items()}
+        order = sorted(layers)
+    except (TypeError, ValueError):
+        return value if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+    pairs = []
+    for layer in order:
+        known = normalized({name: item for name, item in layers[layer].items() if name in OVERRIDABLE})
+        pairs.append((layer, tuple(sorted({**layers[layer], **known}.items()))))
+    return tuple(pairs)
+
+
+def _whole(layer: Any) -> Any:
+    """A layer's number, which JSON has as a string."""
+    return int(layer) if isinstance(layer, str) and layer.isdecimal() else layer
 
 
 def check(values: Mapping[str, Any]) -> list[str]:
@@ -224,6 +283,8 @@ def shown(value: object) -> str:
 
 
 def _advice(name: str, value: object) -> str:
+    if FIELDS[name].kind in ("choice", "overrides"):
+        return "correct it"
     if isinstance(value, str):
         return (
             "write the number without quotes" if FIELDS[name].kind != "bool" else "write true or false without quotes"
@@ -236,7 +297,7 @@ def _advice(name: str, value: object) -> str:
 
 
 def _misfits(v: Mapping[str, Any]) -> list[str]:
-    problems = []
+    problems = _override_problems(v)
     group = v["num_experts"] // v["n_group"]
     if v["qk_rope_head_dim"] % 2:
         problems.append(
@@ -277,6 +338,25 @@ def _misfits(v: Mapping[str, Any]) -> list[str]:
             f"the sizes together: found about {parameters:,} parameters; expected at most {MAX_PARAMETERS:,}; "
             "correct the sizes"
         )
+    return problems
+
+
+def _override_problems(v: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for layer, fields in v["layer_overrides"]:
+        at = f"layer_overrides.{layer}"
+        if type(layer) is not int or not 0 <= layer < v["num_hidden_layers"]:
+            last = v["num_hidden_layers"] - 1
+            problems.append(f"{at}: found layer {shown(layer)}; expected a layer from 0 to {last}; correct it")
+        for name, value in fields:
+            if name not in OVERRIDABLE:
+                names = ", ".join(sorted(OVERRIDABLE))
+                problems.append(f"{at}.{name}: not a field that layers differ in; expected one of {names}")
+            elif not FIELDS[name].admits(value):
+                problems.append(f"{at}.{name}: {found(value)}; expected {FIELDS[name].describe()}; correct it")
+        if not problems:
+            whole = {**v, **dict(fields), "layer_overrides": ()}
+            problems += [f"{at}.{problem}" for problem in _misfits(whole) if v["layer_overrides"]]
     return problems
 
 

@@ -9,6 +9,7 @@ from ling3.config_fields import (
     HARMLESS,
     REQUIRED,
     TELLING,
+    VARIANTS,
     ConfigError,
     check,
     found,
@@ -16,12 +17,15 @@ from ling3.config_fields import (
     shown,
 )
 
-ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
-"""Ling-3's own name, and the one transformers 5 writes."""
+ABLATED = "Ling3AblatedForCausalLM"
+"""What no other program should take for a Ling-3: a model that differs in one of `config_fields.VARIANTS`."""
+
+ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM", ABLATED)
+"""Ling-3's own name, the one transformers 5 writes, and the one for ablated models."""
 
 MODEL_TYPE = "bailing_hybrid"
 
-_ABSENT = {"num_nextn_predict_layers": 0, "initializer_range": 0.02}
+_ABSENT = {"num_nextn_predict_layers": 0, "initializer_range": 0.02, **VARIANTS}
 _DERIVED = frozenset(
     {
         "kda_safe_gate",
@@ -85,8 +89,8 @@ def _not_ling3(raw: Mapping[str, Any]) -> str | None:
             return None
         what = found(architectures)
     return (
-        f"architectures: {what}; expected {' or '.join(ARCHITECTURES)}; ling3 reads Ling-3 only (Ling 2.6, of the same "
-        "model_type, has Lightning attention instead of KDA, which ling3 does not compute)"
+        f"architectures: {what}; expected {' or '.join(ARCHITECTURES[:2])}; ling3 reads Ling-3 only (Ling 2.6, of the "
+        "same model_type, has Lightning attention instead of KDA, which ling3 does not compute)"
     )
 
 

@@ -16,26 +16,30 @@ from ling3.layers.norm import RMSNorm
 
 
 class DecoderLayer(eqx.Module):
-    """h = x + attention(input_layernorm(x));   y = h + mlp(post_attention_layernorm(h))."""
+    """h = x + attention(input_layernorm(x));   y = h + mlp(post_attention_layernorm(h)).
+
+    No attention means h = x: the layer then has no memory either, and its norm is idle.
+    """
 
     input_layernorm: RMSNorm
-    attention: KDA | MLA
+    attention: KDA | MLA | None
     post_attention_layernorm: RMSNorm
     mlp: MLP | MoE
 
     @staticmethod
     def init(config: Ling3Config, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> "DecoderLayer":
         """Random weights for 0-based `layer` of the config's schedule."""
+        kind, config = config.attention_kind(layer), config.at(layer)
         attention_key, mlp_key = jax.random.split(key)
         hidden, eps, std = config.hidden_size, config.rms_norm_eps, config.initializer_range
-        attention = MLA if config.attention_kind(layer) == "mla" else KDA
+        attention = {"kda": KDA, "mla": MLA, "none": None}[kind]
         if config.mlp_kind(layer) == "dense":
             mlp = MLP.init(hidden, config.intermediate_size, key=mlp_key, dtype=dtype, std=std)
         else:
             mlp = MoE.init(config, layer, key=mlp_key, dtype=dtype)
         return DecoderLayer(
             input_layernorm=RMSNorm.init(hidden, eps),
-            attention=attention.init(config, key=attention_key, dtype=dtype),
+            attention=None if attention is None else attention.init(config, key=attention_key, dtype=dtype),
             post_attention_layernorm=RMSNorm.init(hidden, eps),
             mlp=mlp,
         )
@@ -44,12 +48,14 @@ class DecoderLayer(eqx.Module):
         self, x: Float[Array, "batch seq hidden"], state: KDAState | LatentCache | None, span: Span
     ) -> tuple[Float[Array, "batch seq hidden"], KDAState | LatentCache | None]:
         """The residual stream after this layer, and the layer's memory after the span."""
-        attended, state = self.attention(
-            self.input_layernorm(x),
-            state,  # pyright: ignore[reportArgumentType] -- a layer is given back its own kind of memory
-            span,
-        )
-        h = x + attended
+        h = x
+        if self.attention is not None:
+            attended, state = self.attention(
+                self.input_layernorm(x),
+                state,  # pyright: ignore[reportArgumentType] -- a layer is given back its own kind of memory
+                span,
+            )
+            h = x + attended
         normed = self.post_attention_layernorm(h)
         y = self.mlp(normed, span.valid(x.shape[1])) if isinstance(self.mlp, MoE) else self.mlp(normed)
         return h + y, state
@@ -80,13 +86,21 @@ class Ling3Model(eqx.Module):
         states: tuple[KDAState | LatentCache | None, ...],
         span: Span,
     ) -> tuple[Float[Array, "batch seq hidden"], tuple[KDAState | LatentCache | None, ...]]:
-        """The normed hidden state of each token, and every layer's memory after the span."""
+        """The normed hidden state of each token, and every attention's memory after the span."""
         x = self.word_embeddings(tokens)
-        after = []
-        for layer, state in zip(self.layers, states, strict=True):
-            x, new_state = layer(x, state, span)
-            after.append(new_state)
+        memory, after = iter(states), []
+        for layer in self.layers:
+            if layer.attention is None:
+                x, _ = layer(x, None, span)
+            else:
+                x, state = layer(x, next(memory), span)
+                after.append(state)
         return self.norm(x), tuple(after)
+
+    @property
+    def attentions(self) -> tuple[KDA | MLA, ...]:
+        """The layers' attentions, of which each has a memory: `states` has one for each of these."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
 
 class Ling3ForCausalLM(eqx.Module):
@@ -111,7 +125,7 @@ class Ling3ForCausalLM(eqx.Module):
         if 0 in (batch, seq):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
         span = Span(jnp.zeros(batch, jnp.int32), jnp.full(batch, seq, jnp.int32))
-        hidden, _ = self.model(tokens, (None,) * len(self.model.layers), span)
+        hidden, _ = self.model(tokens, (None,) * len(self.model.attentions), span)
         return self.lm_head(hidden, jnp.float32)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None) -> Cache:
@@ -123,10 +137,10 @@ class Ling3ForCausalLM(eqx.Module):
             raise ValueError(f"batch is {batch} and max_length {max_length}, expected at least 1 of each")
         dtype = self.model.word_embeddings.weight.dtype if dtype is None else dtype
         states = (
-            layer.attention.init_state(batch, dtype)
-            if isinstance(layer.attention, KDA)
-            else layer.attention.init_state(batch, max_length, dtype)
-            for layer in self.model.layers
+            attention.init_state(batch, dtype)
+            if isinstance(attention, KDA)
+            else attention.init_state(batch, max_length, dtype)
+            for attention in self.model.attentions
         )
         return Cache(tuple(states), jnp.zeros(batch, jnp.int32))
 

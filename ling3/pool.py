@@ -120,10 +120,10 @@ def new_memory(
 ) -> tuple[KDAState | Float[Array, "pages page entry"], ...]:
     """What a pool's layers hold before the first request."""
     return tuple(
-        layer.attention.init_state(slots, dtype)
-        if isinstance(layer.attention, KDA)
-        else jnp.zeros((pages, page_size, layer.attention.entry), dtype)
-        for layer in model.model.layers
+        attention.init_state(slots, dtype)
+        if isinstance(attention, KDA)
+        else jnp.zeros((pages, page_size, attention.entry), dtype)
+        for attention in model.model.attentions
     )
 
 

@@ -21,7 +21,8 @@ FLOORS = (
     {"model"},
     {"sandbox", "safetensors_file"},
     {"chat_template", "streaming", "weights"},
-    {"tokenizer", "sampling", "shards"},
+    {"tokenizer", "sampling", "shards", "trace"},
+    {"ablate"},
     {"pool"},
     {"checkpoint", "export", "generate", "inspect"},
     {"request"},
@@ -29,7 +30,7 @@ FLOORS = (
     {"loop"},
     {"serve"},
     {"problems", "train"},
-    {"bench", "bench_report"},
+    {"bench", "bench_report", "evals"},
     {"cli"},
 )
 

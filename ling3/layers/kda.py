@@ -7,9 +7,10 @@ from einops import rearrange
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
 from ling3.cache import KDAState, Span
-from ling3.config import Ling3Config
+from ling3.config import Ling3Config, OutputGate
 from ling3.layers.conv import ShortConv
-from ling3.layers.linear import Linear
+from ling3.layers.gate import gate_projection, output_gate
+from ling3.layers.linear import Constant, Linear
 from ling3.layers.norm import GatedRMSNorm
 from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize
 from ling3.ops.precision import wide
@@ -26,22 +27,28 @@ class KDA(eqx.Module):
 
     With `lower_bound` None the decay is Kimi-Linear's g = -exp(A_log) · softplus(f_proj(x) + dt_bias).
     Everything between the projections is float32.
+
+    What is None is left out: without convolutions q, k, v = silu(W x); without `f_proj` g = 0; without `b_proj` b is
+    the constant `beta`; without `g_proj` there is no output gate. With `neg_eigval` b = 2 sigmoid(b_proj(x)).
     """
 
     q_proj: Linear  # [heads·key, hidden]
     k_proj: Linear  # [heads·key, hidden]
     v_proj: Linear  # [heads·value, hidden]
-    q_conv1d: ShortConv
-    k_conv1d: ShortConv
-    v_conv1d: ShortConv
-    A_log: Float[Array, " heads"]
-    dt_bias: Float[Array, " channels"]  # heads·key
-    f_proj: Linear  # decay gate, [heads·key, hidden]
-    b_proj: Linear  # writing strength, [heads, hidden]
-    g_proj: Linear  # output gate, [heads·value, hidden]
+    q_conv1d: ShortConv | None
+    k_conv1d: ShortConv | None
+    v_conv1d: ShortConv | None
+    A_log: Float[Array, " heads"] | None
+    dt_bias: Float[Array, " channels"] | None  # heads·key
+    f_proj: Linear | None  # decay gate, [heads·key, hidden]
+    b_proj: Linear | None  # writing strength, [heads, hidden]
+    g_proj: Linear | Constant | None  # output gate, [heads·value, hidden]
     o_norm: GatedRMSNorm
     o_proj: Linear  # [hidden, heads·value]
     lower_bound: float | None = eqx.field(static=True)
+    beta: float | None = eqx.field(static=True)
+    neg_eigval: bool = eqx.field(static=True)
+    gate_law: OutputGate = eqx.field(static=True)
 
     @staticmethod
     def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> "KDA":
@@ -60,8 +67,9 @@ class KDA(eqx.Module):
         def linear(rows: int, columns: int) -> Linear:
             return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.initializer_range)
 
-        def conv() -> ShortConv:
-            return ShortConv.init(inner, config.short_conv_kernel_size, key=next(keys))
+        def conv() -> ShortConv | None:
+            own = next(keys)
+            return ShortConv.init(inner, config.short_conv_kernel_size, key=own) if config.kda_short_conv else None
 
         fastest = 0.1 if bound is None else min(0.1, -bound / 2)
         rate = fastest * 100.0 ** -jax.random.uniform(next(keys), (inner,), jnp.float32)
@@ -71,27 +79,40 @@ class KDA(eqx.Module):
         else:
             scale = jnp.ones(heads, jnp.float32)
             dt_bias = jnp.log(rate / (-bound - rate))
+        law, std, decays = config.kda_output_gate, config.initializer_range, config.kda_decay
+        # Every part draws its own key, needed or not: what a variant has in common with Ling-3 begins the same.
+        q_proj, k_proj, v_proj = (linear(inner, hidden) for _ in range(3))
+        q_conv1d, k_conv1d, v_conv1d = (conv() for _ in range(3))
+        f_proj, b_proj = linear(inner, hidden), linear(heads, hidden)
         return KDA(
-            q_proj=linear(inner, hidden),
-            k_proj=linear(inner, hidden),
-            v_proj=linear(inner, hidden),
-            q_conv1d=conv(),
-            k_conv1d=conv(),
-            v_conv1d=conv(),
-            A_log=jnp.log(scale),
-            dt_bias=dt_bias,
-            f_proj=linear(inner, hidden),
-            b_proj=linear(heads, hidden),
-            g_proj=linear(inner, hidden),
+            q_proj=q_proj,
+            k_proj=k_proj,
+            v_proj=v_proj,
+            q_conv1d=q_conv1d,
+            k_conv1d=k_conv1d,
+            v_conv1d=v_conv1d,
+            A_log=jnp.log(scale) if decays else None,
+            dt_bias=dt_bias if decays else None,
+            f_proj=f_proj if decays else None,
+            b_proj=b_proj if config.kda_beta is None else None,
+            g_proj=gate_projection(law, inner, hidden, key=next(keys), dtype=dtype, std=std),
             o_norm=GatedRMSNorm.init(config.head_dim, config.rms_norm_eps),
             o_proj=linear(hidden, inner),
             lower_bound=bound,
+            beta=config.kda_beta,
+            neg_eigval=config.kda_allow_neg_eigval,
+            gate_law=law,
         )
+
+    @property
+    def heads(self) -> int:
+        """How many there are."""
+        return self.o_proj.weight.shape[1] // self.o_norm.weight.shape[0]
 
     def init_state(self, batch: int, dtype: DTypeLike) -> KDAState:
         """The memory before the first token: zeros."""
-        heads, inner = self.A_log.shape[0], self.dt_bias.shape[0]
-        taps = self.q_conv1d.weight.shape[1]
+        heads, inner = self.heads, self.q_proj.weight.shape[0]
+        taps = 1 if self.q_conv1d is None else self.q_conv1d.weight.shape[1]
         recurrent = jnp.zeros((batch, heads, inner // heads, inner // heads), wide(dtype))
         return KDAState(recurrent, jnp.zeros((batch, taps - 1, 3 * inner), dtype))
 
@@ -100,16 +121,17 @@ class KDA(eqx.Module):
     ) -> tuple[Float[Array, "batch seq hidden"], KDAState]:
         """The layer's output for each token, and its memory after the span's last. No state means the zero state."""
         state = self.init_state(x.shape[0], x.dtype) if state is None else state
-        q, k, v, conv = self._convolved(x, state.conv, span)
-        g, beta = self._gates(x, span)
+        q, k, v, conv = self.convolved(x, state.conv, span)
+        g, beta = self.gates(x, span)
         if x.shape[1] == 1:
             o, recurrent = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state.recurrent)
             o = o[:, None]
         else:
-            o, recurrent = chunk_kda(q, k, v, g, beta, state.recurrent, lower_bound=self.lower_bound)
-        return self._output(o, x), KDAState(recurrent, conv)
+            bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 keeps any
+            o, recurrent = chunk_kda(q, k, v, g, beta, state.recurrent, lower_bound=bound)
+        return self.output(o, self.output_gate(x), x.dtype), KDAState(recurrent, conv)
 
-    def _convolved(
+    def convolved(
         self, x: Float[Array, "batch seq hidden"], tail: Float[Array, "batch tail channels"], span: Span
     ) -> tuple[
         Float[Array, "batch seq heads key"],
@@ -122,29 +144,51 @@ class KDA(eqx.Module):
         projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         outputs, new = zip(
-            *(conv(p, t, span) for conv, p, t in zip(convs, projections, tails, strict=True)), strict=True
+            *(
+                (jax.nn.silu(p.astype(wide(x.dtype))), t) if conv is None else conv(p, t, span)
+                for conv, p, t in zip(convs, projections, tails, strict=True)
+            ),
+            strict=True,
         )
         q, k, v = (self._heads(y) for y in outputs)
         return l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k), v, jnp.concatenate(new, axis=-1)
 
-    def _gates(
+    def gates(
         self, x: Float[Array, "batch seq hidden"], span: Span
     ) -> tuple[Float[Array, "batch seq heads key"], Float[Array, "batch seq heads"]]:
         """The log decay g and the writing strength beta; both 0 on padding, which leaves the state as it was."""
-        dtype = wide(x.dtype)
-        f = self._heads(self.f_proj(x, dtype))
-        dt_bias = self.dt_bias.astype(dtype).reshape(self.A_log.shape[0], -1)
-        g = kda_gate(f, self.A_log.astype(dtype), dt_bias, self.lower_bound)
-        beta = jax.nn.sigmoid(self.b_proj(x, dtype))
+        g, beta = self._decay(x), self._strength(x)
         valid = span.valid(x.shape[1])[:, :, None]
         return jnp.where(valid[..., None], g, 0.0), jnp.where(valid, beta, 0.0)
 
-    def _output(
-        self, o: Float[Array, "batch seq heads value"], x: Float[Array, "batch seq hidden"]
+    def _decay(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq heads key"]:
+        dtype = wide(x.dtype)
+        if self.f_proj is None or self.A_log is None or self.dt_bias is None:
+            return self._heads(jnp.zeros((*x.shape[:2], self.q_proj.weight.shape[0]), dtype))
+        dt_bias = self.dt_bias.astype(dtype).reshape(self.heads, -1)
+        return kda_gate(self._heads(self.f_proj(x, dtype)), self.A_log.astype(dtype), dt_bias, self.lower_bound)
+
+    def _strength(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq heads"]:
+        dtype = wide(x.dtype)
+        if self.b_proj is None:
+            return jnp.full((*x.shape[:2], self.heads), 1.0 if self.beta is None else self.beta, dtype)
+        beta = jax.nn.sigmoid(self.b_proj(x, dtype))
+        return 2.0 * beta if self.neg_eigval else beta
+
+    def output_gate(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq heads value"] | None:
+        """What the normed output is multiplied by, in float32 or wider; None for nothing."""
+        if self.g_proj is None:
+            return None
+        return output_gate(self.gate_law, self._heads(self.g_proj(x)).astype(wide(x.dtype)))
+
+    def output(
+        self,
+        o: Float[Array, "batch seq heads value"],
+        gate: Float[Array, "batch seq heads value"] | None,
+        dtype: DTypeLike,
     ) -> Float[Array, "batch seq hidden"]:
-        """Norm, output gate and output projection."""
-        gated = self.o_norm(o, self._heads(self.g_proj(x)))
-        return self.o_proj(rearrange(gated, "b s h v -> b s (h v)").astype(x.dtype))
+        """Norm, output gate and output projection, which takes and gives `dtype`."""
+        return self.o_proj(rearrange(self.o_norm(o, gate), "b s h v -> b s (h v)").astype(dtype))
 
     def _heads(self, y: Float[Array, "batch seq channels"]) -> Float[Array, "batch seq heads key"]:
-        return rearrange(y, "b s (h k) -> b s h k", h=self.A_log.shape[0])
+        return rearrange(y, "b s (h k) -> b s h k", h=self.heads)

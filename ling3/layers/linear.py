@@ -26,6 +26,24 @@ class Linear(eqx.Module):
         return matmul_transposed(x, self.weight).astype(x.dtype if dtype is None else dtype)
 
 
+class Constant(eqx.Module):
+    """y = bias, whatever x is: stands where a projection was whose output is held still."""
+
+    bias: Float[Array, " out_features"]
+
+    @staticmethod
+    def init(out_features: int) -> "Constant":
+        """Zeros, float32."""
+        return Constant(jnp.zeros(out_features, jnp.float32))
+
+    def __call__(
+        self, x: Float[Array, "*batch in_features"], dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch {self.bias.shape[0]}"]:
+        """The bias for each token of `x`, in `dtype` or that of `x`."""
+        bias = self.bias.astype(x.dtype if dtype is None else dtype)
+        return jnp.broadcast_to(bias, (*x.shape[:-1], bias.shape[0]))
+
+
 class Embedding(eqx.Module):
     """x = W[token]. Ids outside the table are the caller's error: JAX would read another row."""
 

@@ -9,8 +9,9 @@ from einops import rearrange
 from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.cache import LatentCache, Span
-from ling3.config import Ling3Config
-from ling3.layers.linear import Linear
+from ling3.config import Ling3Config, OutputGate
+from ling3.layers.gate import gate_projection, output_gate
+from ling3.layers.linear import Constant, Linear
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
 from ling3.ops.attention import BLOCK, Expand, block_attention, paged_attention
@@ -28,6 +29,8 @@ class MLA(eqx.Module):
 
     Only `[latent | rope(k_rope)]` is remembered. Many tokens at once expand keys and values from it; a single token
     absorbs `kv_b_proj` into query and output instead (q_nope W_uk, then W_uv), the same numbers without the expansion.
+
+    Without `g_proj` there is no output gate; with `rope_theta` None nothing is rotated, and positions do not matter.
     """
 
     q_a_proj: Linear | None  # [q_rank, hidden]; these three with a q_lora_rank,
@@ -37,11 +40,12 @@ class MLA(eqx.Module):
     kv_a_proj_with_mqa: Linear  # [latent + rope, hidden]
     kv_a_layernorm: RMSNorm
     kv_b_proj: Linear  # [heads·(nope + value), latent]
-    g_proj: Linear  # [heads, hidden]
+    g_proj: Linear | Constant | None  # [heads, hidden]
     dense: Linear  # [hidden, heads·value]
     nope: int = eqx.field(static=True)
     rope: int = eqx.field(static=True)
-    rope_theta: float = eqx.field(static=True)
+    rope_theta: float | None = eqx.field(static=True)
+    gate_law: OutputGate = eqx.field(static=True)
 
     @staticmethod
     def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MLA":
@@ -55,6 +59,8 @@ class MLA(eqx.Module):
             config.q_lora_rank,
         )
 
+        law = config.mla_output_gate
+
         def linear(rows: int, columns: int) -> Linear:
             return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.initializer_range)
 
@@ -66,11 +72,12 @@ class MLA(eqx.Module):
             kv_a_proj_with_mqa=linear(latent + rope, hidden),
             kv_a_layernorm=RMSNorm.init(latent, config.rms_norm_eps),
             kv_b_proj=linear(heads * (nope + value), latent),
-            g_proj=linear(heads, hidden),
+            g_proj=gate_projection(law, heads, hidden, key=next(keys), dtype=dtype, std=config.initializer_range),
             dense=linear(hidden, heads * value),
             nope=nope,
             rope=rope,
-            rope_theta=config.rope_theta,
+            rope_theta=config.rope_theta if config.mla_rope else None,
+            gate_law=law,
         )
 
     def init_state(self, batch: int, max_length: int, dtype: DTypeLike) -> LatentCache:
@@ -91,8 +98,8 @@ class MLA(eqx.Module):
         """
         seq = x.shape[1]
         positions = span.positions(seq)
-        q_nope, q_rope = self._queries(x, positions)
-        entries = self._entries(x, positions)
+        q_nope, q_rope = self.queries(x, positions)
+        entries = self.entries(x, positions)
         state = None if state is None else state.append(entries, span)
 
         def attend(
@@ -108,9 +115,9 @@ class MLA(eqx.Module):
             return paged_attention(q, row_positions, state.entries, state.table, length, expand, value)
 
         pre_o_proj = (self._absorbed if seq == 1 else self._expanded)(q_nope, q_rope, positions, attend)
-        return self._output(pre_o_proj.astype(x.dtype), x), state
+        return self.output(pre_o_proj.astype(x.dtype), self.output_gate(x)), state
 
-    def _queries(
+    def queries(
         self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq heads {self.nope}"], Float[Array, "batch seq heads {self.rope}"]]:
         """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5."""
@@ -118,7 +125,7 @@ class MLA(eqx.Module):
             self._projected_queries(x), "b s (h d) -> b s h d", d=self.nope + self.rope
         )
         q_nope: Float[Array, "batch seq heads nope"] = q[..., : self.nope]
-        q_rope: Float[Array, "batch seq heads rope"] = rotate(q[..., self.nope :], positions, self.rope_theta)
+        q_rope: Float[Array, "batch seq heads rope"] = self._rotated(q[..., self.nope :], positions)
         scale = (self.nope + self.rope) ** -0.5
         return q_nope * scale, q_rope * scale
 
@@ -132,7 +139,7 @@ class MLA(eqx.Module):
         assert self.q_proj is not None, "an MLA layer has either q_a_proj, q_a_layernorm and q_b_proj, or q_proj"
         return self.q_proj(x)
 
-    def _entries(
+    def entries(
         self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
     ) -> Float[Array, "batch seq entry"]:
         """What is remembered of each token: [normalised latent | rotated key shared by all heads]."""
@@ -140,8 +147,13 @@ class MLA(eqx.Module):
         compressed: Float[Array, "batch seq latent+rope"] = self.kv_a_proj_with_mqa(x)
         compressed_kv: Float[Array, "batch seq latent"] = self.kv_a_layernorm(compressed[..., :latent])
         k_rope_raw: Float[Array, "batch seq 1 rope"] = compressed[..., None, latent:]
-        k_rope: Float[Array, "batch seq 1 rope"] = rotate(k_rope_raw, positions, self.rope_theta)
+        k_rope: Float[Array, "batch seq 1 rope"] = self._rotated(k_rope_raw, positions)
         return jnp.concatenate([compressed_kv, k_rope[:, :, 0]], axis=-1)
+
+    def _rotated(
+        self, x: Float[Array, "batch seq heads {self.rope}"], positions: Int32[Array, "batch seq"]
+    ) -> Float[Array, "batch seq heads {self.rope}"]:
+        return x if self.rope_theta is None else rotate(x, positions, self.rope_theta)
 
     def _expanded(
         self,
@@ -193,12 +205,17 @@ class MLA(eqx.Module):
         weight = rearrange(self.kv_b_proj.weight, "(h d) l -> h d l", h=heads)
         return weight[:, : self.nope], weight[:, self.nope :]
 
-    def _output(
-        self, pre_o_proj: Float[Array, "batch seq heads value"], x: Float[Array, "batch seq hidden"]
+    def output_gate(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq heads"] | None:
+        """What each head's output is multiplied by, in float32 or wider; None for nothing."""
+        return None if self.g_proj is None else output_gate(self.gate_law, self.g_proj(x, wide(x.dtype)))
+
+    def output(
+        self, pre_o_proj: Float[Array, "batch seq heads value"], gate: Float[Array, "batch seq heads"] | None
     ) -> Float[Array, "batch seq hidden"]:
         """The head-wise gate, then the output projection."""
-        gate: Float[Array, "batch seq heads"] = jax.nn.sigmoid(self.g_proj(x, wide(x.dtype)))
-        gated: Float[Array, "batch seq heads value"] = pre_o_proj * gate.astype(x.dtype)[..., None]
+        gated: Float[Array, "batch seq heads value"] = (
+            pre_o_proj if gate is None else pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]
+        )
         flat: Float[Array, "batch seq heads*value"] = rearrange(gated, "b s h v -> b s (h v)")
         return self.dense(flat)
 

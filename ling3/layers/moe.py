@@ -20,11 +20,11 @@ class Router(eqx.Module):
         group score = sum of the two best c of a group;  the best `topk_group` groups stay, the others' c become -inf
         chosen = the top_k best c;   weights = s[chosen] / (Σ s[chosen] + 1e-20) · scaling
 
-    Groups are struck out with -inf and not 0: c can be negative. Ties go to the lower index.
+    Groups are struck out with -inf and not 0: c can be negative. Ties go to the lower index. No bias means c = s.
     """
 
     weight: Float[Array, "experts hidden"]
-    expert_bias: Float[Array, " experts"]
+    expert_bias: Float[Array, " experts"] | None
     top_k: int = eqx.field(static=True)
     groups: int = eqx.field(static=True)
     top_groups: int = eqx.field(static=True)
@@ -36,7 +36,7 @@ class Router(eqx.Module):
         """Random weights and no bias, float32."""
         return Router(
             weight=normal(key, (config.num_experts, config.hidden_size), jnp.float32, config.initializer_range),
-            expert_bias=jnp.zeros(config.num_experts, jnp.float32),
+            expert_bias=jnp.zeros(config.num_experts, jnp.float32) if config.moe_router_enable_expert_bias else None,
             top_k=config.num_experts_per_tok,
             groups=config.n_group,
             top_groups=config.topk_group,
@@ -49,7 +49,7 @@ class Router(eqx.Module):
     ) -> tuple[Int32[Array, "tokens {self.top_k}"], Float[Array, "tokens {self.top_k}"]]:
         """The experts chosen for each token, best first, and their weights."""
         scores = self.scores(x)
-        choice = scores + self.expert_bias.astype(scores.dtype)[None]
+        choice = scores if self.expert_bias is None else scores + self.expert_bias.astype(scores.dtype)[None]
         grouped = choice.reshape(choice.shape[0], self.groups, -1)
         best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
         _, kept = lax.top_k(best, self.top_groups)

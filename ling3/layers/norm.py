@@ -1,7 +1,6 @@
 """Root-mean-square norms, computed in float32 whatever they are given."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -28,7 +27,7 @@ class RMSNorm(eqx.Module):
 
 
 class GatedRMSNorm(eqx.Module):
-    """y = RMSNorm(x) · w · sigmoid(gate): KDA's output norm and output gate, per head, in float32 until the end."""
+    """y = RMSNorm(x) · w · gate: KDA's output norm and output gate, per head, in float32 until the end."""
 
     weight: Float[Array, " value"]
     eps: float = eqx.field(static=True)
@@ -39,11 +38,11 @@ class GatedRMSNorm(eqx.Module):
         return GatedRMSNorm(jnp.ones(value, jnp.float32), eps)
 
     def __call__(
-        self, x: Float[Array, "batch seq heads value"], gate: Float[Array, "batch seq heads value"]
+        self, x: Float[Array, "batch seq heads value"], gate: Float[Array, "batch seq heads value"] | None
     ) -> Float[Array, "batch seq heads value"]:
-        """Returns float32 (or wider, if `x` is)."""
+        """Returns float32 (or wider, if `x` is); no gate counts as 1."""
         normalized = rms_normalize(x, self.weight, self.eps)
-        return normalized * jax.nn.sigmoid(gate.astype(normalized.dtype))
+        return normalized if gate is None else normalized * gate
 
 
 def rms_normalize(

@@ -29,6 +29,7 @@ class BalancedRouter(eqx.Module):
         """The experts chosen for each token, best first, and their weights."""
         chosen, weights = self.router(x)
         bias = self.router.expert_bias
+        assert bias is not None, "`balanced` leaves a router without a bias as it is"
         return chosen, _report(weights, excess_load(chosen, bias.size), bias)
 
 
@@ -61,7 +62,9 @@ _report.defvjp(_report_forward, _report_backward)
 
 
 def _routers(model: PyTree) -> list:
-    return [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE)]
+    """Those that have a bias to balance with."""
+    gates = [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE)]
+    return [gate for gate in gates if not isinstance(gate, Router) or gate.expert_bias is not None]
 
 
 def balanced(model: Ling3ForCausalLM) -> Ling3ForCausalLM:

@@ -1,0 +1,21 @@
+"""The output gates of both attentions: which laws there are, and the projections behind them."""
+
+import jax
+from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
+
+from ling3.config import OutputGate
+from ling3.layers.linear import Constant, Linear
+
+
+def gate_projection(
+    law: OutputGate, rows: int, columns: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float
+) -> Linear | Constant | None:
+    """`g_proj` for this law: a linear map, a constant (at first 0, a gate of 1/2), or none."""
+    if law == "none":
+        return None
+    return Constant.init(rows) if law == "constant" else Linear.init(rows, columns, key=key, dtype=dtype, std=std)
+
+
+def output_gate(law: OutputGate, g: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """sigmoid(g), or g · sigmoid(g) for `swish` (Kimi Linear, arXiv 2510.26692, Table 1)."""
+    return jax.nn.silu(g) if law == "swish" else jax.nn.sigmoid(g)
