@@ -1,0 +1,242 @@
+"""`ling3 eval`: how right a model is, and how well it predicts a text."""
+
+import contextlib
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ling3.cli.options import Dtype, Model, Thinking, WholeNumber, introduce, load
+
+if TYPE_CHECKING:
+    from ling3.evals.answers import Parser
+    from ling3.evals.prompts import Question
+    from ling3.evals.run import Asked, Score
+    from ling3.model import Ling3ForCausalLM
+    from ling3.serve import Engine
+    from ling3.tokenizer import Tokenizer
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+# A prefill call has the first of these widths that holds the longest prompt; longer ones go in by chunks.
+WIDTHS = (16, 128, 512)
+
+FileOption = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asking:
+    """What both examinations have in common."""
+
+    model: Model
+    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    prompts: FileOption = None
+    """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
+    questions: FileOption = None
+    """Instead, the questions of the public data set, as JSONL."""
+    examples: FileOption = None
+    """With --questions: the data set's rows to show as worked examples."""
+    shots: int = 4
+    """With --questions: how many of them before each question."""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")]
+    """Where the predictions go, a JSON line for each. A run that was broken off goes on where it was."""
+    limit: WholeNumber = None
+    """Ask only the first so many."""
+    max_tokens: int = 2000
+    """The most new tokens of an answer; fewer where the model's context has no room for so many."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
+    """End an answer before this string; may be given several times. With --questions, "Question:" is one."""
+    temperature: float = 0.0
+    """0 takes the most likely token each time."""
+    seed: int = 0
+    """At a temperature, question i samples from seed + i."""
+    chat: bool = False
+    """Each prompt is a user's message, put into the checkpoint's chat template."""
+    thinking: Thinking = "auto"
+    """The template's thinking mode, with --chat; auto is the template's own choice."""
+    dtype: Dtype = "auto"
+    """The matrices' type; auto is as stored."""
+    max_running_requests: int = 64
+    """Questions that are answered at once."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gsm8k(Asking):
+    """Ask word problems; the last number of an answer counts.
+
+    ling3 eval gsm8k MODEL --prompts gsm_8k.json --out predictions.jsonl
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MmluPro(Asking):
+    """Ask questions of up to ten choices; the last choice of an answer counts.
+
+    ling3 eval mmlu-pro MODEL --questions test.jsonl --examples validation.jsonl --out predictions.jsonl
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """Measure how well the model predicts a text: each token once, with as much before it as a window holds.
+
+    ling3 eval perplexity MODEL TEXT
+    """
+
+    model: Model
+    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
+    """The file of the text, in UTF-8; - for standard input."""
+    context: WholeNumber = None
+    """Tokens of a window; without it, 4096 or what the model's context has room for."""
+    stride: WholeNumber = None
+    """How far the next window moves, and how many tokens it scores; without it, half a window."""
+    dtype: Dtype = "auto"
+    """The matrices' type; auto is as stored."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@tyro.conf.configure(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Evaluate a model: word problems, questions of choice, perplexity."""
+
+    task: (
+        Annotated[Gsm8k, tyro.conf.subcommand("gsm8k")]
+        | Annotated[MmluPro, tyro.conf.subcommand("mmlu-pro")]
+        | Annotated[Perplexity, tyro.conf.subcommand("perplexity")]
+    )
+
+    @property
+    def debug(self) -> bool:
+        """Whether the traceback of an error is to be shown."""
+        return self.task.debug
+
+
+def run(command: Eval) -> None:
+    """Prints the result; its last line is the score."""
+    task = command.task
+    if isinstance(task, Perplexity):
+        _perplexity(task)
+        return
+    from ling3.evals import answers, public
+
+    if isinstance(task, Gsm8k):
+        _ask(task, answers.number, public.from_gsm8k)
+    else:
+        _ask(task, answers.choice, public.from_mmlu_pro)
+
+
+def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]") -> None:
+    from ling3.evals.predictions import fingerprint
+    from ling3.evals.public import STOP
+    from ling3.evals.run import evaluate, prepare
+    from ling3.params import SamplingParams
+    from ling3.tokenizer import load_tokenizer
+
+    _check(command)
+    params = SamplingParams(
+        temperature=command.temperature,
+        max_tokens=command.max_tokens,
+        seed=command.seed,
+        stop=(*command.stop, *(() if command.questions is None else STOP)),
+    )
+    questions = _questions(command, parse, build)
+    tokenizer = load_tokenizer(command.model)
+    asked = prepare(tokenizer, questions, command.thinking if command.chat else None)
+    model = load(command.model, command.dtype, tokenizer)
+    console = Console(stderr=True, highlight=False)
+    introduce(command.model, model, console)
+    engine = _engine(model, tokenizer, asked, command)
+    with _bar(console) as shown:
+        score = evaluate(
+            engine,
+            asked,
+            parse,
+            command.out,
+            params=params,
+            settings={"weights": fingerprint(model)},
+            limit=command.limit,
+            on_start=shown,
+            on_answer=shown,
+        )
+    low, high = score.interval
+    print(f"95 % (Wilson): {low:.4f} to {high:.4f}")
+    print(score)
+
+
+def _check(command: Asking) -> None:
+    """ValueError for options that make no sense together, before any work."""
+    if (command.prompts is None) == (command.questions is None):
+        raise ValueError("give either --prompts, questions ready to be asked, or --questions, those of the data set")
+    if command.examples is not None and command.questions is None:
+        raise ValueError("--examples is for --questions: the prompts of --prompts have theirs in them")
+    if command.shots < 0:
+        raise ValueError(f"--shots is {command.shots}, expected at least 0")
+    if command.limit is not None and command.limit < 1:
+        raise ValueError(f"--limit is {command.limit}, expected at least 1")
+    if command.thinking != "auto" and not command.chat:
+        raise ValueError("--thinking is for --chat")
+    directory = pathlib.Path(command.out).absolute().parent
+    if not directory.is_dir():
+        raise ValueError(f"--out: there is no directory {directory}: make it first")
+
+
+def _questions(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]") -> "list[Question]":
+    from ling3.evals.prompts import read
+
+    if command.prompts is not None:
+        return read(command.prompts, parse)
+    return build(command.questions, command.examples, command.shots)
+
+
+def _engine(model: "Ling3ForCausalLM", tokenizer: "Tokenizer", asked: "list[Asked]", command: Asking) -> "Engine":
+    """An engine whose shapes depend on the prompts and not on which of them are still to be answered."""
+    from ling3.serve import Engine
+
+    longest = max(len(question.ids) for question in asked)
+    width = next(width for width in WIDTHS if width >= min(longest, WIDTHS[-1]))
+    return Engine(
+        model,
+        tokenizer,
+        max_running_requests=command.max_running_requests,
+        chunked_prefill_size=width,
+        token_paddings=WIDTHS if longest > WIDTHS[-1] else (width,),
+        max_model_len=min(model.config.max_position_embeddings, longest + command.max_tokens),
+    )
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
+    """A bar on stderr with the accuracy so far, on a terminal; it is called with each score."""
+    columns = (
+        *(TextColumn("answered"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("{task.fields[accuracy]}"), TimeRemainingColumn()),
+    )
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    task = bar.add_task("", total=None, accuracy="")
+
+    def shown(score: "Score", total: int) -> None:
+        accuracy = f"{score.accuracy:.4f} right" if score.total else ""
+        bar.update(task, completed=score.total, total=total, accuracy=accuracy)
+        bar.start()
+
+    try:
+        yield shown
+    finally:
+        bar.stop()
+
+
+def _perplexity(command: Perplexity) -> None:
+    raise NotImplementedError(command, sys)

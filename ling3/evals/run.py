@@ -1,0 +1,195 @@
+"""Asks an engine a file of questions and counts the right answers."""
+
+import dataclasses
+import hashlib
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+
+from ling3.evals.answers import Parser
+from ling3.evals.predictions import Predictions
+from ling3.evals.prompts import Question
+from ling3.outputs import Completion, Delta, RequestOutput
+from ling3.params import SamplingParams, check_prompt, check_room
+from ling3.serve import Engine, QueueFull
+from ling3.tokenizer import Tokenizer
+from ling3.version import __version__
+
+MAX_TOKENS = 2000
+"""The most new tokens of an answer, where the context has room for them."""
+CONFIDENCE = 1.959963984540054
+"""The normal distribution's 97.5 % quantile: two-sided 95 %."""
+
+# What may change the last bits of an answer, and so in rare cases its text.
+SHAPES = ("page_size", "chunked_prefill_size", "token_paddings", "max_model_len", "decode_rows", "decode_steps")
+
+Chat = Literal["auto", "on", "off"]
+"""Prompts as a user's turn of the chat template, with this thinking mode; `auto` is the template's own choice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How many of `total` answers are `right`; written as the last line of a run."""
+
+    right: int
+    total: int
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers."""
+        return self.right / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval, (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n) (JASA 22, 1927)."""
+        p, n, z = self.accuracy, self.total, CONFIDENCE
+        middle, reach = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        low, high = (middle - reach) / (1 + z * z / n), (middle + reach) / (1 + z * z / n)
+        return max(0.0, min(p, low)), min(1.0, max(p, high))  # at 0 and 1 but for rounding
+
+    def __str__(self) -> str:
+        return f"正确率: {self.right}/{self.total} = {self.accuracy:.4f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A question as the model gets it."""
+
+    ids: list[int]
+    record: Mapping[str, Any]
+    """What its line of the predictions begins with."""
+
+
+def prepare(tokenizer: Tokenizer, questions: Sequence[Question], chat: Chat | None = None) -> list[Asked]:
+    """The questions as token ids: their prompts as they stand, or with `chat` as a user's turn."""
+    asked = []
+    for index, question in enumerate(questions):
+        text = question.prompt
+        if chat is not None:
+            thinking = {} if chat == "auto" else {"enable_thinking": chat == "on"}
+            turn = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(turn, tokenize=False, **thinking)
+        ids = tokenizer.encode(text, add_special_tokens=chat is None)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        asked.append(Asked(ids, {"index": index, "prompt_sha256": digest, "expected": question.answer}))
+    return asked
+
+
+def evaluate(
+    engine: Engine,
+    asked: Sequence[Asked],
+    parse: Parser,
+    out: str | os.PathLike[str],
+    *,
+    params: SamplingParams | None = None,
+    settings: Mapping[str, Any] | None = None,
+    limit: int | None = None,
+    on_start: Callable[[Score, int], None] | None = None,
+    on_answer: Callable[[Score, int], None] | None = None,
+) -> Score:
+    """Asks what the file `out` has no line for yet, and scores the whole: an answer is right if `parse` finds in it
+    what was expected.
+
+    Greedy and up to `MAX_TOKENS` tokens without `params`, and in any case no more than the context has room for. A
+    request that ends in `error` is a wrong answer, with its error in the line. `settings` are what else has to be the
+    same for a run to be taken up, such as `fingerprint(model)`. `limit` takes the first so many questions.
+    `on_start` and `on_answer` get the score so far and how many questions there are.
+
+    Raises ValueError for a prompt that the model has no room for, before any is asked, and what Predictions raises.
+    """
+    params = SamplingParams(max_tokens=MAX_TOKENS) if params is None else params
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}, expected at least 1")
+    taken = asked[:limit]
+    if not taken:
+        raise ValueError("no question to ask, expected at least one")
+    for question in taken:
+        name = f"the prompt of question {question.record['index']}"
+        check_room(check_prompt(question.ids, 2**31, name), 1, engine.max_model_len, name)
+    with Predictions(out, [question.record for question in asked], _settings(engine, params, parse, settings)) as file:
+        known = [file.lines[index]["right"] for index in range(len(taken)) if index in file.lines]
+        score = Score(sum(known), len(known))
+        coming = deque(index for index in range(len(taken)) if index not in file.lines)
+        if coming:
+            engine.warmup()  # so that the first answer's timings are an answer's
+        if on_start is not None:
+            on_start(score, len(taken))
+        for index, output in _answers(engine, taken, coming, params):
+            answer = _answer(output, parse, taken[index].record["expected"])
+            file.append(index, answer)
+            score = Score(score.right + answer["right"], score.total + 1)
+            if on_answer is not None:
+                on_answer(score, len(taken))
+    return score
+
+
+def _settings(
+    engine: Engine, params: SamplingParams, parse: Parser, others: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What two runs must have in common to be one."""
+    return {
+        **(others or {}),
+        "parser": parse.__name__,
+        "sampling": {"temperature": params.temperature, "max_tokens": params.max_tokens, **_changed(params)},
+        "engine": {name: engine.settings[name] for name in SHAPES},
+        "device": jax.devices()[0].device_kind,
+        "ling3": __version__,
+    }
+
+
+def _changed(params: SamplingParams) -> dict[str, Any]:
+    """The fields that are not as by default."""
+    default = dataclasses.asdict(SamplingParams())
+    return {name: value for name, value in dataclasses.asdict(params).items() if value != default[name]}
+
+
+def _answers(
+    engine: Engine, asked: Sequence[Asked], coming: deque[int], params: SamplingParams
+) -> Iterator[tuple[int, RequestOutput]]:
+    """Each question's index and answer as it is finished; as many wait at once as the queue holds."""
+    running: dict[int, int] = {}
+    news: deque[Delta] = deque()
+    try:
+        while coming or running:
+            while coming and (request := _submitted(engine, asked[coming[0]], coming[0], params, news)) is not None:
+                running[request] = coming.popleft()
+            engine.step()
+            while news:
+                delta = news.popleft()
+                if delta.output is not None:
+                    yield running.pop(delta.request_id), delta.output
+    finally:
+        for request in running:
+            engine.abort(request)
+
+
+def _submitted(engine: Engine, question: Asked, index: int, params: SamplingParams, news: deque[Delta]) -> int | None:
+    """The id of the request, whose deltas go to `news`; None where the queue is full."""
+    try:
+        own = dataclasses.replace(params, seed=(params.seed or 0) + index)
+        return engine.submit(question.ids, own, truncate="output", on_delta=news.append)
+    except QueueFull:
+        return None
+
+
+def _answer(output: RequestOutput, parse: Parser, expected: str) -> dict[str, Any]:
+    """The rest of a question's line."""
+    completion: Completion = output.outputs[0]
+    parsed = parse(completion.text) if completion.finish_reason != "error" else None
+    return {
+        "text": completion.text,
+        "parsed": parsed,
+        "right": parsed == expected,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "output_tokens": len(completion.token_ids),
+        "timings": {
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in dataclasses.asdict(completion.timings).items()
+        },
+    }

@@ -1,0 +1,167 @@
+"""`ling3 eval` as it is called: its options, its last line, and a run that is killed and taken up again."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ling3 import cli
+from ling3.evals.nano_files import files
+from ling3.evals.prompts import Question, write
+from ling3.serve import Engine
+from ling3.train.exam import exam, worked_examples
+
+# One shape of engine for all of these tests, so that its programs are compiled once.
+ENGINE = ("--max-running-requests", "4", "--max-tokens", "64", "--dtype", "float32")
+COUNT = 120
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    return files(tmp_path_factory.mktemp("nano"), COUNT)[0]
+
+
+def run(capsys, *argv):
+    code = cli.main(["eval", *map(str, argv)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def timeless(path):
+    return sorted(json.dumps({**line, "timings": None}) for line in lines(path))
+
+
+def test_the_last_line(prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    code, text, err = run(capsys, "gsm8k", "nano", "--prompts", prompts, "--out", out, "--limit", 40, *ENGINE)
+    assert code == 0
+    interval, last = text.splitlines()
+    right = sum(line["right"] for line in lines(out))
+    assert last == f"正确率: {right}/40 = {right / 40:.4f}"
+    assert right >= 36, "nano answers nine in ten of its own problems"
+    low, high = map(float, re.fullmatch(r"95 % \(Wilson\): (0\.\d{4}) to ([01]\.\d{4})", interval).groups())
+    assert low < right / 40 <= high
+    assert "nano: 1.32M parameters, float32, on cpu" in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
+def test_a_killed_run_is_taken_up(prompts, tmp_path, capsys, monkeypatch):
+    """No line is lost, none is asked twice, and the half-written one is asked again."""
+    out, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
+    arguments = ["gsm8k", "nano", "--prompts", str(prompts), *ENGINE, "--out"]
+    cache = pathlib.Path(__file__).parents[2] / ".jax_cache"
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ling3.cli", "eval", *arguments, str(out)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= 10):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        stdout, stderr = process.communicate()
+    assert (process.returncode, stdout) == (-signal.SIGKILL, b""), stderr.decode()
+    content = out.read_bytes()
+    kept = content[: content.rfind(b"\n") + 1]
+    assert 10 <= kept.count(b"\n") < COUNT, "killed amid the run"
+    half = kept.splitlines(keepends=True)[3].replace(b'"index": ', b'"index": 1')
+    out.write_bytes(kept + half[: len(half) // 2])
+
+    asked = []
+
+    def submit(engine, prompt, *others, original=Engine.submit, **options):
+        asked.append(tuple(prompt))
+        return original(engine, prompt, *others, **options)
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    code, text, _ = run(capsys, *arguments, out)
+    assert code == 0 and out.read_bytes().startswith(kept)
+    assert len(asked) == COUNT - kept.count(b"\n")
+    assert sorted(line["index"] for line in lines(out)) == list(range(COUNT))
+    monkeypatch.undo()
+    assert run(capsys, *arguments, whole)[1] == text
+    assert timeless(out) == timeless(whole)
+    assert run(capsys, *arguments, out)[1] == text, "what is whole is only counted"
+
+
+def test_the_public_files_of_gsm8k(tmp_path, capsys):
+    """Nano's problems in the data set's own form: the prompts are those of its examination."""
+
+    def public(problem):
+        solution = f"{' '.join(map(str, problem.steps))}\n#### {problem.answer}"
+        return json.dumps({"question": problem.question, "answer": solution})
+
+    test, train, out = tmp_path / "test.jsonl", tmp_path / "train.jsonl", tmp_path / "out.jsonl"
+    problems, shown = exam(6), worked_examples(1)[0]
+    test.write_text("\n".join(map(public, problems)))
+    train.write_text("\n".join(map(public, shown)))
+    options = ("--questions", test, "--examples", train, "--shots", 1, "--out", out, *ENGINE)
+    code, text, _ = run(capsys, "gsm8k", "nano", *options)
+    assert code == 0 and text.splitlines()[1].startswith("正确率: ")
+    assert sum(line["right"] for line in lines(out)) >= 5
+    assert {tuple(line["settings"]["sampling"]["stop"]) for line in lines(out)} == {("Question:",)}
+
+
+def test_choices_are_counted_too(tmp_path, capsys):
+    """A model that knows no letters gets none right; the answers are read as choices."""
+    prompts, out = tmp_path / "prompts.json", tmp_path / "out.jsonl"
+    write(prompts, [Question("Question: 1 + 1?\nA. 2\nB. 3\nAnswer:", "A")])
+    code, text, _ = run(capsys, "mmlu-pro", "nano", "--prompts", prompts, "--out", out, *ENGINE)
+    assert code == 0 and text.splitlines()[1] in ("正确率: 0/1 = 0.0000", "正确率: 1/1 = 1.0000")
+    (line,) = lines(out)
+    assert line["expected"] == "A" and line["settings"]["parser"] == "choice"
+    assert line["right"] == (line["parsed"] == "A")
+
+
+def test_a_chat(tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.json", tmp_path / "out.jsonl"
+    write(prompts, [Question(problem.question, str(problem.answer)) for problem in exam(4)])
+    code, _, _ = run(
+        capsys, "gsm8k", "nano", "--prompts", prompts, "--chat", "--thinking", "off", "--out", out, *ENGINE
+    )
+    assert code == 0 and sum(line["right"] for line in lines(out)) >= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either --prompts"),
+        (("--prompts", "{prompts}", "--questions", "q.jsonl"), "give either --prompts"),
+        (("--prompts", "{prompts}", "--examples", "q.jsonl"), "--examples is for --questions"),
+        (("--prompts", "{prompts}", "--thinking", "on"), "--thinking is for --chat"),
+        (("--questions", "q.jsonl", "--shots", "-1"), "--shots is -1"),
+        (("--prompts", "{prompts}", "--max-tokens", "0"), "max_tokens is 0"),
+        (("--prompts", "{prompts}", "--limit", "0"), "--limit is 0"),
+        (("--prompts", "no-such-file.json"), "no-such-file.json"),
+        (("--prompts", "{prompts}", "--out", "nowhere/out.jsonl"), "--out: there is no directory"),
+        (("--prompts", "{bad}"), "item 1 (line 2): the field 'answer' (or 'target'"),
+    ],
+)
+def test_senseless_options(prompts, tmp_path, capsys, arguments, message):
+    bad = tmp_path / "bad.json"
+    bad.write_text('[\n{"prompt": "a"}]')
+    filled = [argument.format(prompts=prompts, bad=bad) for argument in arguments]
+    out = () if "--out" in arguments else ("--out", tmp_path / "out.jsonl")
+    code, text, err = run(capsys, "gsm8k", "nano", *filled, *out)
+    assert (code, text) == (2, "")
+    assert "ling3: error: " in err and message in err and "Traceback" not in err
+    assert not (tmp_path / "out.jsonl").exists()
