@@ -1,0 +1,420 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation: {extension: .py, format_name: percent}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
+# ---
+
+# %% [markdown]
+# # Gated multi-head latent attention
+#
+# Every fourth layer of Ling-3.0-tiny is full attention: it can look at any earlier token exactly. The price of that is
+# the cache. Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) keeps one short vector per token, from
+# which the keys and values of *all* heads follow by a matrix, and then arranges the arithmetic so that a decoding model
+# never forms those keys and values at all.
+#
+# This notebook rebuilds the layer from its equations, checks each step against `ling3.layers.mla`, and counts what it
+# costs. Sizes: $H$ heads, $N$ channels of a key that carry no position, $P$ that are rotated, $V$ of a value, $R$ of
+# the latent. Ling-3.0-tiny: $H = 16$, $N = 128$, $P = 64$, $V = 128$, $R = 512$.
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import plots
+
+import ling3
+from ling3.cache import Span
+from ling3.inspect import report
+from ling3.layers.rope import rotate
+from ling3.problems import ask, problems
+
+jax.config.update("jax_enable_x64", True)  # so that equal can mean equal
+plots.use()
+tiny = ling3.Ling3Config()
+
+# %% [markdown]
+# ## 1. What a token leaves behind
+#
+# In numbers per token and layer: multi-head attention (MHA) keeps a key and a value of every head, $2\cdot 128\cdot
+# 16$; grouped queries (GQA) let several heads share one, here 8 groups; MLA keeps the latent and one rotated key, $R +
+# P$. Two bytes each, six MLA layers:
+
+# %%
+H, N, P, V, R = 16, 128, 64, 128, 512
+assert (tiny.num_attention_heads, tiny.qk_nope_head_dim, tiny.qk_rope_head_dim, tiny.kv_lora_rank) == (H, N, P, R)
+layers = sum(tiny.attention_kind(i) == "mla" for i in range(tiny.num_hidden_layers))
+numbers = {"MHA, 16 heads": 2 * 128 * 16, "GQA, 8 groups": 2 * 128 * 8, "MLA": R + P, "one shared head (MQA)": 2 * 128}
+per_token = {name: 2 * layers * n for name, n in numbers.items()}
+assert per_token["MLA"] == report(tiny).memory.cache_per_token == 6912
+
+fig, ax = plt.subplots(figsize=(7, 2.6))
+colours = (plots.SKY, plots.GREEN, plots.MLA, plots.YELLOW)
+bars = ax.barh(list(per_token), list(per_token.values()), color=colours, edgecolor=plots.BLACK, linewidth=0.6)
+for bar, hatch in zip(bars, plots.HATCHES):
+    bar.set_hatch(hatch)
+ax.bar_label(bars, [f"{b:,} B ({b / 6912:.1f} ×)" for b in per_token.values()], padding=4)
+ax.set(xlabel="cache of Ling-3.0-tiny's six full-attention layers, bytes per token", xlim=(0, 62_000))
+ax.invert_yaxis()
+ax.grid(axis="y", visible=False)
+plt.show()
+
+# %% [markdown]
+# MLA lies between GQA with two groups and with three, yet its heads need not share a key: each has its own 128 + 128
+# rows of `kv_b_proj` through which it sees the latent.
+#
+# ## 2. The layer, from its equations
+#
+# For a token's input $x_i$ (all norms are RMSNorms):
+#
+# $$c_i = \mathrm{norm}(W_{c}\,x_i)\in\mathbb R^R,\qquad k^{\mathrm r}_i = \mathrm{rope}_i(W_{r}\,x_i)\in\mathbb R^P ,
+# \qquad q_i = W_{qb}\,\mathrm{norm}(W_{qa}\,x_i)$$
+#
+# The cache holds $[c_i\,|\,k^{\mathrm r}_i]$ and nothing else. Head $h$ has its own key and value,
+# $k_{ih} = W_{uk,h}\,c_i$ and $v_{ih} = W_{uv,h}\,c_i$ (together `kv_b_proj`), and attends with
+#
+# $$s_{ijh} = \frac{q^{\mathrm n}_{ih}\cdot k_{jh} + \mathrm{rope}_i(q^{\mathrm r}_{ih})\cdot k^{\mathrm r}_j}
+# {\sqrt{N+P}},\qquad o_{ih} = \sum_{j\le i} \mathrm{softmax}_j(s_{ijh})\,v_{jh} ,\qquad
+# y_i = W_o\,\bigl[\sigma(w_h\cdot x_i)\,o_{ih}\bigr]_h .$$
+#
+# Below, that is the first MLA layer of *nano* ($H = 4$, $N = 32$, $P = 16$, $V = 32$, $R = 64$) in float64, on the
+# hidden states of a word problem.
+
+# %%
+nano, tok = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
+nano = jax.tree.map(lambda w: w.astype(jnp.float64), nano)
+problem = next(problems(3, "held_out"))
+text = f"{ask(problem)} {problem.solution}"
+tokens = jnp.asarray([tok.encode(text)], jnp.int32)
+T = tokens.shape[1]
+span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32))
+print(text)
+
+
+@jax.jit
+def attention_inputs(model, tokens):
+    """What each layer's attention is given."""
+    x, given = model.model.word_embeddings(tokens), []
+    for layer in model.model.layers:
+        given.append(layer.input_layernorm(x))
+        x, _ = layer(x, None, span)
+    return given
+
+
+inputs = attention_inputs(nano, tokens)
+mla, x = nano.model.layers[1].attention, inputs[1][0]  # [seq, hidden]
+H, N, P, V, R = 4, 32, 16, 32, 64
+positions = jnp.arange(T, dtype=jnp.int32)[None]
+causal = jnp.tril(jnp.ones((T, T), bool))
+
+
+# %%
+def queries_and_entries(mla, x):
+    """q_nope [seq, heads, N], q_rope [seq, heads, P], and what is cached: c [seq, R], k_rope [seq, P]."""
+    q = mla.q_b_proj(mla.q_a_layernorm(mla.q_a_proj(x))).reshape(T, H, N + P)
+    compressed = mla.kv_a_proj_with_mqa(x)
+    k_rope = rotate(compressed[None, :, None, R:], positions, mla.rope_theta)[0, :, 0]
+    q_rope = rotate(q[None, ..., N:], positions, mla.rope_theta)[0]
+    return q[..., :N], q_rope, mla.kv_a_layernorm(compressed[:, :R]), k_rope
+
+
+def softmax(scores):
+    return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+
+
+def output(mla, o, x):
+    gate = jax.nn.sigmoid(mla.g_proj(x))
+    return mla.dense((gate[..., None] * o).reshape(T, H * V))
+
+
+def expanded(mla, x):
+    q_nope, q_rope, c, k_rope = queries_and_entries(mla, x)
+    kv = mla.kv_b_proj(c).reshape(T, H, N + V)
+    k, v = kv[..., :N], kv[..., N:]
+    scores = jnp.einsum("ihn,jhn->hij", q_nope, k) + jnp.einsum("ihp,jp->hij", q_rope, k_rope)
+    return output(mla, jnp.einsum("hij,jhv->ihv", softmax(scores * (N + P) ** -0.5), v), x)
+
+
+y = expanded(mla, x)
+np.testing.assert_allclose(y, mla(x[None], None, span)[0][0], rtol=1e-9, atol=1e-12)
+
+# %% [markdown]
+# ### Low rank, seen
+#
+# Keys and values of all heads are $H(N+V)$ numbers a token, but a matrix of rank at most $R$ times a latent. The
+# singular values of the expanded cache of this text end where the latents' do:
+
+# %%
+_, _, c, k_rope = queries_and_entries(mla, x)
+rng = np.random.default_rng(0)
+latents = jnp.concatenate([c, jnp.asarray(rng.standard_normal((300, R)))])  # the text's, and more than R others
+values = jnp.linalg.svd(mla.kv_b_proj(latents), compute_uv=False)
+fig, ax = plt.subplots(figsize=(7, 2.8))
+ax.semilogy(np.arange(1, len(values) + 1), values / values[0], color=plots.MLA, marker="")
+ax.axvline(R, color=plots.BLACK, linewidth=0.8)
+ax.annotate(f"R = {R}", (R, 1e-8), xytext=(4, 0), textcoords="offset points")
+ax.set(xlabel=f"singular value of the expanded cache, of H (N + V) = {H * (N + V)}", ylabel="relative size")
+plt.show()
+assert values[R] < 1e-12 * values[0] < 1e-3 * values[R - 1]
+
+# %% [markdown]
+# ## 3. Absorption
+#
+# Expanding keys and values for every cached token at every step would cost far more than attention itself. But the
+# matrices can change sides. For the scores,
+#
+# $$q_{ih}\cdot(W_{uk,h}\,c_j) = (W_{uk,h}^\top\,q_{ih})\cdot c_j ,$$
+#
+# so each head's query is brought into the latent's space *once*, and meets the cached $c_j$ as they are. For the
+# values, the sum over tokens commutes with the matrix:
+#
+# $$\sum_j a_{ijh}\,W_{uv,h}\,c_j = W_{uv,h}\Bigl(\sum_j a_{ijh}\,c_j\Bigr) .$$
+#
+# What remains is attention in which all heads share one key and one value per token, both of them the cache entry.
+
+
+# %%
+def absorbed(mla, x, scale=(N + P) ** -0.5):
+    q_nope, q_rope, c, k_rope = queries_and_entries(mla, x)
+    W = mla.kv_b_proj.weight.reshape(H, N + V, R)
+    W_uk, W_uv = W[:, :N], W[:, N:]
+    q_latent = jnp.einsum("hnr,ihn->ihr", W_uk, q_nope)
+    scores = jnp.einsum("ihr,jr->hij", q_latent, c) + jnp.einsum("ihp,jp->hij", q_rope, k_rope)
+    o_latent = jnp.einsum("hij,jr->ihr", softmax(scores * scale), c)
+    return output(mla, jnp.einsum("hvr,ihr->ihv", W_uv, o_latent), x)
+
+
+np.testing.assert_allclose(absorbed(mla, x), y, rtol=1e-9, atol=1e-12)
+
+# %% [markdown]
+# The layer picks the form by the number of tokens it is given: one token absorbs, several expand. So a sequence fed
+# token by token and the same sequence at once go different ways to the same numbers:
+
+# %%
+cache, outputs = mla.init_state(1, T, jnp.float64), []
+step = jax.jit(lambda x, cache, start: mla(x, cache, Span(start, jnp.ones(1, jnp.int32))))
+for t in range(T):
+    out, cache = step(x[None, t : t + 1], cache, jnp.full(1, t, jnp.int32))
+    outputs.append(out[0, 0])
+np.testing.assert_allclose(jnp.stack(outputs), y, rtol=1e-9, atol=1e-12)
+np.testing.assert_array_equal(cache.entries.reshape(-1, R + P)[T:], 0.0)
+np.testing.assert_allclose(cache.entries.reshape(-1, R + P)[:T], jnp.concatenate([c, k_rope], axis=1), atol=1e-12)
+
+# %% [markdown]
+# **The scale stays $(N+P)^{-1/2}$.** The absorbed product has $R + P$ terms, and an attention kernel that is handed
+# vectors of that length would divide by $\sqrt{R+P}$. But the scores are the same numbers as before, so their scale is
+# too. The other one makes every softmax flatter, by a factor of $\sqrt{80/48} = 1.29$ here and $\sqrt{576/192} = 1.73$
+# in Ling-3.0-tiny. This goes unnoticed by every check of shapes:
+
+# %%
+wrong = absorbed(mla, x, scale=(R + P) ** -0.5)
+off = float(jnp.linalg.norm(wrong - y) / jnp.linalg.norm(y))
+print(f"relative error of the layer's output with the wrong scale: {off:.2f}")
+assert off > 0.05
+
+# %% [markdown]
+# ## 4. Which form, when
+#
+# Count multiplications and additions for one head, $n$ new tokens and $L$ cached ones (Ling-3.0-tiny's sizes; the
+# causal mask left aside):
+#
+# | | once per cached token | once per new token | per pair |
+# |---|---|---|---|
+# | expanded | $2R(N+V)$ | | $2(N+P) + 2V$ |
+# | absorbed | | $2R(N+V)$ | $2(R+P) + 2R$ |
+#
+# Changing sides moves the same product from the cached tokens to the new ones, and makes each pair 3.4 times dearer.
+# With $n = 1$ (decoding) the first column decides, with a long prompt the last. For long contexts they meet at
+#
+# $$n^* = \frac{2R(N+V)}{2(R+P)+2R - 2(N+P) - 2V} .$$
+
+# %%
+N, P, V, R = 128, 64, 128, 512
+change_sides, pair_expanded, pair_absorbed = 2 * R * (N + V), 2 * (N + P) + 2 * V, 2 * (R + P) + 2 * R
+
+
+def operations(n, L):
+    """Of one head: expanded, absorbed."""
+    return L * change_sides + n * L * pair_expanded, n * change_sides + n * L * pair_absorbed
+
+
+crossing = change_sides / (pair_absorbed - pair_expanded)
+contexts, news = 2 ** np.arange(0, 18), np.unique(np.geomspace(1, 4096, 60).astype(int))
+fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+styles = (("expanded", plots.ORANGE, "--", "s"), ("absorbed", plots.MLA, "-", "o"))
+for (name, colour, style, marker), count in zip(styles, operations(1, contexts)):
+    left.loglog(contexts, count, color=colour, linestyle=style, marker=marker, label=name)
+left.loglog(contexts, contexts * pair_expanded, color=plots.BLACK, linestyle=":", marker="", label="MHA, keys cached")
+left.set(xlabel="context L, tokens", ylabel="operations per head", title="decoding: n = 1")
+left.legend()
+for L, colour, style in ((512, plots.SKY, ":"), (131072, plots.BLUE, "-")):
+    one, other = operations(news, L)
+    right.loglog(news, other / one, color=colour, linestyle=style, marker="", label=f"L = {L:,}")
+right.axhline(1, color=plots.BLACK, linewidth=1)
+right.axvline(crossing, color=plots.BLACK, linewidth=0.8)
+right.annotate(f"$n^* = {crossing:.0f}$", (crossing, 0.02), xytext=(4, 0), textcoords="offset points")
+right.set(xlabel="new tokens n", ylabel="absorbed / expanded", title="prefilling: which is cheaper?")
+right.legend()
+plt.show()
+
+assert (change_sides, pair_expanded, pair_absorbed) == (262_144, 640, 2176) and pair_absorbed == 3.4 * pair_expanded
+one, other = operations(1, 4096)
+print(f"one new token at L = 4,096: absorbed takes 1/{one / other:.0f} of the operations of expanded")
+one, other = operations(512, 131_072)
+print(f"a chunk of 512 at L = 131,072: expanded takes 1/{other / one:.1f} of the operations of absorbed")
+one, other = operations(np.asarray([157, 171]), 10**9)
+assert one[0] > other[0] and one[1] < other[1] and 157 < crossing < 171
+
+# %% [markdown]
+# Against MHA with its keys in the cache, decoding with absorption computes 3.4 times more, and reads 7.1 times less.
+# Which counts? A modern accelerator can do hundreds of operations in the time it takes to read one byte, so decoding
+# waits for memory, and what counts is how much is done with a byte once it is there:
+
+# %%
+H = 16
+mha = H * pair_expanded / (2 * H * (N + P + V))
+mla_intensity = H * pair_absorbed / (2 * (R + P))
+print(f"operations per byte of cache: {mha:.0f} for MHA, {mla_intensity:.0f} for MLA with 16 heads")
+assert (round(mha), round(mla_intensity)) == (1, 30)
+
+# %% [markdown]
+# (`ling3` lets the sum over values run over the whole entry of 576 and drops the last 64 sums: a little more
+# arithmetic, no copy of the cache.)
+#
+# ## 5. Why the rotated key stands apart
+#
+# RoPE turns queries and keys by an angle that grows with their position. Turning is orthogonal and angles add, so a
+# rotated product depends on the distance alone:
+#
+# $$(\mathcal R_i\,q)\cdot(\mathcal R_j\,k) = q\cdot \mathcal R_{j-i}\,k .$$
+
+# %%
+theta = mla.rope_theta
+q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 16))) for _ in range(2))
+
+
+def rotated(x, position):
+    return rotate(x, jnp.full((1, 1), position, jnp.int32), theta)[0, 0, 0]
+
+
+for i, j in ((5, 2), (105, 102), (1005, 1002)):
+    np.testing.assert_allclose(rotated(q, i) @ rotated(k, j), rotated(q, 3) @ rotated(k, 0), rtol=1e-9)
+
+# %% [markdown]
+# Suppose the key $W_{uk}\,c_j$ itself were rotated. Then
+#
+# $$(\mathcal R_i\,q_i)\cdot(\mathcal R_j W_{uk}\,c_j) = \bigl(W_{uk}^\top\,\mathcal R_{i-j}\,q_i\bigr)\cdot c_j :$$
+#
+# the matrix that the query should absorb depends on $j$. A query would have to be brought into the latent's space anew
+# for each token it looks at, which is what absorption was to avoid; and the cached latent cannot be turned beforehand,
+# since the turn happens in each head's own space, behind $W_{uk,h}$. How far off would one fixed matrix be? Here is the
+# change of $W_{uk}^\top\mathcal R_{d}$ from distance 0 to $d$, for nano's own $W_{uk}$ (and its $\theta = 10{,}000$):
+
+# %%
+W_uk = np.asarray(mla.kv_b_proj.weight.reshape(4, 64, 64)[:, :32])  # nano's [heads, N, R]
+distances = np.unique(np.geomspace(1, 2048, 40).astype(int))
+rows = jnp.asarray(np.swapaxes(W_uk, 1, 2))  # each latent channel's vector in the head's key space
+change = []
+for d in distances:
+    turned = rotate(rows[None].reshape(1, 1, -1, 32), jnp.full((1, 1), d, jnp.int32), theta).reshape(rows.shape)
+    change.append(float(jnp.linalg.norm(turned - rows) / jnp.linalg.norm(rows)))
+fig, ax = plt.subplots(figsize=(7, 2.8))
+ax.semilogx(distances, change, color=plots.MLA)
+ax.axhline(np.sqrt(2), color=plots.BLACK, linewidth=0.8)
+ax.annotate(r"$\sqrt{2}$: unrelated", (1, 1.44))
+ax.set(xlabel="distance d, tokens", ylabel="relative change of the\nmatrix to absorb", ylim=(0, 1.7))
+plt.show()
+assert change[0] > 0.2 and max(change) > 1.2
+
+# %% [markdown]
+# One token away the matrix is already a third off. So MLA splits the work: $N$ channels per head without position,
+# which can be absorbed, and one key of $P$ channels with position, shared by all heads, computed from $x$ and rotated
+# once, *before* it is cached. A dot product of joined vectors is the sum of the parts' dot products, hence the two
+# terms of $s_{ijh}$ and the joint scale $(N+P)^{-1/2}$.
+#
+# ## 6. The gate
+#
+# The weights of a softmax sum to one. A head that finds nothing must still return a mean of values; models without a
+# gate learn to park such heads on a token that says nothing (an *attention sink*). Ling-3 gives each head a number per
+# token, $\sigma(w_h\cdot x_i)$, multiplied onto its output: near zero the head is off. The gate depends on the query's
+# token alone, and it is a nonlinearity between $W_{uv}$ and $W_o$, which are otherwise two linear maps in a row.
+
+# %%
+H, N, P, V, R = 4, 32, 16, 32, 64  # nano again
+q_nope, q_rope, c, k_rope = queries_and_entries(mla, x)
+kv = mla.kv_b_proj(c).reshape(T, H, N + V)
+scores = jnp.einsum("ihn,jhn->hij", q_nope, kv[..., :N]) + jnp.einsum("ihp,jp->hij", q_rope, k_rope)
+o = jnp.einsum("hij,jhv->ihv", softmax(scores * (N + P) ** -0.5), kv[..., N:])
+gate = jax.nn.sigmoid(mla.g_proj(x))  # [seq, heads]
+said = jnp.einsum("ihv,dhv->ihd", o, mla.dense.weight.reshape(-1, H, V))  # what each head would add without it
+np.testing.assert_allclose(jnp.sum(gate[..., None] * said, axis=1), y, rtol=1e-9, atol=1e-12)
+
+t, h = np.unravel_index(int(jnp.argmin(gate)), gate.shape)
+loud, heard = (float(jnp.linalg.norm(z[t, h]) / jnp.linalg.norm(y[t])) for z in (said, gate[..., None] * said))
+print(f"token {t} ({tok.decode([int(tokens[0, t])])!r}), head {h}: the gate is {gate[t, h]:.1e}")
+print(f"its part of the layer's output, which has length 1: {loud:.0f} without the gate, {heard:.3f} with it")
+assert loud > 10 and heard < 0.1
+
+# %% [markdown]
+# What nano's gates do, token by token, in its two MLA layers. Nobody told them to, but they open mostly where the
+# story's content lies: at numbers and at the ends of sentences.
+
+# %%
+gates = {i: jax.nn.sigmoid(nano.model.layers[i].attention.g_proj(inputs[i][0])).T for i in (1, 3)}
+words = [tok.decode([t]).replace("\n", "⏎") for t in tokens[0].tolist()]
+fig, axes = plt.subplots(2, 1, figsize=(11, 3.6), sharex=True)
+for ax, (i, gate) in zip(axes, gates.items()):
+    image = ax.imshow(gate, aspect="auto", vmin=0, vmax=1)
+    ax.set(ylabel=f"layer {i}\nhead", yticks=range(H))
+    ax.grid(visible=False)
+axes[1].set_xticks(range(T), words, rotation=90, fontsize=7)
+axes[1].set_xlabel("token")
+fig.colorbar(image, ax=axes, label="gate")
+plt.show()
+content = np.asarray([word.strip().isdigit() or word.strip() in {".", "?"} for word in words])
+for i, gate in gates.items():
+    at, elsewhere = gate[:, content].mean(), gate[:, ~content].mean()
+    print(
+        f"layer {i}: {gate.min():.3f} to {gate.max():.3f}; at numbers and sentence ends {at:.2f}, elsewhere {elsewhere:.2f}"
+    )
+    assert jnp.min(gate) < 0.01 and jnp.max(gate) > 0.9 and at > 2 * elsewhere
+
+# %% [markdown]
+# ## 7. Questions
+#
+# **1.** Ling-3.0-flash has 32 heads and 7 MLA layers of the same $R$, $P$. How many bytes a token, and how many
+# operations per byte does absorbed decoding have?
+#
+# <details><summary>Answer</summary>
+#
+# $7\cdot 2\cdot 576 = 8{,}064$ bytes: the heads do not enter. Operations per byte double with the heads, to 60.
+#
+# </details>
+#
+# **2.** Could the cache hold the latent *before* its RMSNorm?
+#
+# <details><summary>Answer</summary>
+#
+# Yes, with the same results, but then every cached latent would be normed again at every step. After the norm nothing
+# is left to do per cached token.
+#
+# </details>
+#
+# **3.** A prompt of 100 tokens arrives at a cache of 10,000. Which form is cheaper?
+#
+# <details><summary>Answer</summary>
+#
+# Absorbed: $100 < n^* = 171$. (`ling3` expands whenever there is more than one token: its prompts come in chunks of up
+# to 512, and one program for all of them is simpler than two.)
+#
+# </details>
+#
+# **4.** Why is there no gate per channel, as KDA has?
+#
+# <details><summary>Answer</summary>
+#
+# It would be $HV$ numbers a token from a matrix of $HV\times D$ (3.1 million weights in Ling-3.0-tiny) instead of $H$
+# numbers from $H\times D$ (25 thousand). Switching heads off is what softmax attention lacks, and $H$ numbers do that.
+#
+# </details>
