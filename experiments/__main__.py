@@ -65,7 +65,7 @@ def main(
         experiment = EXPERIMENTS[name]
         if small:
             experiment = dataclasses.replace(
-                experiment, steps=experiment.steps // 10, warmup=4, points=2, learning_rates=(2e-3, 4e-3), seeds=(1,)
+                experiment, steps=experiment.steps // 10, warmup=4, points=2, learning_rates=(4e-3, 8e-3), seeds=(1,)
             )
         conduct(experiment, (out / "small" if small else out) / f"{name}.jsonl")
 

@@ -25,7 +25,7 @@ class Experiment:
     steps: int
     rows: int = 16
     warmup: int = 40
-    learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 1.6e-2)
+    learning_rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
     sweep_seed: int = 0
     seeds: tuple[int, ...] = (1, 2, 3)
     points: int = 12

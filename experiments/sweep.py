@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -119,17 +120,17 @@ def _descend(
 _measure = eqx.filter_jit(answer_loss)
 
 
-def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -> Run:
-    """Trains `variant` from scratch and measures it `experiment.points` times, evenly. Deterministic but for `seconds`.
+def train(
+    experiment: Experiment, variant: str, learning_rate: float, seed: int
+) -> tuple[ling3.Ling3ForCausalLM, tuple[Point, ...]]:
+    """`variant` trained from scratch, and what it was measured to do `experiment.points` times, evenly.
 
-    Programs are compiled once per variant. FloatingPointError if a measured loss is not finite.
+    The seed chooses the initial weights and the stream; equal arguments give equal bits. A program is compiled once per
+    variant. FloatingPointError if a measured loss is not finite.
     """
-    begin = time.perf_counter()
     task, steps, every = experiment.task, experiment.steps, experiment.steps // experiment.points
     model = ling3.init(experiment.config(variant), key=jax.random.key(seed))
-    weights = eqx.filter(model, eqx.is_inexact_array)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
-    state = _ADAM.init(weights)
+    state = _ADAM.init(eqx.filter(model, eqx.is_inexact_array))
     rates = jnp.asarray(schedule(learning_rate, experiment.warmup, steps))
     unseen = stream(task, HELD_OUT, range(1), experiment.held_out)
     curve = []
@@ -140,19 +141,25 @@ def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -
         if not math.isfinite(loss):
             raise FloatingPointError(f"{task.name}, {variant}: the loss is {loss} by step {first + every}")
         curve.append(Point(first + every, round(loss, 7), round(error, 7)))
-    reached = (point.step for point in curve if point.error <= 0.1)
+    return model, tuple(curve)
+
+
+def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -> Run:
+    """`train`, and the record of it."""
+    begin = time.perf_counter()
+    model, curve = train(experiment, variant, learning_rate, seed)
     return Run(
-        task=task.name,
+        task=experiment.task.name,
         variant=variant,
         learning_rate=learning_rate,
         seed=seed,
-        steps=steps,
+        steps=experiment.steps,
         rows=experiment.rows,
         layers=experiment.layers,
-        parameters=parameters,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))),
         seconds=round(time.perf_counter() - begin, 1),
-        steps_to_90=next(reached, None),
-        curve=tuple(curve),
+        steps_to_90=next((point.step for point in curve if point.error <= 0.1), None),
+        curve=curve,
     )
 
 
@@ -160,12 +167,12 @@ def read(file: Path) -> list[Run]:
     """The stored runs of a task, in the order they were made; none if there is no such file."""
     if not file.exists():
         return []
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    names = [field.name for field in dataclasses.fields(Run)]
-    return [
-        Run(**{name: line[name] for name in names} | {"curve": tuple(Point(**point) for point in line["curve"])})
-        for line in lines
-    ]
+    names, runs = [field.name for field in dataclasses.fields(Run)], []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        values: dict[str, Any] = json.loads(line)
+        curve = tuple(Point(**point) for point in values.pop("curve"))
+        runs.append(Run(**{name: values[name] for name in names if name != "curve"}, curve=curve))
+    return runs
 
 
 def best_rate(runs: Sequence[Run], experiment: Experiment, variant: str) -> float:
