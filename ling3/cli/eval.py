@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -239,4 +240,28 @@ def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
 
 
 def _perplexity(command: Perplexity) -> None:
-    raise NotImplementedError(command, sys)
+    from ling3.evals.perplexity import perplexity
+    from ling3.tokenizer import load_tokenizer
+
+    text = _text(command.text)
+    tokenizer = load_tokenizer(command.model)
+    model = load(command.model, command.dtype, tokenizer)
+    introduce(command.model, model, Console(stderr=True, highlight=False))
+    found = perplexity(model, tokenizer, text, command.context, command.stride)
+    if command.json:
+        names = ("nats_per_token", "bits_per_byte", "perplexity")
+        print(json.dumps({**dataclasses.asdict(found), **{name: getattr(found, name) for name in names}}))
+        return
+    print(f"{found.tokens} tokens, {found.nbytes} bytes")
+    print(f"nats per token: {found.nats_per_token:.4f}")
+    print(f"bits per byte: {found.bits_per_byte:.4f}")
+    print(f"perplexity: {found.perplexity:.4f}")
+
+
+def _text(name: str) -> str:
+    """The file's text, or standard input's for -."""
+    content = sys.stdin.buffer.read() if name == "-" else pathlib.Path(name).read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: not UTF-8 ({error})") from error

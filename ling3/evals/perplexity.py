@@ -1,0 +1,165 @@
+"""How well a model predicts a text: each token's log-likelihood, over windows that slide along it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Float64, Int32
+
+from ling3.cache import Cache
+from ling3.model import Ling3ForCausalLM
+from ling3.params import check_prompt
+from ling3.pool import cache_dtype
+from ling3.tokenizer import Tokenizer
+
+CONTEXT = 4096
+"""Tokens of a window, where the model's context has room for them."""
+
+# Windows that go through the model together, and how many tokens of each at a time: 320 MB of logits for Ling-3.0-tiny.
+ROWS, CHUNK = 4, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """What a text costs: `nats`, the sum of -ln p over its `tokens`, which are `nbytes` of UTF-8."""
+
+    nats: float
+    tokens: int
+    nbytes: int
+
+    @property
+    def nats_per_token(self) -> float:
+        """The mean of -ln p."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats per token): among so many equally likely tokens the model is in doubt."""
+        return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """nats / (ln 2 · bytes), which compares models of different tokenizers."""
+        return self.nats / (math.log(2) * self.nbytes)
+
+
+def perplexity(
+    model: Ling3ForCausalLM,
+    tokenizer: Tokenizer,
+    text: str,
+    context: int | None = None,
+    stride: int | None = None,
+) -> Perplexity:
+    """The cost of `text`, every token of it, the first one after the token that ends a text (`start_token`).
+
+    `context` and `stride` are those of `log_likelihoods`. Raises ValueError for an empty text.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise ValueError("the text is empty, expected at least one token")
+    likelihoods = log_likelihoods(model, [start_token(tokenizer), *ids], context, stride)
+    return Perplexity(-math.fsum(likelihoods), len(ids), len(text.encode()))
+
+
+def start_token(tokenizer: Tokenizer) -> int:
+    """What stands before a text's first token: the tokenizer's eos_token, as in lm-evaluation-harness."""
+    token = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
+    ends = tokenizer.eos_token_ids if token is None else (token,)
+    if not ends:
+        raise ValueError(f"{tokenizer.directory}: no token ends a text, and so none can stand before its first token")
+    return ends[0]
+
+
+def log_likelihoods(
+    model: Ling3ForCausalLM, tokens: Sequence[int], context: int | None = None, stride: int | None = None
+) -> Float64[np.ndarray, " predicted"]:
+    """ln p(tokens[i + 1] | what the window holds up to i), for every token but the first: `predicted` = tokens - 1.
+
+    The first window reads `context` tokens (4096, or what the model's context has room for) and scores what follows
+    each of them; every further one ends `stride` tokens later (half a window) and scores what follows those. So each
+    token is scored once, with at least context - stride tokens before it, or all that there are.
+
+    Raises ValueError for fewer than two tokens and for senseless windows, FloatingPointError for NaN.
+    """
+    limit = model.config.max_position_embeddings
+    context = min(CONTEXT, limit) if context is None else context
+    stride = max(1, context // 2) if stride is None else stride
+    if not 1 <= context <= limit:
+        raise ValueError(f"context is {context}, expected a whole number in [1, {limit}] (max_position_embeddings)")
+    if not 1 <= stride <= context:
+        raise ValueError(f"stride is {stride}, expected a whole number in [1, {context}], the context")
+    ids = np.asarray(check_prompt(tokens, model.config.vocab_size, "the text"), np.int32)
+    if len(ids) < 2:
+        raise ValueError("the text has 1 token, expected at least 2: the first is only read")
+    found = np.full(len(ids) - 1, np.nan)
+    spans = _windows(len(found), min(context, len(found)), stride)
+    rows = min(ROWS, len(spans))
+    for first in range(0, len(spans), rows):
+        _score(model, ids, spans[first : first + rows], rows, found)
+    if not np.all(np.isfinite(found)):
+        raise FloatingPointError(
+            f"the log-likelihood of token {int(np.argmin(np.isfinite(found))) + 1} is not finite: the weights may not "
+            "be, or their dtype is too narrow (try dtype=jnp.float32)"
+        )
+    return found
+
+
+def _windows(count: int, context: int, stride: int) -> list[tuple[int, int, int]]:
+    """(first token read, first token whose successor is scored, end) of each window over `count` tokens."""
+    spans = [(0, 0, context)]
+    while spans[-1][2] < count:
+        scored = spans[-1][2]
+        end = min(scored + stride, count)
+        spans.append((end - context, scored, end))
+    return spans
+
+
+def _score(
+    model: Ling3ForCausalLM,
+    ids: Int32[np.ndarray, " tokens"],
+    spans: Sequence[tuple[int, int, int]],
+    rows: int,
+    found: Float64[np.ndarray, " predicted"],
+) -> None:
+    """Writes the windows' scores into `found`; they go through the model together, as `rows` rows."""
+    longest = max(end - begin for begin, _, end in spans)
+    cache = model.init_cache(rows, longest, cache_dtype(model))
+    for start in range(0, longest, CHUNK):
+        chunk = np.zeros((2, rows, CHUNK), np.int32)
+        lengths = np.zeros(rows, np.int32)
+        for row, (begin, _, end) in enumerate(spans):
+            here = min(begin + start, end), min(begin + start + CHUNK, end)
+            lengths[row] = here[1] - here[0]
+            chunk[0, row, : lengths[row]] = ids[slice(*here)]
+            chunk[1, row, : lengths[row]] = ids[here[0] + 1 : here[1] + 1]
+        scores, cache = _step(model, jnp.asarray(chunk[0]), jnp.asarray(chunk[1]), jnp.asarray(lengths), cache)
+        for row, (begin, scored, _) in enumerate(spans):
+            skipped = max(0, scored - begin - start)
+            values = np.asarray(scores[row, : lengths[row]])[skipped:]
+            place = begin + start + skipped
+            found[place : place + len(values)] = values
+
+
+@eqx.filter_jit
+def _step(
+    model: Ling3ForCausalLM,
+    tokens: Int32[Array, "batch seq"],
+    targets: Int32[Array, "batch seq"],
+    lengths: Int32[Array, " batch"],
+    cache: Cache,
+) -> tuple[Float32[Array, "batch seq"], Cache]:
+    """The targets' log-likelihoods, and the cache with the tokens in it."""
+    logits, cache = model.step(tokens, cache, lengths)
+    return log_likelihood(logits, targets), cache
+
+
+def log_likelihood(
+    logits: Float32[Array, "batch seq vocab"], targets: Int32[Array, "batch seq"]
+) -> Float32[Array, "batch seq"]:
+    """ln softmax(logits) at the targets."""
+    chosen = jnp.take_along_axis(logits, targets[:, :, None], axis=2)[:, :, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=2)
