@@ -31,7 +31,7 @@ def conduct(experiment: Experiment, file: Path) -> list[Run]:
             return
         runs.append(run(experiment, variant, rate, seed))
         _append(file, dataclasses.asdict(runs[-1]) | {"machine": machine()})
-        last = runs[-1].curve[-1]
+        last = runs[-1].final or runs[-1].curve[-1]
         print(f"{experiment.task.name}, {variant}, rate {rate:g}, seed {seed}: error {last.error:.2%}", file=sys.stderr)
 
     for variant in experiment.variants:

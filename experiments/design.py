@@ -75,11 +75,11 @@ EXPERIMENTS = {
         steps=420,
         variants={
             "bound -5": {"kda_lower_bound": -5.0},
-            "decay off": DECAY_OFF,
+            "bound -1": {"kda_lower_bound": -1.0},
+            "bound -0.1": {"kda_lower_bound": -0.1},
             "bound -0.01": {"kda_lower_bound": -0.01},
             "softplus": {"kda_lower_bound": None},
-            "bound -0.1": {"kda_lower_bound": -0.1},
-            "bound -1": {"kda_lower_bound": -1.0},
+            "decay off": DECAY_OFF,
         },
     ),
     "mqar": Experiment(

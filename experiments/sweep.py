@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class Batches(eqx.Module):
     mask: Bool[Array, "steps batch seq"]
 
 
+FINAL = 8
+"""How many times the rows of a point the final measurement has."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Point:
     """A measurement on held-out examples: the mean loss in nats and the share of wrong answers, per place asked."""
@@ -56,6 +60,7 @@ class Run:
     seconds: float
     steps_to_90: int | None  # the first point with at most a tenth of the answers wrong
     curve: tuple[Point, ...]
+    final: Point | None  # the last of the curve on FINAL times as many rows; of reported runs alone
 
 
 # The learning rate multiplies what this gives, step by step: one program serves them all.
@@ -117,13 +122,19 @@ def _descend(
     return eqx.combine(weights, rest), state
 
 
-_measure = eqx.filter_jit(answer_loss)
+_answer_loss = eqx.filter_jit(answer_loss)
 
 
-def train(
+def _measured(model: ling3.Ling3ForCausalLM, unseen: Batches, step: int) -> Point:
+    batches = zip(unseen.tokens, unseen.targets, unseen.mask, strict=True)
+    loss, error = np.mean([[float(x) for x in _answer_loss(model, *batch)] for batch in batches], axis=0)
+    return Point(step, round(float(loss), 7), round(float(error), 7))
+
+
+def training(
     experiment: Experiment, variant: str, learning_rate: float, seed: int
-) -> tuple[ling3.Ling3ForCausalLM, tuple[Point, ...]]:
-    """`variant` trained from scratch, and what it was measured to do `experiment.points` times, evenly.
+) -> Iterator[tuple[ling3.Ling3ForCausalLM, Point]]:
+    """Trains `variant` from scratch; `experiment.points` times, evenly, gives the model so far and its measurement.
 
     The seed chooses the initial weights and the stream; equal arguments give equal bits. A program is compiled once per
     variant. FloatingPointError if a measured loss is not finite.
@@ -133,21 +144,27 @@ def train(
     state = _ADAM.init(eqx.filter(model, eqx.is_inexact_array))
     rates = jnp.asarray(schedule(learning_rate, experiment.warmup, steps))
     unseen = stream(task, HELD_OUT, range(1), experiment.held_out)
-    curve = []
     for first in range(0, steps, every):
         batches = stream(task, seed, range(first, first + every), experiment.rows)
         model, state = _descend(model, state, batches, rates[first : first + every])
-        loss, error = (float(x) for x in _measure(model, unseen.tokens[0], unseen.targets[0], unseen.mask[0]))
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"{task.name}, {variant}: the loss is {loss} by step {first + every}")
-        curve.append(Point(first + every, round(loss, 7), round(error, 7)))
-    return model, tuple(curve)
+        point = _measured(model, unseen, first + every)
+        if not math.isfinite(point.loss):
+            raise FloatingPointError(
+                f"{task.name}, {variant}: the loss is {point.loss} by step {point.step} at the learning rate "
+                f"{learning_rate:g}: lower it"
+            )
+        yield model, point
 
 
 def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -> Run:
-    """`train`, and the record of it."""
+    """`training` to its end, and the record of it."""
     begin = time.perf_counter()
-    model, curve = train(experiment, variant, learning_rate, seed)
+    models, curve = zip(*training(experiment, variant, learning_rate, seed), strict=True)
+    final = None
+    if seed != experiment.sweep_seed:
+        # Rows of later steps than those of the points: which of the runs is reported was not chosen on them.
+        unseen = stream(experiment.task, HELD_OUT, range(1, 1 + FINAL), experiment.held_out)
+        final = _measured(models[-1], unseen, experiment.steps)
     return Run(
         task=experiment.task.name,
         variant=variant,
@@ -156,10 +173,11 @@ def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -
         steps=experiment.steps,
         rows=experiment.rows,
         layers=experiment.layers,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))),
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(models[-1], eqx.is_inexact_array))),
         seconds=round(time.perf_counter() - begin, 1),
         steps_to_90=next((point.step for point in curve if point.error <= 0.1), None),
         curve=curve,
+        final=final,
     )
 
 
@@ -167,11 +185,12 @@ def read(file: Path) -> list[Run]:
     """The stored runs of a task, in the order they were made; none if there is no such file."""
     if not file.exists():
         return []
-    names, runs = [field.name for field in dataclasses.fields(Run)], []
+    names, runs = {field.name for field in dataclasses.fields(Run)}, []
     for line in file.read_text(encoding="utf-8").splitlines():
-        values: dict[str, Any] = json.loads(line)
-        curve = tuple(Point(**point) for point in values.pop("curve"))
-        runs.append(Run(**{name: values[name] for name in names if name != "curve"}, curve=curve))
+        values: dict[str, Any] = {name: value for name, value in json.loads(line).items() if name in names}
+        values["curve"] = tuple(Point(**point) for point in values["curve"])
+        values["final"] = None if values["final"] is None else Point(**values["final"])
+        runs.append(Run(**values))
     return runs
 
 
