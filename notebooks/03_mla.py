@@ -375,9 +375,7 @@ plt.show()
 content = np.asarray([word.strip().isdigit() or word.strip() in {".", "?"} for word in words])
 for i, gate in gates.items():
     at, elsewhere = gate[:, content].mean(), gate[:, ~content].mean()
-    print(
-        f"layer {i}: {gate.min():.3f} to {gate.max():.3f}; at numbers and sentence ends {at:.2f}, elsewhere {elsewhere:.2f}"
-    )
+    print(f"layer {i}: {gate.min():.3f} to {gate.max():.3f}; at numbers and stops {at:.2f}, elsewhere {elsewhere:.2f}")
     assert jnp.min(gate) < 0.01 and jnp.max(gate) > 0.9 and at > 2 * elsewhere
 
 # %% [markdown]
