@@ -85,7 +85,7 @@ EXPERIMENTS = {
     "mqar": Experiment(
         TASKS["mqar"](),
         layers=4,
-        steps=480,
+        steps=360,
         variants={
             "1:0": {},
             "3:1": {"layer_group_size": 4},
@@ -97,7 +97,7 @@ EXPERIMENTS = {
     "parity": Experiment(
         TASKS["parity"](),
         layers=2,
-        steps=600,
+        steps=420,
         variants={
             "beta in [0, 1]": {},
             "beta in [0, 2]": {"kda_allow_neg_eigval": True},
@@ -107,7 +107,7 @@ EXPERIMENTS = {
     "palindrome": Experiment(
         TASKS["palindrome"](),
         layers=2,
-        steps=600,
+        steps=480,
         variants={
             "KDA": {},
             "decay off": DECAY_OFF,
