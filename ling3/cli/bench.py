@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
+from ling3.cli.options import check_directory
+
 if TYPE_CHECKING:
     from ling3.bench import SampleRequest
     from ling3.model import Ling3ForCausalLM
@@ -88,7 +90,7 @@ def run(command: Bench) -> None:
 
     lengths = _bounds(command.input_len, "--input-len"), _bounds(command.output_len, "--output-len")
     if command.json not in (None, "-"):
-        _check_directory(command.json)
+        check_directory("--json", command.json)
     if command.plot is not None:
         check_plot(command.plot)
     model, tokenizer = _load(command)
@@ -179,9 +181,3 @@ def _bounds(text: str, name: str) -> tuple[int, int]:
         return int(first), int(last or first)
     except ValueError:
         raise ValueError(f"{name} is {text!r}, expected a number of tokens, or a range such as 16:256") from None
-
-
-def _check_directory(path: str) -> None:
-    directory = pathlib.Path(path).absolute().parent
-    if not directory.is_dir():
-        raise ValueError(f"--json: there is no directory {directory}: make it first")

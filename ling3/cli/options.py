@@ -1,6 +1,7 @@
-"""What `ling3 generate` and `ling3 chat` have in common: their options, and the checkpoint that these name."""
+"""What the commands have in common: options, and the checkpoint and files that these name."""
 
 import dataclasses
+import pathlib
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -84,3 +85,10 @@ def chat_ids(tokenizer: "Tokenizer", messages: list[dict[str, str]], thinking: T
     if thinking == "auto":
         return tokenizer.apply_chat_template(messages)
     return tokenizer.apply_chat_template(messages, enable_thinking=thinking == "on")
+
+
+def check_directory(option: str, path: str) -> None:
+    """ValueError where `option` names a file in no directory, before the work is done that would go there."""
+    directory = pathlib.Path(path).absolute().parent
+    if not directory.is_dir():
+        raise ValueError(f"{option}: there is no directory {directory}: make it first")

@@ -1,0 +1,100 @@
+"""`ling3 ablate`: a table of what each mechanism of a model is worth to it."""
+
+import dataclasses
+import json
+import pathlib
+import shlex
+import sys
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from ling3.cli.options import Dtype, Model, check_directory, introduce, load
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+FILE = tyro.conf.arg(metavar="FILE")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ablate:
+    """Cut mechanisms out of a model one at a time, and ask what is left.
+
+    Measured are the perplexity of solutions, word problems of the kind that nano knows, asked alone, and the same at
+    the end of a long context.
+
+    ling3 ablate nano --suite gates --plot gates.png
+    """
+
+    model: Model
+    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    suite: Literal["gates", "decay", "memory", "layers", "experts", "all"] = "all"
+    """Output gates; KDA's decay; beta, convolutions and RoPE; attention layer by layer; experts; or all of them."""
+    questions: int = 200
+    """Held-out word problems to ask alone."""
+    recalls: int = 50
+    """How many of them to ask once more in a long context."""
+    examples: int = 20
+    """Worked examples that make up this context."""
+    text: Annotated[str | None, FILE] = None
+    """Measure the perplexity of this text (UTF-8), instead of solutions."""
+    dtype: Dtype = "float32"
+    """The matrices' type; auto is as stored."""
+    json: Annotated[str | None, FILE] = None
+    """Write the numbers there as JSON; - prints them instead of the table."""
+    plot: Annotated[str | None, FILE] = None
+    """Draw the table there (PNG, PDF or SVG); needs matplotlib, of the extra "train"."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+def run(command: Ablate) -> None:
+    """Measures, and prints the table."""
+    from ling3.bench_report import check_plot
+    from ling3.evals.ablations import ablations, compare
+    from ling3.tokenizer import load_tokenizer
+
+    _check(command)
+    if command.plot is not None:
+        check_plot(command.plot)
+    text = None if command.text is None else pathlib.Path(command.text).read_text(encoding="utf-8")
+    console = Console(stderr=True)
+    tokenizer = load_tokenizer(command.model)
+    model = load(command.model, command.dtype, tokenizer)
+    introduce(command.model, model, console)
+    report = compare(
+        model,
+        tokenizer,
+        ablations(model, command.suite),
+        questions=command.questions,
+        recalls=command.recalls,
+        examples=command.examples,
+        text=text,
+        report=lambda row: console.print(f"{row.name}: {row.problems}", highlight=False, markup=False),
+    )
+    about = {"model": command.model, "command": shlex.join(["ling3", *sys.argv[1:]])}
+    report = dataclasses.replace(report, about=about)
+    numbers = json.dumps(report.to_dict(), indent=1, ensure_ascii=False)
+    if command.json == "-":
+        print(numbers)
+    else:
+        # Rich would leave out columns where there is no room for them.
+        Console(width=max(120, Console().width)).print(report)
+    if command.json not in (None, "-"):
+        pathlib.Path(command.json).write_text(numbers + "\n", encoding="utf-8")
+    if command.plot is not None:
+        report.plot(command.plot)
+
+
+def _check(command: Ablate) -> None:
+    """Before any work: ValueError for what would fail after it."""
+    for name, least in (("questions", 1), ("recalls", 0), ("examples", 0)):
+        value = getattr(command, name)
+        if value < least:
+            raise ValueError(f"--{name} is {value}, expected a whole number >= {least}")
+    if command.recalls > command.questions:
+        raise ValueError(f"--recalls is {command.recalls}, expected at most --questions, which is {command.questions}")
+    if command.json not in (None, "-"):
+        check_directory("--json", command.json)
