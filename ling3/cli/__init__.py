@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from ling3.cli import bench, chat, eval, generate, inspect
+from ling3.cli import ablate, bench, chat, eval, generate, inspect
+from ling3.cli.ablate import Ablate
 from ling3.cli.bench import Bench
 from ling3.cli.chat import Chat
 from ling3.cli.eval import Eval
@@ -14,7 +15,14 @@ from ling3.cli.generate import Generate
 from ling3.cli.inspect import Inspect
 from ling3.version import __version__
 
-RUN = {Generate: generate.run, Chat: chat.run, Bench: bench.run, Eval: eval.run, Inspect: inspect.run}
+RUN = {
+    Generate: generate.run,
+    Chat: chat.run,
+    Bench: bench.run,
+    Eval: eval.run,
+    Ablate: ablate.run,
+    Inspect: inspect.run,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ling3 {__version__}")
         return 0
     command = tyro.cli(
-        Generate | Chat | Bench | Eval | Inspect,
+        Generate | Chat | Bench | Eval | Ablate | Inspect,
         prog="ling3",
         description="Ling-3 in JAX.",
         args=argv,
