@@ -1,0 +1,112 @@
+"""The table of ablations: what it lists, what it measures, and how it is shown."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+from tiny import TINY, open_model
+
+import ling3
+from ling3 import cli
+from ling3.evals.ablations import _right, _rows, ablations, compare, solution_perplexity
+from ling3.problems import ask, problems
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
+
+
+@pytest.fixture(scope="module")
+def report(nano):
+    chosen = ablations(nano[0], "gates")[:1]
+    return compare(*nano, chosen, questions=10, recalls=2, examples=3)
+
+
+def names(config, suite="all"):
+    return [ablation.name for ablation in ablations(open_model(config), suite)]
+
+
+def test_a_model_is_cut_only_where_it_has_something():
+    assert len(names(TINY)) == len(set(names(TINY))) == 22
+    assert sum(len(names(TINY, suite)) for suite in ("gates", "decay", "memory", "layers", "experts")) == 22
+    only_mla = dataclasses.replace(TINY, layer_group_size=1)
+    assert not [name for name in names(only_mla) if "KDA" in name] and "MLA: no RoPE" in names(only_mla)
+    dense = dataclasses.replace(TINY, first_k_dense_replace=4, layer_group_size=5)
+    assert not [name for name in names(dense) if "MLA" in name or "experts" in name]
+
+
+def test_every_line_is_a_model_that_differs():
+    model = open_model(TINY)
+    tokens = jnp.asarray(jax.random.randint(jax.random.key(0), (2, 9), 0, TINY.vocab_size), jnp.int32)
+    variants = [ablation.cut(model, tokens) for ablation in ablations(model)]
+    configs = {variant.config for variant in variants}
+    assert TINY not in configs - {ling3.ablate.drop_experts(model, [0]).config}
+    assert len(configs) == len(variants)
+
+
+def test_the_perplexity_is_that_of_the_solutions_alone(nano):
+    model, tokenizer = nano
+    rows, learned = _rows(tokenizer, itertools.islice(problems(2026, "held_out"), 64))
+    first = next(problems(2026, "held_out"))
+    text = tokenizer.decode([int(t) for t, one in zip(rows[0], learned[0]) if one])
+    assert text.strip() == first.solution
+    assert tokenizer.decode([int(t) for t in rows[0]]).startswith(ask(first))
+    total, count = 0.0, 0
+    logits = jax.nn.log_softmax(model(rows))
+    for row, mask, scores in zip(np.asarray(rows), np.asarray(learned), np.asarray(logits), strict=True):
+        places = np.flatnonzero(mask)
+        total += scores[places - 1, row[places]].sum(dtype=np.float64)
+        count += len(places)
+    assert solution_perplexity(model, tokenizer) == pytest.approx(np.exp(-total / count), rel=1e-6)
+
+
+def test_the_whole_model_answers_and_the_gateless_does_not(report):
+    whole, gateless = report.rows
+    assert whole.name == "whole" and gateless.name == "KDA: no output gate"
+    assert whole.perplexity < 1.05 < gateless.perplexity
+    assert whole.problems.right >= 9 and gateless.problems.right <= 3
+    assert whole.recall.total == 2 and 100 < report.context < 400
+
+
+def test_an_answer_counts_by_its_last_number(nano):
+    asked = [next(problems(2026, "held_out"))]
+    prompts = [nano[1].encode(ask(asked[0]))]
+    assert _right(*nano, prompts, asked) == [True]
+    other = next(problem for problem in problems(1, "train") if problem.answer != asked[0].answer)
+    assert _right(*nano, prompts, [other]) == [False]
+
+
+def test_it_is_shown_as_table_json_and_picture(report, tmp_path):
+    console = rich.console.Console(width=120, record=True)
+    console.print(report)
+    text = console.export_text()
+    assert "KDA: no output gate" in text and "y = o_proj(RMSNorm(o))" in text and "perplexity of solutions" in text
+    numbers = json.loads(json.dumps(report.to_dict()))
+    assert [row["name"] for row in numbers["rows"]] == ["whole", "KDA: no output gate"]
+    assert numbers["rows"][0]["problems"]["total"] == 10 and numbers["perplexity_of"] == "solutions"
+    report.plot(tmp_path / "table.png")
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="expected one of"):
+        report.plot(tmp_path / "table.gif")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--questions", "0"], "--questions is 0, expected a whole number >= 1"),
+        (["--questions", "5", "--recalls", "6"], "--recalls is 6, expected at most --questions, which is 5"),
+        (["--json", "/nowhere/x.json"], "--json: there is no directory /nowhere"),
+        (["--plot", "x.gif"], "ends in '.gif'"),
+        (["--text", "/nowhere.txt"], "No such file"),
+        (["--examples", "200", "--questions", "2", "--recalls", "1"], "there is room for 2048: show fewer"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_first(options, message, capsys):
+    assert cli.main(["ablate", "nano", *options]) == 2
+    assert message in capsys.readouterr().err
