@@ -60,9 +60,10 @@ def test_a_stored_run_begins_again_as_it_did():
     runs = [run for run in sweep.read(RESULTS / "segment_reset.jsonl") if run.variant == "bound -5"]
     first, *others = [run for run in runs if run.seed != experiment.sweep_seed]
     _, point = next(sweep.training(experiment, first.variant, first.learning_rate, first.seed))
-    # What rounding began has grown over 35 steps, by far less than this; other seeds are further off.
-    assert abs(point.loss - first.curve[0].loss) < 0.005
-    assert all(abs(point.loss - other.curve[0].loss) > 0.01 for other in others)
+    # The same bits on the machine that stored it; on another one rounding begins a difference, and 35 steps spread it.
+    # Other seeds are 0.004 and 0.055 off.
+    assert abs(point.loss - first.curve[0].loss) < 0.001
+    assert all(abs(point.loss - other.curve[0].loss) > 0.002 for other in others)
 
 
 def test_parity_needs_eigenvalues_below_zero(tmp_path):
