@@ -118,15 +118,19 @@ def last_choice(text: str, letters: str = LETTERS) -> str | None:
 
     In this order: the last `\boxed{C}`; the last "the answer is (C)", "Answer: C", "the correct option is C"; the last
     "option C"; the last capital that stands alone. There A and I do not count before another word: an article, a
-    pronoun. Small letters count in parentheses, or where they end the line, after "answer" alone.
+    pronoun. Small letters count in parentheses, or where they end the line, after "answer" alone, and by themselves in
+    a box. A letter of a formula (`C = 5`, `E_1`) is no choice.
     """
     plain = STYLE.sub("", text.translate(PLAIN_LETTERS))
     either = f"[{letters}]"
-    alone = rf"({either})(?![A-Za-z0-9'’]|-[A-Za-z])"
-    boxed = [re.match(rf"[\W_]*(?:(?:option|choice)\W+)?{alone}", box, re.IGNORECASE) for box in _boxes(plain)]
-    for match in reversed(boxed):
+    word = r"[A-Za-z0-9'’]|-[A-Za-z]| (?<=I )(?:think|believe|guess|would)\b"
+    formula = r"_[A-Za-z0-9{]|[ \t]*+[=+*/^<>]"
+    alone = rf"({either})(?!{word}|{formula})"
+    boxed = rf"[\W_]*+(?:(?i:option|choice)\W++)?(?:{alone}|({either.lower()})(?=[\W_]*+$))"
+    for box in reversed(_boxes(plain)):
+        match = re.match(boxed, box)
         if match:
-            return match[1].upper()
+            return (match[1] or match[2]).upper()
 
     # What is matched is never given back (*+): after "answer", a model may go on with thousands of blank lines.
     subject = r"(?:answer|(?:correct|right|best)\s++(?:option|choice))\b"

@@ -106,6 +106,6 @@ def fingerprint(model: Ling3ForCausalLM) -> str:
     """A short hash that tells models apart: of the config, and of the first elements of every array."""
     digest = hashlib.sha256(repr(model.config).encode())
     for leaf in jax.tree.leaves(model):
-        first = np.asarray(leaf[(0,) * (leaf.ndim - 1)][:SAMPLE])
+        first = np.ravel(leaf[(0,) * (leaf.ndim - 1)])[:SAMPLE]
         digest.update(f"{leaf.shape} {leaf.dtype.name}".encode() + first.tobytes())
     return digest.hexdigest()[:16]

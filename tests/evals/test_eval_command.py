@@ -1,5 +1,6 @@
 """`ling3 eval` as it is called: its options, its last line, and a run that is killed and taken up again."""
 
+import io
 import json
 import os
 import pathlib
@@ -10,10 +11,13 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
 from ling3 import cli
+from ling3.cli.eval import _bar
 from ling3.evals.nano_files import files
 from ling3.evals.prompts import Question, write
+from ling3.evals.run import Score
 from ling3.serve import Engine
 from ling3.train.exam import exam, worked_examples
 
@@ -165,3 +169,23 @@ def test_senseless_options(prompts, tmp_path, capsys, arguments, message):
     assert (code, text) == (2, "")
     assert "ling3: error: " in err and message in err and "Traceback" not in err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_bar_shows_the_accuracy_so_far():
+    text = io.StringIO()
+    with _bar(Console(file=text, force_terminal=True, width=100)) as shown:
+        shown(Score(0, 0), 8)
+        shown(Score(3, 4), 8)
+    assert "4/8" in text.getvalue() and "0.7500 right" in text.getvalue()
+    silent = io.StringIO()
+    with _bar(Console(file=silent, width=100)) as shown:
+        shown(Score(3, 4), 8)
+    assert silent.getvalue() == "", "nothing where there is no terminal"
+
+
+def test_an_evaluation_needs_no_extra():
+    """Neither what training needs, nor the harness."""
+    code = "import sys, ling3.cli, ling3.evals.run, ling3.evals.public, ling3.evals.perplexity; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "ling3.evals.run" in loaded
+    assert not {"optax", "matplotlib", "lm_eval", "torch", "datasets"} & set(loaded)
