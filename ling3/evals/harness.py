@@ -5,6 +5,9 @@
 is the harness's own command line with this model in it; from Python, `simple_evaluate(model=Ling3LM("nano"), …)`.
 """
 
+# pyright: reportMissingImports=false
+# The harness is an extra, and types are checked without it too.
+
 import logging
 import math
 from typing import Any

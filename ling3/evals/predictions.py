@@ -15,6 +15,8 @@ from ling3 import strict_json
 from ling3.interrupts import held_back
 from ling3.model import Ling3ForCausalLM
 
+BEGINNING = b'{"index": '
+"""What each line begins with."""
 SAMPLE = 1024
 """Elements of each array that `fingerprint` looks at."""
 
@@ -67,9 +69,14 @@ class Predictions:
             self.lines[index] = line
 
     def _whole_lines(self) -> tuple[list[bytes], int]:
-        """The lines that end with a newline, and how many bytes they are."""
+        """The lines that end with a newline, and how many bytes they are; the rest has to be a beginning of one."""
         content = self.path.read_bytes() if self.path.exists() else b""
         end = content.rfind(b"\n") + 1
+        if content[end:][: len(BEGINNING)] != BEGINNING[: len(content) - end]:
+            raise ValueError(
+                f"{self.path}: its last line, {content[end:][:60]!r}, is no beginning of a line of predictions; give "
+                "another file to write to (--out)"
+            )
         return content[:end].split(b"\n")[:-1], end
 
     def _take(self, text: bytes, where: str) -> None:

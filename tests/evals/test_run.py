@@ -193,10 +193,19 @@ def test_other_settings_and_prompts_are_refused(ask):
         ask()
 
 
-@pytest.mark.parametrize("content", ['{"prompt": "a"}\n', "[]\n", "3\n", '{"index": true, "right": true}\n', "text\n"])
-def test_a_file_of_something_else_is_left_alone(ask, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((line, "predictions.jsonl, line 1") for line in ('{"prompt": "a"}\n', "[]\n", "3\n", "text\n")),
+        ('{"index": true, "right": true}\n', "line 1: this is no line of predictions"),
+        ('[{"prompt": "a", "answer": "3"}]', r"its last line, .* is no beginning of a line of predictions"),
+        ('{"prompt": "a", "answer": "3"}', r"its last line, .* is no beginning of a line of predictions"),
+    ],
+)
+def test_a_file_of_something_else_is_left_alone(ask, content, message):
+    """Above all, the prompts by a slip of the hand."""
     ask.out.write_text(content)
-    with pytest.raises(ValueError, match=r"predictions.jsonl, line 1"):
+    with pytest.raises(ValueError, match=message):
         ask()
     assert ask.out.read_text() == content
 
