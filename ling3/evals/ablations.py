@@ -12,7 +12,7 @@ apart from hundreds of others.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import equinox as eqx
@@ -137,7 +137,7 @@ def compare(
             f"examples: {examples} of them make prompts of up to {longest} tokens, and with {ANSWER} for the answer "
             f"there is room for {room}: show fewer"
         )
-    calibration = _rows(tokenizer, itertools.islice(problems(CALIBRATION_SEED, "train"), SCORED))[0]
+    calibration = solution_rows(tokenizer, itertools.islice(problems(CALIBRATION_SEED, "train"), SCORED))[0]
     rows: list[Row] = []
     cuts = [("whole", "whole", "", model), *((a.name, a.suite, a.formula, a.cut) for a in chosen)]
     with progress("ablations", len(cuts)) as advance:
@@ -165,7 +165,7 @@ ANSWER = 64
 
 def solution_perplexity(model: Ling3ForCausalLM, tokenizer: Tokenizer) -> float:
     """exp of the mean -ln p of the first held-out problems' solution tokens, given what stands before them."""
-    tokens, learned = _rows(tokenizer, itertools.islice(problems(HELD_OUT_SEED, "held_out"), SCORED))
+    tokens, learned = solution_rows(tokenizer, itertools.islice(problems(HELD_OUT_SEED, "held_out"), SCORED))
     scores = np.asarray(_likelihoods(model, tokens), np.float64)
     return float(np.exp(-np.mean(scores[np.asarray(learned)[:, 1:]])))
 
@@ -175,8 +175,8 @@ def _likelihoods(model: Ling3ForCausalLM, tokens: Int32[Array, "batch seq"]) -> 
     return log_likelihood(model(tokens)[:, :-1], tokens[:, 1:])
 
 
-def _rows(
-    tokenizer: Tokenizer, some: "itertools.islice[Problem]"
+def solution_rows(
+    tokenizer: Tokenizer, some: Iterable[Problem]
 ) -> tuple[Int32[Array, "batch seq"], Bool[Array, "batch seq"]]:
     """Problems with their solutions, padded on the right with zeros, and which tokens are the solutions'."""
     pairs = [(tokenizer.encode(ask(p)), tokenizer.encode(f" {p.solution}", add_special_tokens=False)) for p in some]

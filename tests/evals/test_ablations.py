@@ -13,7 +13,7 @@ from tiny import TINY, open_model
 
 import ling3
 from ling3 import cli
-from ling3.evals.ablations import _right, _rows, ablations, compare, solution_perplexity
+from ling3.evals.ablations import _right, ablations, compare, solution_perplexity, solution_rows
 from ling3.problems import ask, problems
 
 
@@ -52,7 +52,7 @@ def test_every_line_is_a_model_that_differs():
 
 def test_the_perplexity_is_that_of_the_solutions_alone(nano):
     model, tokenizer = nano
-    rows, learned = _rows(tokenizer, itertools.islice(problems(2026, "held_out"), 64))
+    rows, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 64))
     first = next(problems(2026, "held_out"))
     text = tokenizer.decode([int(t) for t, one in zip(rows[0], learned[0]) if one])
     assert text.strip() == first.solution

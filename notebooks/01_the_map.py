@@ -1,0 +1,323 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation: {extension: .py, format_name: percent}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
+# ---
+
+# %% [markdown]
+# # 1. The map
+#
+# One prompt goes through a whole Ling-3, and we look at every stage: what goes in, what comes out, of which shape. Then
+# we ask where the parameters are, and what a running sequence costs in bytes.
+#
+# The model is *nano*: 1.3 million parameters, every mechanism of the 7.9-billion Ling-3.0-tiny, and it has learned to
+# answer one kind of word problem. All that is said of shapes here holds for the large one, with larger numbers.
+
+# %%
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import plots
+
+import ling3
+from ling3.cache import Span
+from ling3.evals.ablations import solution_rows
+from ling3.problems import problems
+from ling3.weights import leaves, structure
+
+plots.use()
+model = ling3.load("nano", dtype=jnp.float32)
+tokenizer = ling3.load_tokenizer("nano")
+config = model.config
+print(f"{sum(leaf.size for leaf in jax.tree.leaves(model)):,} parameters in {config.num_hidden_layers} layers")
+
+# %% [markdown]
+# ## A prompt becomes numbers
+#
+# The tokenizer cuts text into pieces of a fixed vocabulary, and each piece has a number. From here on the model sees
+# the numbers alone.
+
+# %%
+prompt = "Question: Kate has 16 eggs. Then she gives away 12. How many eggs does Kate have?\nAnswer:"
+ids = tokenizer.encode(prompt)
+tokens = jnp.asarray([ids])  # [batch, seq]
+pieces = [tokenizer.decode([i]) for i in ids]
+print(tokens.shape, pieces)
+assert "".join(pieces) == prompt
+
+# %% [markdown]
+# ## The pattern of layers
+#
+# A decoder layer is two updates of one stream of vectors, the *residual stream* $x$ of shape `[batch, seq, hidden]`:
+#
+# $$h = x + \mathrm{attention}(\mathrm{RMSNorm}(x)), \qquad y = h + \mathrm{mlp}(\mathrm{RMSNorm}(h)).$$
+#
+# Attention mixes tokens, the MLP works on each token by itself. Ling-3 has two kinds of each. Layer $i$ attends with
+# **MLA** (softmax over all earlier tokens, from a compressed cache) when $(i+1)$ is a multiple of `layer_group_size`,
+# else with **KDA** (a linear recurrence, whose memory has a fixed size). The first layers have a dense MLP, all later
+# ones a mixture of experts.
+
+# %%
+tiny = ling3.Ling3Config()  # the defaults are those of the published Ling-3.0-tiny
+figure, axes = plt.subplots(2, 1, figsize=(8, 2.4), height_ratios=(1, 1))
+for ax, (name, c) in zip(axes, {"nano": config, "Ling-3.0-tiny": tiny}.items(), strict=True):
+    for i in range(c.num_hidden_layers):
+        mla, dense = c.attention_kind(i) == "mla", c.mlp_kind(i) == "dense"
+        ax.bar(
+            i, 1, width=0.92, bottom=1, color=plots.MLA if mla else plots.KDA, hatch="///" if mla else "", ec="white"
+        )
+        ax.bar(
+            i, 1, width=0.92, color="white" if dense else plots.YELLOW, hatch="" if dense else "...", ec="black", lw=0.5
+        )
+        ax.text(i, 2.1, "MLA" if mla else "KDA", ha="center", fontsize=6)
+    ax.set(xlim=(-0.7, 23.7), ylim=(0, 2.7), yticks=[0.5, 1.5], yticklabels=["MLP", "attention"], title=name)
+    ax.set_xticks(range(c.num_hidden_layers), range(c.num_hidden_layers), fontsize=7)
+    ax.grid(False)
+axes[1].set_xlabel("layer (dotted: experts, plain: dense MLP)")
+plt.show()
+
+kinds = [tiny.attention_kind(i) for i in range(24)]
+assert kinds.count("kda") == 18 and kinds.count("mla") == 6  # three to one
+assert [tiny.mlp_kind(i) for i in range(24)] == ["dense"] + 23 * ["moe"]
+
+# %% [markdown]
+# ## Through the model by hand
+#
+# The module tree has the names of the published checkpoint, so the walk can be written down with them. `Span` says
+# which columns are real tokens and at which positions; here all of them are, from position 0 on.
+
+# %%
+seq = tokens.shape[1]
+span = Span(start=jnp.zeros(1, jnp.int32), length=jnp.full(1, seq, jnp.int32))
+stages = []
+
+
+def show(stage, array):
+    """Notes a stage's shape for the table below."""
+    stages.append((stage, str(tuple(array.shape)), array.dtype.name))
+    return array
+
+
+x = show("word_embeddings", model.model.word_embeddings(tokens))
+
+# %% [markdown]
+# **Layer 0 is KDA.** Three projections, each followed by a short causal convolution and a SiLU, give a query, a key and
+# a value per head; q and k are scaled to unit length. Two more projections give the gates of its memory: the log decay
+# $g$ for every key channel, and the writing strength $\beta$ for every head. The memory itself is one matrix $S$ per
+# head. Notebook 2 derives what happens to it.
+
+# %%
+layer = model.model.layers[0]
+kda, normed = layer.attention, layer.input_layernorm(x)
+state = kda.init_state(1, jnp.float32)
+q, k, v, tail = kda.convolved(normed, state.conv, span)
+g, beta = kda.gates(normed, span)
+for name, array in {
+    "q (unit length / sqrt(key))": q,
+    "k (unit length)": k,
+    "v": v,
+    "log decay g": g,
+    "beta": beta,
+}.items():
+    show(f"layers.0.attention: {name}", array)
+attended, state = kda(normed, None, span)
+show("layers.0.attention: state S", state.recurrent)
+show("layers.0.attention: tail of the convolutions", state.conv)
+h = x + show("layers.0.attention: output", attended)
+x = show("layers.0: after the dense MLP", h + layer.mlp(layer.post_attention_layernorm(h)))
+
+assert jnp.all((g > config.kda_lower_bound) & (g < 0)) and jnp.all((beta > 0) & (beta < 1))
+np.testing.assert_allclose(jnp.linalg.norm(k, axis=-1), 1.0, atol=1e-4)
+
+# %% [markdown]
+# **Layer 1 is MLA.** What it keeps of a token is not a key and a value per head, but one *entry*: a latent that all
+# heads expand their keys and values from, and one small rotated key that all share (notebook 3).
+
+# %%
+layer = model.model.layers[1]
+mla, normed = layer.attention, layer.input_layernorm(x)
+positions = span.positions(seq)
+q_nope, q_rope = mla.queries(normed, positions)
+entries = mla.entries(normed, positions)
+for name, array in {"q_nope": q_nope, "q_rope (rotated)": q_rope, "entries [latent | rotated key]": entries}.items():
+    show(f"layers.1.attention: {name}", array)
+show("layers.1.attention: output gate per head", mla.output_gate(normed))
+attended, _ = mla(normed, None, span)
+h = x + show("layers.1.attention: output", attended)
+
+assert entries.shape[-1] == config.kv_lora_rank + config.qk_rope_head_dim == 80
+
+# %% [markdown]
+# **Its MLP is a mixture of experts.** A router scores all experts for each token and picks the best two; their outputs,
+# weighted, and that of a shared expert are added up (notebook 4).
+
+# %%
+moe, normed = layer.mlp, layer.post_attention_layernorm(h)
+scores = show("layers.1.mlp: router scores", moe.gate.scores(normed[0]))
+chosen, weights = moe.gate(normed[0])
+show("layers.1.mlp: chosen experts", chosen)
+show("layers.1.mlp: their weights", weights)
+x = show("layers.1: after the experts", h + moe(normed))
+
+# %% [markdown]
+# Layers 2 and 3 are like 0 and 1 (both with experts). A last norm and one more matrix turn the stream into a score for
+# each word of the vocabulary: the logits. By hand we came to the same numbers as the model does.
+
+# %%
+for layer in model.model.layers[2:]:
+    x, _ = layer(x, None, span)
+logits = show("lm_head: logits", model.lm_head(model.model.norm(x), jnp.float32))
+np.testing.assert_allclose(logits, model(tokens), atol=1e-4)  # the same sums, compiled in other groups
+
+width = max(len(stage) for stage, _, _ in stages)
+print("\n".join(f"{stage:<{width}}  {shape:<16} {dtype}" for stage, shape, dtype in stages))
+
+# %% [markdown]
+# `ling3.trace` takes this walk for you and returns all of it, shaped and named; the notebooks that follow plot from it.
+# Two examples, over 32 problems that nano has never seen, with their solutions. The **logit lens** reads the stream
+# after every layer as if it were the last: where does the model know its next token? And the norms show how much each
+# part adds to the stream.
+
+# %%
+rows, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 32))
+seen = ling3.trace(model, rows)
+target, mask = rows[:, 1:], np.asarray(learned[:, 1:])  # the tokens of the solutions
+numeric = np.array([[tokenizer.decode([int(t)]).strip().isdigit() for t in row] for row in target])
+missed = {"numbers": [], "other tokens": []}
+for layer in seen.layers:
+    likely = jax.nn.softmax(layer.logits[:, :-1], axis=-1)
+    p = np.asarray(jnp.take_along_axis(likely, target[..., None], axis=-1)[..., 0])
+    missed["numbers"].append(1 - p[mask & numeric].mean())
+    missed["other tokens"].append(1 - p[mask & ~numeric].mean())
+
+
+def mean(values):
+    return float(jnp.mean(values))
+
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.2))
+for name, values in missed.items():
+    left.semilogy(values, label=name)
+left.set(xticks=range(4), xlabel="read after layer", ylabel="1 - p(right token), mean", title="logit lens")
+left.legend(fontsize=8)
+right.semilogy([mean(layer.attention_norm) for layer in seen.layers], label="attention adds")
+right.semilogy([mean(layer.mlp_norm) for layer in seen.layers], label="MLP adds")
+right.semilogy([mean(layer.residual_norm) for layer in seen.layers], label="the stream")
+right.set(xlabel="layer", ylabel="Euclidean norm, mean over tokens", xticks=range(4), title="residual stream")
+right.legend(fontsize=8)
+plt.show()
+
+assert np.array_equal(seen.logits, model(rows))
+assert missed["numbers"] == sorted(missed["numbers"], reverse=True)  # each layer knows the numbers better
+assert missed["numbers"][0] < 0.06 and missed["other tokens"][-1] < 0.001
+
+# %% [markdown]
+# A surprise to keep in mind: *one* KDA layer with its dense MLP knows 96 % of the numbers already. Nano's task needs
+# little depth, and so what its later layers are worth will be hard to see in its answers (notebook 5).
+
+# %% [markdown]
+# ## Where the parameters are
+#
+# Shapes cost nothing to ask for: `structure` builds Ling-3.0-tiny's tree without allocating a byte. Nearly all of its
+# 7.9 billion parameters are experts, but a token meets only 8 of 128.
+
+# %%
+tree = structure(tiny)
+parts = {
+    "embedding and head": 0,
+    "KDA": 0,
+    "MLA": 0,
+    "dense MLP": 0,
+    "routers": 0,
+    "routed experts": 0,
+    "shared experts": 0,
+}
+for leaf in leaves(tree):
+    names = leaf.path.split(".")
+    size = int(np.prod(leaf.value.shape))
+    if names[1] != "layers":
+        part = "embedding and head"
+    elif names[3] != "mlp":
+        part = "KDA" if tiny.attention_kind(int(names[2])) == "kda" else "MLA"  # with the layer's norms
+    elif tiny.mlp_kind(int(names[2])) == "dense":
+        part = "dense MLP"
+    else:
+        part = {"gate": "routers", "experts": "routed experts", "shared_experts": "shared experts"}[names[4]]
+    parts[part] += size
+active = parts | {"routed experts": parts["routed experts"] * tiny.num_experts_per_tok // tiny.num_experts}
+
+figure, ax = plt.subplots(figsize=(7, 2.8))
+place = np.arange(len(parts))
+stored = ax.barh(place + 0.2, [n / 1e9 for n in parts.values()], 0.38, color=plots.SKY, label="stored")
+used = ax.barh(
+    place - 0.2, [n / 1e9 for n in active.values()], 0.38, color=plots.ORANGE, hatch="///", label="used by a token"
+)
+ax.bar_label(stored, [f"{n / 1e6:,.1f} M" for n in parts.values()], fontsize=7, padding=2)
+ax.bar_label(used, [f"{n / 1e6:,.1f} M" for n in active.values()], fontsize=7, padding=2)
+ax.set_yticks(place, list(parts))
+ax.set(xlabel="parameters, billions", xlim=(0, 8), title="Ling-3.0-tiny")
+ax.invert_yaxis()
+ax.legend()
+plt.show()
+
+print(f"stored {sum(parts.values()):,}, used by a token {sum(active.values()):,}")
+assert sum(parts.values()) == 7_893_392_800  # the published count
+assert parts["routed experts"] / sum(parts.values()) > 0.85
+
+# %% [markdown]
+# ## What a sequence costs
+#
+# A running sequence remembers two things. In each KDA layer a matrix $S$ per head and the last three inputs of the
+# convolutions, **however long it is**. In each MLA layer 576 numbers **per token**. The cache's own shapes say how
+# much:
+
+# %%
+shapes = [jax.eval_shape(lambda m, n=n: m.init_cache(1, n, jnp.bfloat16), tree) for n in (1024, 2048)]
+latents = [sum(s.entries.size * 2 for s in c.layers if isinstance(s, ling3.LatentCache)) for c in shapes]
+states = [s for s in shapes[0].layers if isinstance(s, ling3.KDAState)]
+recurrent = sum(s.recurrent.size * 4 for s in states)
+tails = sum(s.conv.size * 2 for s in states)
+per_token = (latents[1] - latents[0]) // 1024
+print(f"per sequence {recurrent / 1e6:.1f} MB of states (float32) and {tails / 1e6:.2f} MB of tails")
+print(f"per token {per_token:,} bytes")
+assert (round(recurrent / 1e6, 1), round(tails / 1e6, 2), per_token) == (18.9, 0.66, 6912)
+
+# %% [markdown]
+# <details><summary><b>Question.</b> After how many tokens is the MLA part of the cache the larger one?</summary>
+#
+# (18.9 + 0.66) MB / 6,912 bytes ≈ 2,830 tokens. Below that the fixed states are the larger part; at 131,072 tokens they
+# are 2 % of the whole.
+# </details>
+
+# %%
+crossing = (recurrent + tails) / per_token
+at_the_end = (recurrent + tails) / (recurrent + tails + per_token * tiny.max_position_embeddings)
+print(f"{crossing:,.0f} tokens; {at_the_end:.1%} at {tiny.max_position_embeddings:,}")
+assert 2800 < crossing < 2850 and at_the_end < 0.025
+
+# %% [markdown]
+# ## And out again
+#
+# The likeliest next token is appended, and the walk begins anew, now with one token and a memory of all others. That is
+# all there is to generating text.
+
+# %%
+new = ling3.generate(model, [ids], max_tokens=32, stop_token_ids=tokenizer.eos_token_ids)
+print(prompt + tokenizer.decode(new[0]))
+assert tokenizer.decode(new[0]).strip() == "16 - 12 = 4. The answer is 4."
+
+# %% [markdown]
+# **What to read next.** The code of this walk is `ling3/model.py` (the tree and its one forward pass); notebooks 2, 3
+# and 4 open its three rooms. Change the model with `dataclasses.replace(config, ...)` and `ling3.init`: every size is
+# free.
+
+# %%
+small = dataclasses.replace(config, num_hidden_layers=6, layer_group_size=3)
+print([small.attention_kind(i) for i in range(6)])
+fresh = ling3.init(small, key=jax.random.key(0))
+assert fresh.model.layers[2].attention.entry == 80 and fresh(tokens).shape == (1, seq, config.vocab_size)
