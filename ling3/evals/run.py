@@ -1,11 +1,12 @@
 """Asks an engine a file of questions and counts the right answers."""
 
+import contextlib
 import dataclasses
 import hashlib
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -118,12 +119,13 @@ def evaluate(
             engine.warmup()  # so that the first answer's timings are an answer's
         if on_start is not None:
             on_start(score, len(taken))
-        for index, output in _answers(engine, taken, coming, params):
-            answer = _answer(output, parse, taken[index].record["expected"])
-            file.append(index, answer)
-            score = Score(score.right + answer["right"], score.total + 1)
-            if on_answer is not None:
-                on_answer(score, len(taken))
+        with contextlib.closing(_answers(engine, taken, coming, params)) as answers:
+            for index, output in answers:
+                answer = _answer(output, parse, taken[index].record["expected"])
+                file.append(index, answer)
+                score = Score(score.right + answer["right"], score.total + 1)
+                if on_answer is not None:
+                    on_answer(score, len(taken))
     return score
 
 
@@ -149,7 +151,7 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 
 def _answers(
     engine: Engine, asked: Sequence[Asked], coming: deque[int], params: SamplingParams
-) -> Iterator[tuple[int, RequestOutput]]:
+) -> Generator[tuple[int, RequestOutput], None, None]:
     """Each question's index and answer as it is finished; as many wait at once as the queue holds."""
     running: dict[int, int] = {}
     news: deque[Delta] = deque()
