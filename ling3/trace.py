@@ -85,9 +85,9 @@ class Trace(eqx.Module):
 def trace(model: Ling3ForCausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool = True) -> Trace:
     """One forward pass over whole sequences, with everything that is worth a plot. Compiled once per shape.
 
-    `trace(model, tokens).logits` are `model(tokens)`. Attention maps take batch · heads · seq² numbers per layer, the
-    logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020) batch · seq · vocab: leave it out with
-    `logit_lens=False` where the vocabulary is large. Raises ValueError for no tokens.
+    `trace(model, tokens).logits` are `model(tokens)`, to rounding. Attention maps take batch · heads · seq² numbers per
+    layer, the logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020) batch · seq · vocab: leave it out
+    with `logit_lens=False` where the vocabulary is large. Raises ValueError for no tokens.
     """
     batch, seq = tokens.shape
     if 0 in (batch, seq):

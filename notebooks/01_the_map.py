@@ -212,7 +212,7 @@ right.set(xlabel="layer", ylabel="Euclidean norm, mean over tokens", xticks=rang
 right.legend(fontsize=8)
 plt.show()
 
-assert np.array_equal(seen.logits, model(rows))
+np.testing.assert_allclose(seen.logits, model(rows), atol=1e-3)  # of logits up to 25, in another program
 assert missed["numbers"] == sorted(missed["numbers"], reverse=True)  # each layer knows the numbers better
 assert missed["numbers"][0] < 0.06 and missed["other tokens"][-1] < 0.001
 
