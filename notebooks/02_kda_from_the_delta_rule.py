@@ -89,10 +89,10 @@ np.testing.assert_allclose(after, S - beta * jax.grad(loss)(S), rtol=1e-12)
 # $$S_{\text{new}}^\top k = S^\top k + |k|^2\,\beta\,(v - S^\top k) = (1-\beta)\,S^\top k + \beta\,v .$$
 #
 # So $\beta$, a sigmoid of the token, says how much of the old answer gives way to the new one, from nothing to all.
-# Everything orthogonal to $k$ stays untouched, and the write is the linear map $S \mapsto (I - \beta k k^\top) S +
-# \beta k v^\top$, whose eigenvalues are $1$ and $1-\beta|k|^2$. With $|k| = 1$ both lie in $[0, 1]$: no sequence of
-# tokens can make the state grow on its own. That is why KDA's keys are normalised (`l2_normalize`, with $10^{-6}$ under
-# the root for the sake of zeros; here `unit`).
+# Everything orthogonal to $k$ stays untouched. The write is $S \mapsto (I - \beta k k^\top)\,S + \beta k v^\top$, and
+# its matrix has the eigenvalues $1$ and $1-\beta|k|^2$. With $|k| = 1$ both lie in $[0, 1]$: what is stored can only
+# shrink, whatever tokens come. That is why KDA's keys are normalised (`l2_normalize`, with $10^{-6}$ under the root for
+# the sake of zeros; here `unit`).
 
 # %%
 np.testing.assert_allclose(after.T @ k, (1 - beta) * (S.T @ k) + beta * v, rtol=1e-12)

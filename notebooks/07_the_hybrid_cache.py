@@ -93,7 +93,7 @@ print({name: f"{full[name] / full['hybrid (Ling-3.0-tiny)']:.2f} × the hybrid" 
 # recorded it.
 
 # %%
-STEPS, PAGE, contexts = 8, 256, (256, 1024, 4096, 16384)
+STEPS, contexts = 8, (256, 1024, 4096, 16384)
 
 
 @functools.partial(jax.jit, donate_argnums=3)
@@ -142,9 +142,10 @@ right.set(title="recorded, 16 requests", xlabel="context, tokens per request")
 for ax in (left, right):
     ax.legend(fontsize=9)
 plt.show()
-# 64 times the context: the reads grow by as much, and half of that is asked of a machine that does other things too.
-assert measured["one MLA layer"][-1] > 4 * measured["one MLA layer"][0]
-assert measured["one KDA layer"][-1] < 2 * measured["one KDA layer"][0]
+growth = {name: ms[-1] / ms[0] for name, ms in measured.items()}
+print({name: f"{times:.1f} times as long at 16,384 tokens as at 256" for name, times in growth.items()})
+# 64 times the reads, beside a fixed part, on a machine that may be doing other things.
+assert growth["one MLA layer"] > 3 * growth["one KDA layer"]
 
 # %% [markdown]
 # ## 3. A list can be cut, a state cannot
@@ -211,8 +212,8 @@ assert jnp.array_equal(restored, truth) and off > 0.05
 #
 # ### Can the recurrence be run backwards?
 #
-# On paper it can. From $S_t = (I - \beta kk^\top)\,e^{g} S_{t-1} + \beta k v^\top$ and $|k| = 1$ follows, for $\beta <
-# 1$,
+# On paper it can. From $S_t = (I - \beta kk^\top)\,e^{g} S_{t-1} + \beta k v^\top$ and $|k| = 1$ follows
+# for $\beta < 1$
 #
 # $$S_{t-1} = e^{-g}\Bigl(I + \tfrac{\beta}{1-\beta}\,kk^\top\Bigr)\bigl(S_t - \beta k v^\top\bigr) .$$
 #
@@ -374,7 +375,7 @@ for old, new in zip(states_of(cache), states_of(after)):
 
 # %% [markdown]
 # And a padded row goes on like one that never was padded. Float32 sums inside a chunk may be ordered differently for
-# another width, hence a tolerance; logits here have a standard deviation of several units:
+# another width, hence a tolerance; the logits here have a standard deviation of 3.3:
 
 # %%
 alone, _ = nano.step(jnp.asarray([prompts[0]], jnp.int32), nano.init_cache(1, 256))
