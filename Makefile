@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The tests that print tables: in one process, as workers have no terminal.
 TABLES := tests/parity/test_closeness.py tests/parity/test_bfloat16.py
 
-.PHONY: demo test lint types parity slow coverage clean
+.PHONY: demo test lint types harness parity slow coverage notebooks docs clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
@@ -20,6 +20,19 @@ lint: .venv/installed-dev
 types: .venv/installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+harness: .venv/installed-evals
+	$(BIN)/python -m pytest tests/evals/test_harness.py
+
+notebooks: .venv/installed-notebooks
+	$(BIN)/jupytext --quiet --to ipynb notebooks/[0-9]*.py
+	$(BIN)/python -m pytest -n 2 --nbmake --overwrite --nbmake-timeout=600 --durations=0 notebooks/[0-9]*.ipynb
+
+# The site in build/site, with the notebooks as `make notebooks` has run them.
+docs: .venv/installed-docs notebooks
+	mkdir -p docs/notebooks
+	cp notebooks/[0-9]*.ipynb docs/notebooks/
+	$(BIN)/mkdocs build --strict --quiet
+
 parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
 	$(BIN)/python -m pytest -n 2 tests/parity $(TABLES:%=--ignore=%)
@@ -32,7 +45,7 @@ coverage: .venv/installed-test
 	$(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90
 
 clean:
-	rm -rf .venv .jax_cache .pytest_cache build *.egg-info
+	rm -rf .venv .jax_cache .pytest_cache build *.egg-info docs/notebooks notebooks/*.ipynb
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -48,6 +61,18 @@ clean:
 .venv/installed-dev: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
 	touch $@ .venv/installed .venv/installed-test
+
+.venv/installed-evals: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,evals]"
+	touch $@ .venv/installed .venv/installed-test
+
+.venv/installed-notebooks: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,notebooks]"
+	touch $@ .venv/installed .venv/installed-test
+
+.venv/installed-docs: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,notebooks,docs]"
+	touch $@ .venv/installed .venv/installed-test .venv/installed-notebooks
 
 # torch first and exactly: a range would bring gigabytes of CUDA packages.
 .venv/installed-parity: pyproject.toml | .venv/bin/python

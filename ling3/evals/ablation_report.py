@@ -1,6 +1,7 @@
 """What a table of ablations found: as a table, as JSON, as a picture."""
 
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import Mapping
@@ -68,7 +69,7 @@ class Report:
         return table
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws perplexity (log scale) and both accuracies with their 95 % intervals, a line for each ablation.
+        """Draws ln(perplexity) on a log scale, and both accuracies with 95 % intervals: a line for each ablation.
 
         PNG, PDF or SVG; raises ValueError as `bench_report.check_plot` does.
         """
@@ -80,9 +81,10 @@ class Report:
         cost, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.2))
         places = [-i for i in range(len(self.rows))]
         whole = self.rows[0]
-        cost.plot([row.perplexity for row in self.rows], places, "o", color=BLUE)
-        cost.axvline(whole.perplexity, color="black", linestyle=":", linewidth=1)
-        cost.set(xscale="log", xlabel=f"perplexity of {self.scored} (log scale)")
+        nats = [math.log(row.perplexity) for row in self.rows]
+        cost.plot(nats, places, "o", color=BLUE)
+        cost.axvline(nats[0], color="black", linestyle=":", linewidth=1)
+        cost.set(xscale="log", xlabel=f"nats per token of {self.scored} (ln perplexity, log scale)")
         cost.set_yticks(places, [row.name for row in self.rows])
         series = (
             ("problems", "asked alone", BLUE, "o", 0.12),
