@@ -31,7 +31,7 @@ notebooks: .venv/installed-notebooks
 docs: .venv/installed-docs notebooks
 	mkdir -p docs/notebooks
 	cp notebooks/[0-9]*.ipynb docs/notebooks/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"

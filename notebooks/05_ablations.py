@@ -242,7 +242,10 @@ assert table["KDA: no decay"]["recall"]["accuracy"] < 0.1  # ... but not in a lo
 Image("../docs/ablations.png", width=760)
 
 # %% [markdown]
-# Beside it the published one: Kimi Linear (arXiv 2510.26692), Table 1, models with 653 M active parameters, each
+# One line deserves a second look: *no decay*. Asked alone, the plain delta rule still answers a quarter of the
+# problems; after 1,242 tokens of other problems, one in fifty. Forgetting is what a long context needs.
+#
+# Beside the table the published one: Kimi Linear (arXiv 2510.26692), Table 1, models with 653 M active parameters, each
 # **trained** without the part, perplexity on training / validation text:
 #
 # | trained from scratch, Kimi Linear | perplexity | cut from trained nano | problems solved |
@@ -252,9 +255,6 @@ Image("../docs/ablations.png", width=760)
 # | swish output gate | 9.43 / 5.81 | | |
 # | no short convolution | 9.29 / 5.70 | KDA: no short convolution | 0.00 |
 # | all MLA | 9.45 / 5.77 | layer 0: no KDA | 0.03 |
-#
-# One line deserves a second look: *no decay*. Asked alone, the plain delta rule still answers a quarter of the
-# problems; after 1,242 tokens of other problems, one in fifty. Forgetting is what a long context needs.
 #
 # The same words on both sides of the table, and no contradiction. Trained without its output gate a model loses 0.02 of
 # perplexity; cut from a model that was trained with it, it takes everything along. Cutting measures **reliance**,
