@@ -6,7 +6,7 @@
 # ---
 
 # %% [markdown]
-# # Kimi Delta Attention, from the delta rule
+# # 2. Kimi Delta Attention, from the delta rule
 #
 # Softmax attention keeps every key and value it has seen. A KDA head keeps one matrix $S$, as large after a million
 # tokens as after one, and per token it does four things:
@@ -33,7 +33,7 @@ from ling3.layers.kda import KDA
 from ling3.ops.kda import MAX_NATS, SUB_CHUNK, chunk_kda, kda_gate, l2_normalize, recurrent_kda, unit_lower_inverse
 from ling3.problems import ask, problems
 
-jax.config.update("jax_enable_x64", True)  # equalities are checked in float64; float32 gets its own section
+jax.config.update("jax_enable_x64", True)  # equalities are checked in float64; float32 has its turn below
 plots.use()
 
 
@@ -46,7 +46,7 @@ def unit(x):
 
 
 # %% [markdown]
-# ## 1. A memory that is a matrix
+# ## A memory that is a matrix
 #
 # Let a head write each pair $(k_j, v_j)$ into a matrix by adding the outer product, and read with a query:
 #
@@ -60,7 +60,7 @@ def unit(x):
 # after $n$ writes the squared error is $(n-1)/K$ of the squared length of a value: it grows without end. And a second
 # write to the same key does not replace the first: the answer is the sum of the two.
 #
-# ## 2. The delta rule: one step of gradient descent
+# ## The delta rule: one step of gradient descent
 #
 # Instead of adding blindly, ask what the memory *should* have answered. The loss of the newest pair and its gradient
 # are
@@ -171,7 +171,7 @@ _, S = recurrent_kda(
 np.testing.assert_allclose(S[0, 0].T @ k[0, 0, 0], second, rtol=1e-9)  # the sum of both, were it linear attention
 
 # %% [markdown]
-# ## 3. Forgetting, channel by channel
+# ## Forgetting, channel by channel
 #
 # The delta rule forgets only what is overwritten. A text also ends topics: then the memory should fade whether or not
 # its keys come again. So the state decays before each write, by $e^{g}$ with $g \le 0$, and the *kind* of $g$ names the
@@ -262,7 +262,7 @@ print({i: [f"{x:.4f}" for x in p] for i, p in spread.items()}, "nats: 5th, 50th 
 assert all(high > 20 * low for low, _, high in spread.values())
 
 # %% [markdown]
-# ## 4. The chunk form
+# ## The chunk form
 #
 # Token by token, the recurrence is a chain of small steps: each reads all of $S$, changes it a little and writes it
 # back. The way out is to take $C$ tokens at once, and to find all their updates $u_1,\dots,u_C$ *before* touching $S$.
@@ -421,7 +421,7 @@ print(f"C = 16: {ratio:.2f} × the operations of the recurrence, {16 * ratio:.0f
 assert chunked[0] < 1.05 * recurrence and chunked[2] < 2 * recurrence
 
 # %% [markdown]
-# ## 5. What the bound buys
+# ## What the bound buys
 #
 # One thing above was not a matrix product: $\sum_c k_{ic}k_{jc}e^{G_{ic}-G_{jc}}$ has three indices, and
 # `decayed_products` builds all $C\times C\times K$ of them. It *wants* to factor,
@@ -463,7 +463,7 @@ assert 5 * first_nan < limit < 5 * (first_nan + 1)
 # **Across sub-chunks** the right factor $e^{G_m - G_j}$ of an earlier token can only shrink. So a chunk of 64 is four
 # blocks of rows, each one plain matrix product. The picture has the largest exponent of any factor; the softplus law of
 # Kimi Linear, $g = -e^{A_{\log}}\,\mathrm{softplus}(\cdot)$ with $e^{A_{\log}}$ up to 16 at its start, has no bound at
-# all (drawn: $16\,\mathrm{softplus}(0) = 11.1$ nats).
+# all (drawn as an example: $16\,\mathrm{softplus}(0) = 11.1$ nats).
 
 # %%
 C = np.asarray([1, 2, 4, 8, 16, 32, 64, 128])
@@ -475,8 +475,7 @@ for name, (rate, colour, style, marker) in rates.items():
 ax.plot(C, 5 * np.minimum(C, 16) / 2, color=plots.BLACK, marker="D", linestyle=":", label="bound −5, midpoints of 16")
 ax.axhspan(limit, 3000, color=plots.PINK, alpha=0.25, linewidth=0)
 ax.annotate("overflow of float32: above 88.7 nats", (1, 1200))
-arrow = {"width": 0.5, "headwidth": 4, "color": plots.BLACK}
-ax.annotate("64 tokens: 320 nats", (64, 320), (-95, -22), textcoords="offset points", arrowprops=arrow)
+ax.annotate("320 nats", (64, 320), (5, -13), textcoords="offset points")
 ax.set(xscale="log", yscale="log", ylim=(0.7, 3000), xlabel="chunk length, tokens")
 ax.set(ylabel="largest exponent of a factor, nats")
 ax.set_xticks(C, C)
@@ -522,7 +521,7 @@ for ours, law in zip(unbounded(*inputs), recurrent_kda(*inputs), strict=True):
     np.testing.assert_allclose(ours, law, rtol=1e-9, atol=1e-12)
 
 # %% [markdown]
-# ## 6. What float32 costs
+# ## What float32 costs
 #
 # Equal in float64 is a statement about algebra. The model runs in float32; so here are both forms in float32 against
 # the recurrence in float64, for gates from almost none to the bound, over 512 tokens and 8 heads of 64 channels. The
@@ -570,7 +569,7 @@ for name in ("chunks of 16", "chunks of 64"):
 # The chunk form is no approximation in float32 either: at every decay up to the bound its error is that of the
 # recurrence.
 #
-# ## 7. Questions
+# ## Questions
 #
 # **1.** With $|k| = 1$, $\beta = 1$ and $g = 0$, what does the memory answer for a key right after it was written, and
 # why does it not matter what was stored before?

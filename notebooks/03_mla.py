@@ -6,7 +6,7 @@
 # ---
 
 # %% [markdown]
-# # Gated multi-head latent attention
+# # 3. Gated multi-head latent attention
 #
 # Every fourth layer of Ling-3.0-tiny is full attention: it can look at any earlier token exactly. The price of that is
 # the cache. Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) keeps one short vector per token, from
@@ -35,7 +35,7 @@ plots.use()
 tiny = ling3.Ling3Config()
 
 # %% [markdown]
-# ## 1. What a token leaves behind
+# ## What a token leaves behind
 #
 # In numbers per token and layer: multi-head attention (MHA) keeps a key and a value of every head, $2\cdot 128\cdot
 # 16$; grouped queries (GQA) let several heads share one, here 8 groups; MLA keeps the latent and one rotated key, $R +
@@ -64,7 +64,7 @@ plt.show()
 # MLA lies between GQA with two groups and with three, yet its heads need not share a key: each has its own 128 + 128
 # rows of `kv_b_proj` through which it sees the latent.
 #
-# ## 2. The layer, from its equations
+# ## The layer, from its equations
 #
 # For a token's input $x_i$ (all norms are RMSNorms):
 #
@@ -159,7 +159,7 @@ plt.show()
 assert values[R] < 1e-12 * values[0] < 1e-3 * values[R - 1]
 
 # %% [markdown]
-# ## 3. Absorption
+# ## Absorption
 #
 # Expanding keys and values for every cached token at every step would cost far more than attention itself. But the
 # matrices can change sides. For the scores,
@@ -214,7 +214,7 @@ print(f"relative error of the layer's output with the wrong scale: {off:.2f}")
 assert off > 0.05
 
 # %% [markdown]
-# ## 4. Which form, when
+# ## Which form, when
 #
 # Count multiplications and additions for one head, $n$ new tokens and $L$ cached ones (Ling-3.0-tiny's sizes; the
 # causal mask left aside):
@@ -282,7 +282,7 @@ assert (round(mha), round(mla_intensity)) == (1, 30)
 # (`ling3` lets the sum over values run over the whole entry of 576 and drops the last 64 sums: a little more
 # arithmetic, no copy of the cache.)
 #
-# ## 5. Why the rotated key stands apart
+# ## Why the rotated key stands apart
 #
 # RoPE turns queries and keys by an angle that grows with their position. Turning is orthogonal and angles add, so a
 # rotated product depends on the distance alone:
@@ -333,7 +333,7 @@ assert change[0] > 0.2 and max(change) > 1.2
 # once, *before* it is cached. A dot product of joined vectors is the sum of the parts' dot products, hence the two
 # terms of $s_{ijh}$ and the joint scale $(N+P)^{-1/2}$.
 #
-# ## 6. The gate
+# ## The gate
 #
 # The weights of a softmax sum to one. A head that finds nothing must still return a mean of values; models without a
 # gate learn to park such heads on a token that says nothing (an *attention sink*). Ling-3 gives each head a number per
@@ -379,7 +379,7 @@ for i, gate in gates.items():
     assert jnp.min(gate) < 0.01 and jnp.max(gate) > 0.9 and at > 2 * elsewhere
 
 # %% [markdown]
-# ## 7. Questions
+# ## Questions
 #
 # **1.** Ling-3.0-flash has 32 heads and 7 MLA layers of the same $R$, $P$. How many bytes a token, and how many
 # operations per byte does absorbed decoding have?

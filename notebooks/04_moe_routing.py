@@ -6,7 +6,7 @@
 # ---
 
 # %% [markdown]
-# # Routing: who computes a token
+# # 4. Routing: who computes a token
 #
 # All layers of Ling-3.0-tiny but the first have 128 small feed-forward networks, the *experts*, and each token goes
 # through 8 of them and one that all tokens share:
@@ -42,7 +42,7 @@ print(f"Ling-3.0-tiny: {size.parameters / 1e9:.2f} billion weights, {size.activa
 assert size.parameters == 7_893_392_800 and 5 < size.parameters / size.activated < 6
 
 # %% [markdown]
-# ## 1. The router in twelve lines
+# ## The router in twelve lines
 #
 # 1. **Score** each expert for itself: $s_e = \sigma(w_e\cdot x)$. With a softmax, one expert's large logit would lower
 #    all other scores; a sigmoid leaves them alone.
@@ -103,7 +103,7 @@ assert lost and not set(kept) & {e // 16 for e in lost}
 assert all(len({e // 16 for e in row}) <= 4 for row in chosen)
 
 # %% [markdown]
-# ## 2. The bias chooses and never weighs
+# ## The bias chooses and never weighs
 #
 # $b$ appears in $c$ alone. So a change of the biases that leaves the choice as it is leaves the outputs *bit for bit*
 # as they are, and no gradient reaches a bias. Both on nano's own first mixture, on the hidden states of word problems:
@@ -147,7 +147,7 @@ assert jnp.array_equal(gradient, jnp.zeros(8))
 # Would weighing by $c$ have done as well? Then the shift by 0.5, which changes no choice, would pull all weights
 # towards each other, and a bias that only meant to balance the load would have a say in what the layer computes.
 #
-# ## 3. Struck out means $-\infty$
+# ## Struck out means $-\infty$
 #
 # Some implementations strike a group out by setting its $c$ to 0. With scores in $(0, 1)$ and no bias that is harmless:
 # 0 is below them all. But biases may be negative, and then so may $c$: zeros of the *struck* groups beat experts of the
@@ -182,7 +182,7 @@ plt.show()
 assert max(rates["struck out with −∞"]) == 0 and rates["struck out with 0"][-1] == 100
 
 # %% [markdown]
-# ## 4. Balance without a loss
+# ## Balance without a loss
 #
 # Left alone, routers tend to collapse: an expert that is chosen more learns more, and is chosen more. The usual remedy,
 # a term in the loss, also bends what the model learns. The other remedy (Wang et al. 2024, arXiv 2408.15664) is a
@@ -259,7 +259,7 @@ assert early[0.01] < early[0.001] < early[0.0]
 # what is left in the end is chance: 2,048 choices per batch fall on 32 experts with some unevenness even if all are
 # equally likely. nano was trained with this $u$ for 1,800 steps, DeepSeek-V3 with the same for nearly all of its own.
 #
-# ## 5. What nano's experts do
+# ## What nano's experts do
 #
 # nano has 8 experts in 4 groups of 2 in each of three layers, and a token takes 2 experts of 2 groups. Loads over 48
 # held-out problems, from `ling3.trace`, as trained and with the biases set to zero. The effective number of experts is
@@ -402,7 +402,7 @@ assert rows_of[". ? : and line ends"].max() < 0.25 and rows_of[". ? : and line e
 # must say a number; full stops go to anyone. Both at once are possible because the bias is added per expert, not per
 # token.
 #
-# ## 6. Questions
+# ## Questions
 #
 # **1.** Why does the shared expert have no weight and no bias?
 #
@@ -425,8 +425,8 @@ assert rows_of[". ? : and line ends"].max() < 0.25 and rows_of[". ? : and line e
 #
 # <details><summary>Answer</summary>
 #
-# bfloat16 has steps of $2^{-8}$ between 0.5 and 1. In the router of section 1 the eighth and the ninth best of 128
-# scores lie closer together than that for nearly half of the tokens (last cell). There rounding would choose, and a
+# bfloat16 has steps of $2^{-8}$ between 0.5 and 1. For the router of 128 experts above the eighth and the ninth best of
+# 128 scores lie closer together than that for nearly half of the tokens (last cell). There rounding would choose, and a
 # choice is not a small error: another expert computes.
 #
 # </details>

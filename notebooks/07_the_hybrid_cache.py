@@ -6,7 +6,7 @@
 # ---
 
 # %% [markdown]
-# # The hybrid cache
+# # 7. The hybrid cache
 #
 # A running Ling-3 remembers in two ways. Its MLA layers keep an entry per token, as transformers do: a list that grows.
 # Its KDA layers keep a state, as recurrent networks do: a few matrices that never grow, and are overwritten at every
@@ -38,7 +38,7 @@ plots.use()
 nano, tok, tiny = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano"), ling3.Ling3Config()
 
 # %% [markdown]
-# ## 1. Bytes
+# ## Bytes
 #
 # A KDA layer holds a matrix of key by value channels per head, in float32, and the last three inputs of its short
 # convolutions. An MLA layer holds 576 numbers per token. For Ling-3.0-tiny in bfloat16, by hand and from `ling3
@@ -85,7 +85,7 @@ full = {name: fixed[name] + growing[name] * 131_072 for name in fixed}
 print({name: f"{full[name] / full['hybrid (Ling-3.0-tiny)']:.2f} × the hybrid" for name in full}, "at 131,072 tokens")
 
 # %% [markdown]
-# ## 2. Time
+# ## Time
 #
 # A decode step reads what it remembers. So a KDA layer takes the same time at any context, and an MLA layer's time
 # grows with the tokens in use. Here are one layer of each kind, nano's own, eight steps to a call, on this machine;
@@ -148,7 +148,7 @@ print({name: f"{times:.1f} times as long at 16,384 tokens as at 256" for name, t
 assert growth["one MLA layer"] > 3 * growth["one KDA layer"]
 
 # %% [markdown]
-# ## 3. A list can be cut, a state cannot
+# ## A list can be cut, a state cannot
 #
 # An MLA cache has a length, and what lies beyond it is not read. To take back eight tokens, subtract eight. `Cache` has
 # its length in one place, so let us try that on the whole model: read a prompt, go on by eight tokens, set the length
@@ -260,7 +260,7 @@ print(f"each head's state is lost after {lost} tokens of {len(longest)}")
 assert all(n is not None for n in lost)
 
 # %% [markdown]
-# ## 4. A slot that is not cleared
+# ## A slot that is not cleared
 #
 # A server gives a finished request's slot to the next one. For a list it is enough to set the length to zero: stale
 # entries lie beyond it and are never read. A state has no beyond. What happens if it is left?
@@ -358,7 +358,7 @@ for i in (shown, shown + 1):  # the one slot is used by both users, in turn
     assert told.finish_reason in ("stop", "length") and answer.text == found["fresh cache"][i]
 
 # %% [markdown]
-# ## 5. Padding
+# ## Padding
 #
 # Rows of a batch have different lengths. Softmax attention masks what is no token; a recurrence would take it in. So
 # KDA sets $g = 0$ and $\beta = 0$ there: $S \leftarrow e^0 S + k\,(0\cdot u)^\top = S$, and the convolution's tail is
@@ -383,7 +383,7 @@ together, _ = nano.step(tokens, nano.init_cache(BATCH, 256), lengths)
 np.testing.assert_allclose(together[0, : len(prompts[0])], alone[0], atol=1e-3)
 
 # %% [markdown]
-# ## 6. Questions
+# ## Questions
 #
 # **1.** 80 GB of memory hold Ling-3.0-tiny's 15.8 GB of weights and its sequences. How many sequences of 8,192 tokens
 # fit beside them, in the hybrid and in an all-MLA model?

@@ -6,7 +6,7 @@
 # ---
 
 # %% [markdown]
-# # Serving: continuous batching, turn by turn
+# # 8. Serving: continuous batching, turn by turn
 #
 # One request alone leaves a processor idle: decoding reads all weights to make one token. Requests that run together
 # share that reading, so a server wants many at once. But they come when they like, are short or long, and nobody knows
@@ -49,10 +49,10 @@ engine.warmup()  # compiles every program there is; nothing is compiled after th
 print(engine.stats())
 
 # %% [markdown]
-# ## 1. The turn
+# ## The turn
 #
-# All of the engine's time goes into one function, which is called over and over. This is it, with the comments it has
-# in `ling3/loop.py`:
+# The heart of the engine is one function, called over and over. This is it, with the comments it has in
+# `ling3/loop.py`:
 
 # %%
 print(inspect.getsource(Loop.launch))
@@ -68,10 +68,10 @@ print(inspect.getsource(Loop.launch))
 # 4. **Decode.** One call brings everyone past the prompt up to four tokens.
 # 5. **Read** what the turn *before* has computed, while the device works on this one.
 #
-# The device never waits for Python, and Python looks at tokens one turn late: a request that has ended may be given one
-# turn more, whose tokens are thrown away.
+# So Python and the device work at the same time, and Python sees tokens one turn late: a request that has ended keeps
+# its slot for one turn more, its row idle.
 #
-# ## 2. Eleven requests in four slots
+# ## Eleven requests in four slots
 #
 # Word problems that end when the answer is given, some talkers that go on for 90 tokens whatever they say, and one
 # prompt with three worked examples. They come in three waves.
@@ -187,7 +187,7 @@ print(f"{sum(solved)} of {len(solved)} problems among them are right")
 assert sum(solved) >= 5
 
 # %% [markdown]
-# ## 3. The promise
+# ## The promise
 #
 # Whoever runs beside a request, whenever it comes, and however often it is preempted: its tokens and their
 # log-probabilities are *bit for bit* those of the same request alone. Each request of the crowd once more, all alone:
@@ -221,7 +221,7 @@ print(f"{differ:,} of {by_one.size:,} logits differ on this machine, by up to {m
 # in alone, cut at multiples of the chunk; a row's pages are summed in order; and draws are keyed by (seed, position)
 # and not by a stream that others draw from. The price is arithmetic on empty rows, which `batch_invariant=False` saves.
 #
-# ## 4. What it gains
+# ## What it gains
 #
 # The older way is *static* batching: take four requests, decode until the last of them is done, take the next four. The
 # others' rows then idle. Here are 24 requests whose answers have 4 to 64 tokens (drawn log-uniformly), in both ways on
@@ -275,11 +275,11 @@ print(f"static, by hand: {by_hand} calls if all four began at once; {static} cou
 assert counted["continuous, ideal"] <= continuous < static and by_hand <= static
 
 # %% [markdown]
-# The gap between static and continuous is the spread of lengths: with all answers equal it would vanish. The gap
-# between continuous and its ideal is this loop's own: prompts are prefilled one after the other, a slot is refilled a
-# turn after its request has ended, and the last requests run with idle slots beside them.
+# The gap between static and continuous is the spread of lengths: with all answers equal it would all but vanish. The
+# gap between continuous and its ideal is this loop's own: prompts are prefilled one after the other, a slot is refilled
+# a turn after its request has ended, and the last requests run with idle slots beside them.
 #
-# ## 5. Questions
+# ## Questions
 #
 # **1.** Why is the youngest preempted, and not the one that holds most pages?
 #
