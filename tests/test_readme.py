@@ -6,14 +6,21 @@ import re
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
 
-def test_the_ten_lines_run(tmp_path, monkeypatch, capsys):
+def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
+    ten_lines, engine, cut = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     scope = {}
-    exec(code, scope)
+    exec(ten_lines, scope)
     assert capsys.readouterr().out.strip() == "16 - 12 = 4. 4 + 18 = 22. The answer is 22."
     assert scope["logits"].shape == (1, len(scope["ids"]), scope["model"].config.vocab_size)
     assert (tmp_path / "out" / "model.safetensors").is_file()
+    exec(engine, scope)
+    assert "The answer is 22. stop" in capsys.readouterr().out
+    exec(cut, scope)
+    assert scope["cut"].config.at(0).kda_output_gate == "none" and scope["seen"].kda[0].decay.shape[:2] == (
+        1,
+        len(scope["ids"]),
+    )
 
 
 def test_the_map_names_every_file():
