@@ -110,11 +110,8 @@ class Ling3Config:
     def to_dict(self) -> dict[str, Any]:
         """The published `config.json`: `from_dict(config.to_dict()) == config`."""
         raw = dataclasses.asdict(self)
-        variant = {name: raw.pop(name) for name, published in VARIANTS.items() if raw[name] != published}
         raw = {name: value for name, value in raw.items() if name not in VARIANTS}
-        if "layer_overrides" in variant:
-            pairs: Any = self.layer_overrides
-            variant["layer_overrides"] = {str(layer): dict(fields) for layer, fields in pairs}
+        variant = self.variant()
         for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
             raw[name] = None if raw[name] is None else list(raw[name])
         eos = self.eos_token_id
@@ -138,6 +135,15 @@ class Ling3Config:
             "use_mla_nope": False,
             **variant,
         }
+
+    def variant(self) -> dict[str, Any]:
+        """The fields in which this model differs from every published one, as `config.json` has them."""
+        changed = {name: getattr(self, name) for name in VARIANTS}
+        changed = {name: value for name, value in changed.items() if value != VARIANTS[name]}
+        if "layer_overrides" in changed:
+            pairs: Any = self.layer_overrides
+            changed["layer_overrides"] = {str(layer): dict(fields) for layer, fields in pairs}
+        return changed
 
     def at(self, layer: int) -> "Ling3Config":
         """This configuration with what `layer_overrides` says of 0-based `layer`."""

@@ -1,6 +1,7 @@
 """What `ling3 inspect` shows: the module tree, the layer schedule, the published names, and what memory costs."""
 
 import dataclasses
+import json
 import math
 import os
 import pathlib
@@ -125,6 +126,8 @@ class Report:
         facts.add_row("model", self.source)
         facts.add_row("parameters", f"{self.parameters:,} in {sum(row.tensors for row in self.arrays):,} tensors")
         facts.add_row("activated", f"{self.activated:,} per token, of them {self.embedding:,} in the embedding table")
+        if variant := config.variant():
+            facts.add_row("ablated", Text(json.dumps(variant)[1:-1]))
         facts.add_row("cache", f"{memory.cache_per_token:,} bytes per token")
         state = f"{memory.recurrent_state_per_sequence:,} bytes per sequence"
         facts.add_row("state", f"{state}, and {memory.conv_state_per_sequence:,} bytes of convolution inputs")

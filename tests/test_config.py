@@ -336,3 +336,47 @@ def test_files_that_are_no_clean_json(tmp_path, text, said):
 def test_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: 1 problem\n  cannot be read"):
         Ling3Config.from_file(tmp_path)
+
+
+def test_a_variant_survives_its_file_and_no_published_file_has_one():
+    config = Ling3Config(
+        kda_output_gate="swish",
+        kda_beta=1,
+        mla_rope=False,
+        layer_overrides={3: {"kda_decay": False}, "1": {"kda_lower_bound": -1}},
+    )
+    raw = config.to_dict()
+    assert Ling3Config.from_dict(json.loads(json.dumps(raw))) == config
+    assert raw["architectures"] == ["Ling3AblatedForCausalLM"] and raw["layer_overrides"]["1"] == {
+        "kda_lower_bound": -1.0
+    }
+    assert config.at(1).kda_lower_bound == -1.0 and config.at(3).kda_decay is False and config.at(0) is config
+    published = Ling3Config.from_dict(TINY)
+    assert published.variant() == {} and published.to_dict()["architectures"] == ["BailingMoeV3ForCausalLM"]
+    assert not {"layer_overrides", "kda_output_gate", "attention"} & published.to_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kda_output_gate": "tanh"}, "found 'tanh'; expected one of sigmoid, swish, constant, none"),
+        ({"attention": None}, "attention: absent; expected one of scheduled, kda, mla, none"),
+        ({"kda_beta": 3.0}, "kda_beta: found 3.0; expected a finite number from 0 to 2 or null"),
+        ({"mla_rope": 1}, "mla_rope: found 1; expected true or false"),
+        ({"layer_overrides": {24: {"mla_rope": False}}}, "expected a layer from 0 to 23"),
+        (
+            {"layer_overrides": {1: {"hidden_size": 8}}},
+            "1.hidden_size: not a field that layers differ in",
+        ),
+        (
+            {"layer_overrides": {1: {"kda_decay": "no"}}},
+            "1.kda_decay: found 'no'; expected true or false",
+        ),
+        ({"layer_overrides": {1: {"num_experts_per_tok": 99}}}, "layer_overrides.1.num_experts_per_tok: found 99"),
+        ({"layer_overrides": [1, 2]}, "layer_overrides: found [1, 2]; expected an object of layer numbers"),
+    ],
+)
+def test_a_senseless_variant_names_its_field(fields, message):
+    with pytest.raises(ConfigError) as caught:
+        Ling3Config(**fields)
+    assert message in str(caught.value)

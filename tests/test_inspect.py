@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -144,3 +145,12 @@ def test_what_is_no_checkpoint(tmp_path):
         inspect.report(tmp_path)
     with pytest.raises(FileNotFoundError):
         inspect.report(tmp_path / "absent")
+
+
+def test_an_ablated_model_says_so(tiny):
+    cut = dataclasses.replace(tiny.config, kda_short_conv=False, layer_overrides={1: {"attention": "none"}})
+    report = inspect.report(cut)
+    assert '"kda_short_conv": false, "layer_overrides": {"1": {"attention": "none"}}' in shown(report)
+    assert "KDA* NONE KDA MLA" in shown(report) and "ablated" not in shown(tiny)
+    assert report.memory.conv_state_per_sequence == 0
+    assert report.memory.recurrent_state_per_sequence == 17 * 16 * 128 * 128 * 4
