@@ -35,7 +35,7 @@ def conduct(experiment: Experiment, file: Path) -> list[Run]:
         print(f"{experiment.task.name}, {variant}, rate {rate:g}, seed {seed}: error {last.error:.2%}", file=sys.stderr)
 
     for variant in experiment.variants:
-        for rate in experiment.learning_rates:
+        for rate in experiment.rates(variant):
             once(variant, rate, experiment.sweep_seed)
     for seed in experiment.seeds:
         for variant in experiment.variants:
@@ -65,7 +65,13 @@ def main(
         experiment = EXPERIMENTS[name]
         if small:
             experiment = dataclasses.replace(
-                experiment, steps=experiment.steps // 10, warmup=4, points=2, learning_rates=(4e-3, 8e-3), seeds=(1,)
+                experiment,
+                steps=experiment.steps // 10,
+                warmup=4,
+                points=2,
+                learning_rates=(4e-3, 8e-3),
+                more_rates={},
+                seeds=(1,),
             )
         conduct(experiment, (out / "small" if small else out) / f"{name}.jsonl")
 

@@ -15,8 +15,9 @@ from experiments.tasks import TASKS, Task
 class Experiment:
     """A task, the model's depth, its variants as changes to the config, and the budget of each run.
 
-    `rows` are the sequences of a batch. `learning_rates` are swept with `sweep_seed`; the best of each variant is then
-    run with each of `seeds`, and those runs alone are reported. A run is measured `points` times.
+    `rows` are the sequences of a batch. `learning_rates` are swept with `sweep_seed`, and `more_rates` for the variants
+    whose best of these was the lowest; the best of each variant is then run with each of `seeds`, and those runs alone
+    are reported. A run is measured `points` times.
     """
 
     task: Task
@@ -29,7 +30,12 @@ class Experiment:
     sweep_seed: int = 0
     seeds: tuple[int, ...] = (1, 2, 3)
     points: int = 12
+    more_rates: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     held_out: int = 256
+
+    def rates(self, variant: str) -> tuple[float, ...]:
+        """The learning rates that are swept for a variant."""
+        return (*self.more_rates.get(variant, ()), *self.learning_rates)
 
     def config(self, variant: str) -> ling3.Ling3Config:
         """The model of a variant."""
@@ -68,6 +74,8 @@ ONLY_KDA, ONLY_MLA = 8, 1
 DECAY_OFF = {"kda_decay": False, "intermediate_size": 86}
 NO_CONV = {"kda_short_conv": False, "intermediate_size": 68}
 
+LOWER = (1e-3, 2e-3)
+
 EXPERIMENTS = {
     "segment_reset": Experiment(
         TASKS["segment_reset"](),
@@ -86,6 +94,7 @@ EXPERIMENTS = {
         TASKS["mqar"](),
         layers=4,
         steps=360,
+        more_rates={"0:1": LOWER},
         variants={
             "1:0": {},
             "3:1": {"layer_group_size": 4},
@@ -98,6 +107,7 @@ EXPERIMENTS = {
         TASKS["parity"](),
         layers=2,
         steps=420,
+        more_rates={"beta in [0, 1]": LOWER, "MLA": LOWER},
         variants={
             "beta in [0, 1]": {},
             "beta in [0, 2]": {"kda_allow_neg_eigval": True},
@@ -108,6 +118,7 @@ EXPERIMENTS = {
         TASKS["palindrome"](),
         layers=2,
         steps=480,
+        more_rates={"MLA": LOWER},
         variants={
             "KDA": {},
             "decay off": DECAY_OFF,

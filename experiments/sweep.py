@@ -197,6 +197,6 @@ def read(file: Path) -> list[Run]:
 def best_rate(runs: Sequence[Run], experiment: Experiment, variant: str) -> float:
     """The learning rate of the sweep whose last measured loss is least. ValueError if the sweep is not complete."""
     swept = [run for run in runs if (run.variant, run.seed) == (variant, experiment.sweep_seed)]
-    if missing := set(experiment.learning_rates) - {run.learning_rate for run in swept}:
+    if missing := set(experiment.rates(variant)) - {run.learning_rate for run in swept}:
         raise ValueError(f"{experiment.task.name}, {variant}: no run yet at the learning rates {sorted(missing)}")
     return min(swept, key=lambda run: run.curve[-1].loss).learning_rate

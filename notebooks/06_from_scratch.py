@@ -10,7 +10,7 @@
 #
 # Ablating a trained model tells what it came to rely on. What a mechanism is *for* shows when models have to learn
 # without it. Here are four tasks that ask one mechanism each, and Ling-3s of 76,000 to 160,000 parameters trained on
-# them: 126 runs in 57 minutes of one shared core.
+# them: 134 runs in an hour of one shared core.
 #
 # Small experiments mislead easily, so there are rules, kept by [`experiments/`](../experiments/README.md):
 #
@@ -144,8 +144,8 @@ def picture(results):
     left.set_xticklabels(results.variants, rotation=35, ha="right")
     middle.set(xlabel="step", ylabel="error (share of answers)", yscale="log")
     right.set(xlabel="learning rate", ylabel="final loss (nats per answer)", yscale="log", xscale="log")
-    rates = results.experiment.learning_rates
-    right.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    rates = sorted({run.learning_rate for runs in results.swept.values() for run in runs})
+    right.set_xticks(rates, [f"{rate:g}" for rate in rates], fontsize=8)
     right.minorticks_off()
     left.set_title("each seed, and their geometric mean", fontsize=9)
     middle.set_title("on the way, each seed", fontsize=9)
@@ -182,7 +182,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
 everything = [run for name in EXPERIMENTS for run in sweep.read(RESULTS / f"{name}.jsonl")]
 minutes = sum(run.seconds for run in everything) / 60
 print(f"{len(everything)} runs, {minutes:.0f} minutes, {min(r.parameters for r in everything):,} parameters and more")
-assert len(everything) == 126 and 56 < minutes < 58
+assert len(everything) == 134 and 59 < minutes < 61
 
 # %% [markdown]
 # ## 1. Segment reset: what is the bound for?
@@ -341,8 +341,8 @@ table(mqar)
 # validation perplexity, and of all MLA by 0.12.
 #
 # What the picture does show is how much hangs on a convolution of four taps. These are failures of 360 steps and not of
-# principle: stacked layers of either kind could build the look one token back. MLA's best rate was the lowest of the
-# sweep, a hint that it wanted a longer and slower training.
+# principle: stacked layers of either kind could build the look one token back. (MLA's best rate of the four was the
+# lowest, so two lower ones were added to its sweep. Their losses were higher.)
 
 # %%
 mixtures = ("1:0", "3:1", "1:1")
@@ -396,13 +396,13 @@ picture(parity)
 table(parity)
 
 # %% [markdown]
-# **Found.** All three predictions hold. With $\beta$ in $[0, 1]$ 28 to 37 % of the bits are wrong (P1). With $\beta$ in
-# $[0, 2]$ the three seeds make 1, 1 and 6 errors in 81,920 (P2). MLA alone hardly beats a coin (P3). One factor of 2
-# and not a parameter more: this is expressivity, as sharp as it comes.
+# **Found.** All three predictions hold. With $\beta$ in $[0, 1]$ 27 to 35 % of the bits are wrong (P1). With $\beta$ in
+# $[0, 2]$ the three seeds make 1, 1 and 6 errors in 81,920 (P2). MLA alone does little better than a coin (P3). One
+# factor of 2 and not a parameter more: this is expressivity, as sharp as it comes.
 #
 # The sweep has a lesson of its own: at the rates 0.004 and 0.032 the wider $\beta$ fails too. With one learning rate,
-# and the wrong one, this mechanism would have looked like little or nothing. (MLA and $[0, 1]$ were best at the lowest
-# rate. No rate of the sweep brings them near.)
+# and the wrong one, this mechanism would have looked like little or nothing. (For the other two, lower rates were added
+# to the sweep; with none of the six did either get below 36 % there.)
 
 # %%
 assert min(parity.errors("beta in [0, 1]")) > 0.2, "P1"
@@ -412,8 +412,8 @@ assert min(parity.errors("MLA")) > 0.4, "P3"
 
 assert sorted(round(error * parity.asked_finally) for error in parity.errors("beta in [0, 2]")) == [1, 1, 6]
 assert parity.asked_finally == 81920
-assert min(parity.errors("beta in [0, 1]")) > 0.27 and max(parity.errors("beta in [0, 1]")) < 0.37
-assert all(run.curve[-1].error > 0.35 for variant in ("beta in [0, 1]", "MLA") for run in parity.swept[variant])
+assert min(parity.errors("beta in [0, 1]")) > 0.265 and max(parity.errors("beta in [0, 1]")) < 0.35
+assert all(run.curve[-1].error > 0.36 for variant in ("beta in [0, 1]", "MLA") for run in parity.swept[variant])
 at = {run.learning_rate: run.curve[-1].error for run in parity.swept["beta in [0, 2]"]}
 assert at[4e-3] > 0.2 and at[3.2e-2] > 0.3 and max(at[8e-3], at[1.6e-2]) < 0.001
 
@@ -470,8 +470,7 @@ table(palindrome)
 # and one at 41 %: in the arithmetic mean 1:1 comes out last of the three. What can be said is that the mixture *can* do
 # what neither kind did alone in this budget.
 #
-# **D3 is wrong.** MLA alone finishes anywhere from 12 to 61 % of errors, and was best at the lowest rate again: a longer
-# and slower training might well change its place.
+# **D3 is wrong.** MLA alone finishes anywhere from 12 to 61 % of errors: one seed was well on the way.
 #
 # KDA with or without decay ends between the rule that goes by one letter and the rule that goes by two, which its short
 # convolution can read off; its best run equals the latter. The good runs of the mixture are better than that.

@@ -20,6 +20,7 @@ TINY = dataclasses.replace(
     steps=160,
     points=4,
     learning_rates=(1.6e-2,),
+    more_rates={},
     held_out=128,
 )
 
@@ -29,7 +30,7 @@ def test_every_run_of_the_design_is_stored_once(name):
     experiment, runs = EXPERIMENTS[name], sweep.read(RESULTS / f"{name}.jsonl")
     wanted = []
     for variant in experiment.variants:
-        wanted += [(variant, rate, experiment.sweep_seed) for rate in experiment.learning_rates]
+        wanted += [(variant, rate, experiment.sweep_seed) for rate in experiment.rates(variant)]
         best = sweep.best_rate(runs, experiment, variant)
         wanted += [(variant, best, seed) for seed in experiment.seeds]
     assert sorted((run.variant, run.learning_rate, run.seed) for run in runs) == sorted(wanted)
