@@ -1,14 +1,14 @@
 """Ablations: a trained model with one mechanism left out or its law changed, which stays a model.
 
-Each function returns a new model that shares every weight it keeps, and whose `config` says what is different. So an
-ablated model runs, traces, serves, saves and loads as any other, and `ling3.init(ablated.config, key=...)` is the same
-architecture with fresh weights, to be trained from scratch. `layers` are 0-based; None means all that have the
-mechanism. Formulas are in the symbols of `ling3.layers`.
+Each function returns a new model that shares every weight it keeps, and whose `config` says what is different (but for
+`drop_experts`, which changes a weight). So an ablated model runs, traces, serves, saves and loads as any other, and
+`ling3.init(ablated.config, key=...)` is the same architecture with fresh weights, to be trained from scratch. `layers`
+are 0-based; None means all of that kind. Formulas are in the symbols of `ling3.layers`.
 
     model = ling3.load("nano", dtype=jnp.float32)
     without = ling3.ablate.no_output_gate(model, "kda", layers=[0])
 
-All of them raise ValueError for a layer that is not there or has no such mechanism.
+All of them raise ValueError for a layer that is not there or of another kind; what is cut already stays as it is.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ling3.config import Ling3Config
 from ling3.model import Ling3ForCausalLM
@@ -41,18 +41,27 @@ def no_output_gate(model: Ling3ForCausalLM, kind: Kind | None = None, layers: La
 
 
 def mean_output_gate(
-    model: Ling3ForCausalLM, tokens: Int[Array, "batch seq"], kind: Kind | None = None, layers: Layers = None
+    model: Ling3ForCausalLM,
+    tokens: Int[Array, "batch seq"],
+    kind: Kind | None = None,
+    layers: Layers = None,
+    valid: Bool[Array, "batch seq"] | None = None,
 ) -> Ling3ForCausalLM:
     """Each gate held at its mean over `tokens`: sigmoid(g_proj(x)) becomes one number per channel (KDA) or head (MLA).
 
-    The means are those of `model` as it is given, so the first ablated layer sees just what they were taken over.
+    The mean is over the `valid` tokens (all without it). The means are those of `model` as it is given, so the first
+    ablated layer sees just what they were taken over. Raises ValueError where a gate is no sigmoid of `g_proj(x)`.
     """
     seen = trace(model, tokens, logit_lens=False)
+    weights = jnp.ones(tokens.shape, jnp.float32) if valid is None else valid.astype(jnp.float32)
     fill = {}
-    for i, attention in {**seen.kda, **seen.mla}.items():
-        if attention.gate is None or model.config.at(i).kda_output_gate == "swish":
-            continue
-        mean = jnp.clip(jnp.mean(attention.gate.astype(jnp.float32), axis=(0, 1)).reshape(-1), 1e-6, 1 - 1e-6)
+    for i in _checked(model, kind or "attention", layers) or _having(model, kind or "attention"):
+        law = getattr(model.config.at(i), f"{model.config.attention_kind(i)}_output_gate")
+        gate = (seen.kda.get(i) or seen.mla[i]).gate
+        if gate is None or law != "sigmoid":
+            raise ValueError(f"layers: the output gate of layer {i} is {law!r}, expected 'sigmoid': give other layers")
+        mean = jnp.tensordot(weights, gate.astype(jnp.float32), axes=2).reshape(-1) / jnp.sum(weights)
+        mean = jnp.clip(mean, 1e-6, 1 - 1e-6)
         fill[f"model.layers.{i}.attention.g_proj.bias"] = jnp.log(mean) - jnp.log1p(-mean)
     return _gated(model, "constant", kind, layers, fill)
 
@@ -97,7 +106,10 @@ def top_k(model: Ling3ForCausalLM, k: int, layers: Layers = None) -> Ling3ForCau
 
 
 def no_routing_bias(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForCausalLM:
-    """c = s: the scores alone choose the experts. The weights, which never saw the bias, keep their formula."""
+    """c = s: the scores alone choose the experts. The weights, which never saw the bias, keep their formula.
+
+    Experts that `drop_experts` has dropped come back.
+    """
     return variant(model, layers=_checked(model, "experts", layers), moe_router_enable_expert_bias=False)
 
 
@@ -111,7 +123,8 @@ def drop_experts(model: Ling3ForCausalLM, experts: Sequence[int], layers: Layers
 
     Raises ValueError if some choice of groups could leave a token with fewer experts than it takes.
     """
-    config, which = model.config, _checked(model, "experts", layers) or _having(model, "experts")
+    config, layers = model.config, _checked(model, "experts", layers)
+    which = _having(model, "experts") if layers is None else layers
     dropped = sorted(set(experts))
     if bad := [e for e in dropped if not 0 <= e < config.num_experts]:
         raise ValueError(f"experts: found {bad}; expected numbers from 0 to {config.num_experts - 1}")
@@ -127,7 +140,7 @@ def drop_experts(model: Ling3ForCausalLM, experts: Sequence[int], layers: Layers
         )
     zeros = jnp.zeros(config.num_experts, jnp.float32)
     fill = {f"model.layers.{i}.mlp.gate.expert_bias": zeros for i in which}
-    model = variant(model, layers=layers if layers is None else which, fill=fill, moe_router_enable_expert_bias=True)
+    model = variant(model, layers=layers, fill=fill, moe_router_enable_expert_bias=True)
     rows = jnp.asarray(dropped, jnp.int32)
 
     def biases(m: Ling3ForCausalLM) -> list[Any]:
@@ -174,7 +187,8 @@ def _changed(config: Ling3Config, layers: Layers, fields: Mapping[str, Any]) -> 
         kept = {layer: {n: v for n, v in own.items() if n not in fields} for layer, own in overrides.items()}
         return dataclasses.replace(config, layer_overrides={i: own for i, own in kept.items() if own}, **fields)
     for layer in layers:
-        overrides[layer] = {**overrides.get(layer, {}), **fields}
+        own = {**overrides.get(layer, {}), **fields}
+        overrides[layer] = {name: value for name, value in own.items() if value != getattr(config, name)}
     return dataclasses.replace(config, layer_overrides=overrides)
 
 
@@ -184,10 +198,11 @@ def _gated(
     """The model with this law for the output gates of one kind of attention, or of both."""
     if kind is not None:
         return variant(model, layers=_checked(model, kind, layers), fill=fill, **{f"{kind}_output_gate": law})
-    layers = _checked(model, "attention", layers)
+    chosen = _having(model, "attention") if layers is None else layers
+    _checked(model, "attention", chosen)
     for each in ("kda", "mla"):
-        its = None if layers is None else [i for i in layers if i in _having(model, each)]
-        model = variant(model, layers=its, fill=fill, **{f"{each}_output_gate": law})
+        if its := [i for i in chosen if i in _having(model, each)]:
+            model = variant(model, layers=_checked(model, each, its), fill=fill, **{f"{each}_output_gate": law})
     return model
 
 
@@ -201,10 +216,10 @@ def _having(model: Ling3ForCausalLM, part: Part) -> list[int]:
 
 
 def _checked(model: Ling3ForCausalLM, part: Part, layers: Layers) -> Layers:
-    """`layers`, each of which has to have the part; None stays None, if any layer has it."""
+    """`layers`, each of which has to have the part; None for all that have it, of which there has to be one."""
     having = _having(model, part)
     wrong = [] if layers is None else sorted(set(layers) - set(having))
     if wrong or not having:
         what = "no layer" if layers is None else f"layers {wrong}"
         raise ValueError(f"layers: {what} of this model with {NAMES[part]}; those that have it: {having or 'none'}")
-    return None if layers is None else sorted(set(layers))
+    return None if layers is None or set(layers) == set(having) else sorted(set(layers))

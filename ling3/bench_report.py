@@ -312,6 +312,8 @@ def check_plot(path: str | os.PathLike[str]) -> None:
         raise ValueError("a plot needs matplotlib, which is not installed: pip install 'ling3[train]'") from error
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"plot: {path} ends in {path.suffix!r}, expected one of {', '.join(PLOT_SUFFIXES)}")
+    if path.is_dir():
+        raise ValueError(f"plot: {path} is a directory, expected a file")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"plot: there is no directory {path.absolute().parent} for {path.name}: make it first")
 

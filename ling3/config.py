@@ -65,7 +65,7 @@ class Ling3Config:
     kda_output_gate: OutputGate = "sigmoid"
     mla_output_gate: OutputGate = "sigmoid"
     kda_beta: float | None = None
-    """A fixed writing strength b, instead of sigmoid(b_proj(x))."""
+    """A fixed writing strength b, instead of sigmoid(b_proj(x)) or twice that."""
     kda_allow_neg_eigval: bool = False
     """b = 2 sigmoid(b_proj(x)): the state's transition may have eigenvalues down to -1 (arXiv 2411.12537)."""
     kda_decay: bool = True
@@ -117,7 +117,7 @@ class Ling3Config:
         eos = self.eos_token_id
         return {
             "architectures": [config_reader.ABLATED if variant else config_reader.ARCHITECTURES[0]],
-            "model_type": config_reader.MODEL_TYPE,
+            "model_type": config_reader.ABLATED_TYPE if variant else config_reader.MODEL_TYPE,
             **raw,
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
             "gated_attention_proj_granularity_type": "head_wise",

@@ -252,7 +252,8 @@ def _as_pairs(value: Any) -> Any:
     pairs = []
     for layer in order:
         known = normalized({name: item for name, item in layers[layer].items() if name in OVERRIDABLE})
-        pairs.append((layer, tuple(sorted({**layers[layer], **known}.items()))))
+        if layers[layer]:
+            pairs.append((layer, tuple(sorted({**layers[layer], **known}.items()))))
     return tuple(pairs)
 
 
@@ -297,7 +298,11 @@ def _advice(name: str, value: object) -> str:
 
 
 def _misfits(v: Mapping[str, Any]) -> list[str]:
-    problems = _override_problems(v)
+    return _misfits_of_all(v) or _override_problems(v)
+
+
+def _misfits_of_all(v: Mapping[str, Any]) -> list[str]:
+    problems = []
     group = v["num_experts"] // v["n_group"]
     if v["qk_rope_head_dim"] % 2:
         problems.append(
@@ -355,8 +360,7 @@ def _override_problems(v: Mapping[str, Any]) -> list[str]:
             elif not FIELDS[name].admits(value):
                 problems.append(f"{at}.{name}: {found(value)}; expected {FIELDS[name].describe()}; correct it")
         if not problems:
-            whole = {**v, **dict(fields), "layer_overrides": ()}
-            problems += [f"{at}.{problem}" for problem in _misfits(whole) if v["layer_overrides"]]
+            problems += [f"{at}.{problem}" for problem in _misfits_of_all({**v, **dict(fields)})]
     return problems
 
 

@@ -17,11 +17,11 @@ from ling3.config_fields import (
     shown,
 )
 
-ABLATED = "Ling3AblatedForCausalLM"
-"""What no other program should take for a Ling-3: a model that differs in one of `config_fields.VARIANTS`."""
+ABLATED, ABLATED_TYPE = "Ling3AblatedForCausalLM", "ling3_ablated"
+"""Architecture and model_type of what no other program should take for a Ling-3: a model with a variant field."""
 
-ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM", ABLATED)
-"""Ling-3's own name, the one transformers 5 writes, and the one for ablated models."""
+ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
+"""Ling-3's own name, and the one transformers 5 writes."""
 
 MODEL_TYPE = "bailing_hybrid"
 
@@ -77,6 +77,8 @@ def read(raw: object, source: str) -> dict[str, Any]:
 
 def _not_ling3(raw: Mapping[str, Any]) -> str | None:
     """Why this file is another model's. Ling 2.6, with Lightning attention, has the same `model_type`."""
+    if _is_ablated(raw):
+        return None
     if raw.get("model_type") not in (None, MODEL_TYPE):
         return f"model_type: found {shown(raw['model_type'])}; expected '{MODEL_TYPE}'; ling3 reads Ling-3 only"
     architectures = raw.get("architectures")
@@ -89,9 +91,13 @@ def _not_ling3(raw: Mapping[str, Any]) -> str | None:
             return None
         what = found(architectures)
     return (
-        f"architectures: {what}; expected {' or '.join(ARCHITECTURES[:2])}; ling3 reads Ling-3 only (Ling 2.6, of the "
+        f"architectures: {what}; expected {' or '.join(ARCHITECTURES)}; ling3 reads Ling-3 only (Ling 2.6, of the "
         "same model_type, has Lightning attention instead of KDA, which ling3 does not compute)"
     )
+
+
+def _is_ablated(raw: Mapping[str, Any]) -> bool:
+    return raw.get("model_type") == ABLATED_TYPE and raw.get("architectures") == [ABLATED]
 
 
 def _pick(raw: Mapping[str, Any], names: tuple[str, ...], problems: list[str]) -> Any:
@@ -170,7 +176,12 @@ def _refused(raw: Mapping[str, Any]) -> list[str]:
     known = {*FIELDS, *HARMLESS, *_DERIVED, *(alias for aliases in ALIASES.values() for alias in aliases)}
     problems = []
     for name, value in raw.items():
-        if name in REQUIRED:
+        if name in VARIANTS and value not in (None, VARIANTS[name], [], {}) and not _is_ablated(raw):
+            problems.append(
+                f"{name}: found {shown(value)}; expected {shown(VARIANTS[name])}, as in every published Ling-3; only a "
+                f"file of the model_type {ABLATED_TYPE}, as `ling3.save` writes it for an ablated model, may differ"
+            )
+        elif name in REQUIRED:
             allowed, law = REQUIRED[name]
             if not any(type(value) is type(a) and value == a for a in allowed):
                 problems.append(f"{name}: found {shown(value)}; expected {shown(allowed[0])}; in ling3 {law}")

@@ -184,7 +184,7 @@ print("\n".join(f"{stage:<{width}}  {shape:<16} {dtype}" for stage, shape, dtype
 # part adds to the stream.
 
 # %%
-rows, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 32))
+rows, _, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 32))
 seen = ling3.trace(model, rows)
 target, mask = rows[:, 1:], np.asarray(learned[:, 1:])  # the tokens of the solutions
 numeric = np.array([[tokenizer.decode([int(t)]).strip().isdigit() for t in row] for row in target])

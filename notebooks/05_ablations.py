@@ -46,7 +46,7 @@ tokenizer = ling3.load_tokenizer("nano")
 # the share of problems *solved*: all of whose tokens are the likeliest ones, which is what greedy decoding would write.
 
 # %%
-rows, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 128))
+rows, valid, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 128))
 target, mask = rows[:, 1:], learned[:, 1:]
 
 
@@ -78,7 +78,7 @@ assert whole[0] < 0.02 and whole[1] > 0.97
 
 # %%
 seen = ling3.trace(model, rows, logit_lens=False)
-real = np.asarray(rows) > 0  # without the padding
+real = np.asarray(valid)  # without the padding
 figure, (decays, betas, gates) = plt.subplots(1, 3, figsize=(10.5, 3.1))
 bins = {"bins": 40, "range": (0, 1), "histtype": "step", "density": True}
 for (layer, kda), style in zip(seen.kda.items(), ("-", "--"), strict=True):
@@ -109,15 +109,19 @@ assert np.mean(g < -4.5) < 0.01  # hardly anything comes near the bound: it cann
 # token is gone.
 
 # %%
-calibration, _ = solution_rows(tokenizer, itertools.islice(problems(2028, "train"), 64))
+calibration = solution_rows(tokenizer, itertools.islice(problems(2028, "train"), 64))
 where = {
     "KDA, both layers": {"kind": "kda"},
     "KDA, layer 0": {"layers": [0]},
     "KDA, layer 2": {"layers": [2]},
     "MLA, both layers": {"kind": "mla"},
 }
+tokens, real = calibration.tokens, calibration.valid
 gate_results = {
-    name: (measure(ablate.no_output_gate(model, **part)), measure(ablate.mean_output_gate(model, calibration, **part)))
+    name: (
+        measure(ablate.no_output_gate(model, **part)),
+        measure(ablate.mean_output_gate(model, tokens, valid=real, **part)),
+    )
     for name, part in where.items()
 }
 for name, (off, mean) in gate_results.items():
@@ -223,9 +227,7 @@ assert at[-0.1][1][1] < 0.7 and no_decay[1] < 0.4  # but a memory that cannot fo
 # %%
 stored = json.loads(pathlib.Path("../docs/ablations.json").read_text())
 table = {row["name"]: row for row in stored["rows"]}
-print(
-    f"{'':<28}{'perplexity':>11}{'alone':>8}{'after ' + format(stored['recall_context_tokens'], ',') + ' tokens':>20}"
-)
+print(f"{'':<28}{'perplexity':>11}{'alone':>8}{'in ' + format(stored['recall_context_tokens'], ',') + ' tokens':>20}")
 for name, row in table.items():
     alone, late = row["problems"]["accuracy"], row["recall"]["accuracy"]
     print(f"{name:<28}{row['perplexity']:>11.4g}{alone:>8.3f}{late:>20.3f}")

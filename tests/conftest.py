@@ -1,5 +1,6 @@
 """The strict session every test runs in."""
 
+import gc
 import os
 import pathlib
 
@@ -8,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -18,3 +20,17 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # The same examples every time: in float32 a rare draw falls on a tie between experts, which rounding alone decides.
 hypothesis.settings.register_profile("ling3", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ling3")
+
+MAPPINGS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings():
+    """Drops what was compiled before it is too much: programs are memory mappings, of which Linux grants 65,530.
+
+    XLA crashes at the next one. What is dropped comes back from the cache on disk.
+    """
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 15_000:
+        jax.clear_caches()
+        gc.collect()

@@ -161,6 +161,10 @@ def test_rope_parameters():
         ("gated_attention_proj_granularity_type", "element_wise"),
         ("no_kda_lora", False),
         ("use_kda_lora", True),
+        ("moe_router_enable_expert_bias", False),
+        ("kda_allow_neg_eigval", True),
+        ("mla_rope", False),
+        ("layer_overrides", {"1": {"kda_decay": False}}),
         ("linear_attention", "lightning"),
         ("use_qk_norm", False),
         ("group_norm_size", 4),
@@ -351,6 +355,7 @@ def test_a_variant_survives_its_file_and_no_published_file_has_one():
         "kda_lower_bound": -1.0
     }
     assert config.at(1).kda_lower_bound == -1.0 and config.at(3).kda_decay is False and config.at(0) is config
+    assert Ling3Config(layer_overrides={2: {}}).variant() == {}
     published = Ling3Config.from_dict(TINY)
     assert published.variant() == {} and published.to_dict()["architectures"] == ["BailingMoeV3ForCausalLM"]
     assert not {"layer_overrides", "kda_output_gate", "attention"} & published.to_dict().keys()

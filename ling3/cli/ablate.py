@@ -3,14 +3,15 @@
 import dataclasses
 import json
 import pathlib
-import shlex
-import sys
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 
 from ling3.cli.options import Dtype, Model, check_directory, introduce, load
+
+if TYPE_CHECKING:
+    from ling3.evals.ablation_report import Row
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -59,7 +60,7 @@ def run(command: Ablate) -> None:
     _check(command)
     if command.plot is not None:
         check_plot(command.plot)
-    text = None if command.text is None else pathlib.Path(command.text).read_text(encoding="utf-8")
+    text = None if command.text is None else _text(command.text)
     console = Console(stderr=True)
     tokenizer = load_tokenizer(command.model)
     model = load(command.model, command.dtype, tokenizer)
@@ -72,10 +73,10 @@ def run(command: Ablate) -> None:
         recalls=command.recalls,
         examples=command.examples,
         text=text,
-        report=lambda row: console.print(f"{row.name}: {row.problems}", highlight=False, markup=False),
+        report=lambda row: console.print(_line(row), highlight=False, markup=False, soft_wrap=True),
     )
-    about = {"model": command.model, "command": shlex.join(["ling3", *sys.argv[1:]])}
-    report = dataclasses.replace(report, about=about)
+    settings = {name: getattr(command, name) for name in ("suite", "questions", "recalls", "examples", "text", "dtype")}
+    report = dataclasses.replace(report, about={"model": command.model, "settings": settings})
     numbers = json.dumps(report.to_dict(), indent=1, ensure_ascii=False)
     if command.json == "-":
         print(numbers)
@@ -88,6 +89,19 @@ def run(command: Ablate) -> None:
         report.plot(command.plot)
 
 
+def _line(row: "Row") -> str:
+    """A row as it is measured: what an interrupted run leaves on the screen."""
+    scores = [f"{score.right}/{score.total}" for score in (row.problems, row.recall) if score is not None]
+    return f"{row.name}: perplexity {row.perplexity:.5g}, right {' and '.join(scores)}"
+
+
+def _text(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text: {path} is no UTF-8 ({error}): convert it first") from error
+
+
 def _check(command: Ablate) -> None:
     """Before any work: ValueError for what would fail after it."""
     for name, least in (("questions", 1), ("recalls", 0), ("examples", 0)):
@@ -98,3 +112,7 @@ def _check(command: Ablate) -> None:
         raise ValueError(f"--recalls is {command.recalls}, expected at most --questions, which is {command.questions}")
     if command.json not in (None, "-"):
         check_directory("--json", command.json)
+        if pathlib.Path(command.json).is_dir():
+            raise ValueError(f"--json: {command.json} is a directory, expected a file")
+        if command.plot is not None and pathlib.Path(command.plot).absolute() == pathlib.Path(command.json).absolute():
+            raise ValueError(f"--json and --plot name the same file, {command.json}: give two")

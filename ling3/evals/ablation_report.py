@@ -58,7 +58,7 @@ class Report:
         table.add_column("what the formula says")
         table.add_column(f"perplexity of {self.scored}", justify="right")
         table.add_column("problems", justify="right")
-        table.add_column(f"after {self.context:,} tokens", justify="right")
+        table.add_column(f"in {self.context:,} tokens" if self.context else "in a long context", justify="right")
         suite = None
         for row in self.rows:
             if suite is not None and row.suite != suite:
@@ -88,7 +88,7 @@ class Report:
         cost.set_yticks(places, [row.name for row in self.rows])
         series = (
             ("problems", "asked alone", BLUE, "o", 0.12),
-            ("recall", f"after {self.context:,} tokens", ORANGE, "s", -0.12),
+            ("recall", f"in {self.context:,} tokens", ORANGE, "s", -0.12),
         )
         for name, label, colour, marker, shift in series:
             scores = [

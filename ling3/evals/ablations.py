@@ -7,13 +7,13 @@ What is measured of each, beside the whole model:
     recall       the same at the end of a long context: after so many worked examples of other problems
 
 The examples before a question are noise: the numbers to be recalled are the question's own, which a layer has to keep
-apart from hundreds of others.
+apart from all of theirs (twenty examples have over two hundred).
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from ling3 import ablate
 from ling3.evals.ablation_report import Report, Row
+from ling3.evals.answers import last_number
 from ling3.evals.perplexity import log_likelihood, perplexity
+from ling3.evals.public import STOP
 from ling3.evals.run import Score
 from ling3.model import Ling3ForCausalLM
 from ling3.params import SamplingParams
-from ling3.problems import Problem, ask, last_number, problems
+from ling3.problems import Problem, ask, problems
 from ling3.progress import progress
 from ling3.serve import Engine
 from ling3.tokenizer import Tokenizer
@@ -39,6 +41,16 @@ SCORED = 64
 """How many solutions the perplexity is taken over; how many problems the gates' means are taken over."""
 
 
+class Rows(NamedTuple):
+    """Problems with their solutions, a row each, padded on the right with zeros."""
+
+    tokens: Int32[Array, "batch seq"]
+    valid: Bool[Array, "batch seq"]
+    """What is no padding."""
+    learned: Bool[Array, "batch seq"]
+    """The solutions."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Ablation:
     """One line of the table: what is cut, in which suite, and what the formula then says."""
@@ -46,66 +58,72 @@ class Ablation:
     name: str
     suite: Suite
     formula: str
-    cut: Callable[[Ling3ForCausalLM, Int32[Array, "batch seq"]], Ling3ForCausalLM]
-    """From a model, and the tokens that means are taken over, to the model without it."""
+    cut: Callable[[Ling3ForCausalLM, Rows], Ling3ForCausalLM]
+    """From a model, and the rows that means are taken over, to the model without it."""
 
 
 def ablations(model: Ling3ForCausalLM, suite: Suite = "all") -> list[Ablation]:
-    """The ablations of `suite` that this model has the parts for."""
+    """The ablations of `suite` that this model has the parts for: what is cut already is not cut again."""
     config = model.config
-    kinds = [config.attention_kind(i) for i in range(config.num_hidden_layers)]
     found: list[Ablation] = []
 
-    def add(name: str, of: Suite, formula: str, cut: Callable[..., Ling3ForCausalLM]) -> None:
-        if suite in (of, "all"):
-            found.append(Ablation(name, of, formula, cut))
+    def having(kind: str, **fields: object) -> list[int]:
+        """The layers with this attention whose config has these values."""
+        layers = [i for i in range(config.num_hidden_layers) if config.attention_kind(i) == kind]
+        return [i for i in layers if all(getattr(config.at(i), name) == value for name, value in fields.items())]
 
-    if "kda" in kinds:
-        add("KDA: no output gate", "gates", "y = o_proj(RMSNorm(o))", lambda m, t: ablate.no_output_gate(m, "kda"))
-        add(
-            "KDA: gate at its mean",
-            "gates",
-            "sigmoid(g) → its mean",
-            lambda m, t: ablate.mean_output_gate(m, t, "kda"),
-        )
-    if "mla" in kinds:
-        add("MLA: no output gate", "gates", "y = dense(o)", lambda m, t: ablate.no_output_gate(m, "mla"))
-        add(
-            "MLA: gate at its mean",
-            "gates",
-            "sigmoid(g) → its mean",
-            lambda m, t: ablate.mean_output_gate(m, t, "mla"),
-        )
-    if "kda" in kinds:
-        for bound in (-10.0, -2.5, -1.0, -0.1):
-            formula = f"g = {bound:g} · sigmoid(…)"
-            add(f"KDA: lower_bound {bound:g}", "decay", formula, lambda m, t, bound=bound: ablate.lower_bound(m, bound))
-        add("KDA: softplus law", "decay", "g = -exp(A_log) · softplus(…)", lambda m, t: ablate.lower_bound(m, None))
-        add("KDA: no decay", "decay", "g = 0", lambda m, t: ablate.no_decay(m))
-        add("KDA: beta 1", "memory", "b = 1", lambda m, t: ablate.fixed_beta(m, 1.0))
-        add("KDA: beta 1/2", "memory", "b = 1/2", lambda m, t: ablate.fixed_beta(m, 0.5))
-        add("KDA: no short convolution", "memory", "q, k, v = silu(W x)", lambda m, t: ablate.no_short_conv(m))
-    if "mla" in kinds:
-        add("MLA: no RoPE", "memory", "rope(x) → x", lambda m, t: ablate.no_rope(m))
-    for i, kind in enumerate(kinds):
-        if kind != "none":
-            name = f"layer {i}: no {kind.upper()}"
-            add(name, "layers", "h = x", lambda m, t, i=i: ablate.no_attention(m, [i]))
+    def add(name: str, of: Suite, formula: str, cut: Callable[..., Ling3ForCausalLM], layers: list[int]) -> None:
+        if suite in (of, "all") and layers:
+            found.append(Ablation(name, of, formula, lambda m, rows: cut(m, rows, layers)))
+
+    for kind, output in (("kda", "o_proj(RMSNorm(o))"), ("mla", "dense(o)")):
+        gated = having(kind, **{f"{kind}_output_gate": "sigmoid"})
+        add(f"{kind.upper()}: no output gate", "gates", f"y = {output}", _no_gate, gated)
+        add(f"{kind.upper()}: gate at its mean", "gates", "sigmoid(g) → its mean", _mean_gate, gated)
+    decaying = having("kda", kda_decay=True)
+    for bound in (-10.0, -2.5, -1.0, -0.1):
+        law = f"g = {bound:g} · sigmoid(…)"
+        layers = [i for i in decaying if config.at(i).kda_lower_bound != bound]
+        add(f"KDA: lower_bound {bound:g}", "decay", law, lambda m, r, at, b=bound: ablate.lower_bound(m, b, at), layers)
+    bounded = [i for i in decaying if config.at(i).kda_lower_bound is not None]
+    law = "g = -exp(A_log) · softplus(…)"
+    add("KDA: softplus law", "decay", law, lambda m, r, at: ablate.lower_bound(m, None, at), bounded)
+    add("KDA: no decay", "decay", "g = 0", lambda m, r, at: ablate.no_decay(m, at), decaying)
+    for beta, text in ((1.0, "1"), (0.5, "1/2")):
+        learned = having("kda", kda_beta=None)
+        add(f"KDA: beta {text}", "memory", f"b = {text}", lambda m, r, at, b=beta: ablate.fixed_beta(m, b, at), learned)
+    convolved = having("kda", kda_short_conv=True)
+    without = "q, k, v = silu(W x)"
+    add("KDA: no short convolution", "memory", without, lambda m, r, at: ablate.no_short_conv(m, at), convolved)
+    rotated = having("mla", mla_rope=True)
+    add("MLA: no RoPE", "memory", "rope(x) → x", lambda m, r, at: ablate.no_rope(m, at), rotated)
+    for i in sorted(having("kda") + having("mla")):
+        name = f"layer {i}: no {config.attention_kind(i).upper()}"
+        add(name, "layers", "h = x", lambda m, r, at: ablate.no_attention(m, at), [i])
+
     sparse = [i for i in range(config.num_hidden_layers) if config.mlp_kind(i) == "moe"]
-    if sparse:
-        if config.num_experts_per_tok > 1:
-            half = config.num_experts_per_tok // 2
-            add(f"experts: top {half}", "experts", f"top_k = {half}", lambda m, t: ablate.top_k(m, half))
-        if config.moe_router_enable_expert_bias:
-            add("experts: no routing bias", "experts", "c = s", lambda m, t: ablate.no_routing_bias(m))
-        if config.num_shared_experts:
-            add("experts: no shared one", "experts", "y = Σ w_e · expert_e(x)", lambda m, t: ablate.no_shared_expert(m))
-        size = config.num_experts // config.n_group
-        one_each = list(range(0, config.num_experts, size))
-        if (size - 1) * config.topk_group >= config.num_experts_per_tok:
-            name = f"experts: {len(one_each)} of {config.num_experts} dropped"
-            add(name, "experts", "c = s - 10,000 for one of each group", lambda m, t: ablate.drop_experts(m, one_each))
+    half = config.num_experts_per_tok // 2
+    several = [i for i in sparse if half and config.at(i).num_experts_per_tok == config.num_experts_per_tok]
+    add(f"experts: top {half}", "experts", f"top_k = {half}", lambda m, r, at: ablate.top_k(m, half, at), several)
+    biased = [i for i in sparse if config.at(i).moe_router_enable_expert_bias]
+    add("experts: no routing bias", "experts", "c = s", lambda m, r, at: ablate.no_routing_bias(m, at), biased)
+    shared = [i for i in sparse if config.at(i).num_shared_experts]
+    routed = "y = Σ w_e · expert_e(x)"
+    add("experts: no shared one", "experts", routed, lambda m, r, at: ablate.no_shared_expert(m, at), shared)
+    size = config.num_experts // config.n_group
+    each = list(range(0, config.num_experts, size))
+    enough = (size - 1) * config.topk_group >= max((config.at(i).num_experts_per_tok for i in sparse), default=0)
+    name, law = f"experts: {len(each)} of {config.num_experts} dropped", "c = s - 10,000 for one of each group"
+    add(name, "experts", law, lambda m, r, at: ablate.drop_experts(m, each, at), sparse if enough else [])
     return found
+
+
+def _no_gate(model: Ling3ForCausalLM, rows: Rows, layers: list[int]) -> Ling3ForCausalLM:
+    return ablate.no_output_gate(model, layers=layers)
+
+
+def _mean_gate(model: Ling3ForCausalLM, rows: Rows, layers: list[int]) -> Ling3ForCausalLM:
+    return ablate.mean_output_gate(model, rows.tokens, layers=layers, valid=rows.valid)
 
 
 def compare(
@@ -137,12 +155,12 @@ def compare(
             f"examples: {examples} of them make prompts of up to {longest} tokens, and with {ANSWER} for the answer "
             f"there is room for {room}: show fewer"
         )
-    calibration = solution_rows(tokenizer, itertools.islice(problems(CALIBRATION_SEED, "train"), SCORED))[0]
+    calibration = solution_rows(tokenizer, itertools.islice(problems(CALIBRATION_SEED, "train"), SCORED))
     rows: list[Row] = []
-    cuts = [("whole", "whole", "", model), *((a.name, a.suite, a.formula, a.cut) for a in chosen)]
-    with progress("ablations", len(cuts)) as advance:
-        for name, suite, formula, cut in cuts:
-            variant = cut if isinstance(cut, Ling3ForCausalLM) else cut(model, calibration)
+    variants = [("whole", "whole", "", model)]
+    variants += [(a.name, a.suite, a.formula, a.cut(model, calibration)) for a in chosen]  # they share their weights
+    with progress("ablations", len(variants)) as advance:
+        for name, suite, formula, variant in variants:
             cost = (
                 solution_perplexity(variant, tokenizer)
                 if text is None
@@ -165,9 +183,9 @@ ANSWER = 64
 
 def solution_perplexity(model: Ling3ForCausalLM, tokenizer: Tokenizer) -> float:
     """exp of the mean -ln p of the first held-out problems' solution tokens, given what stands before them."""
-    tokens, learned = solution_rows(tokenizer, itertools.islice(problems(HELD_OUT_SEED, "held_out"), SCORED))
-    scores = np.asarray(_likelihoods(model, tokens), np.float64)
-    return float(np.exp(-np.mean(scores[np.asarray(learned)[:, 1:]])))
+    rows = solution_rows(tokenizer, itertools.islice(problems(HELD_OUT_SEED, "held_out"), SCORED))
+    scores = np.asarray(_likelihoods(model, rows.tokens), np.float64)
+    return float(np.exp(-np.mean(scores[np.asarray(rows.learned)[:, 1:]])))
 
 
 @eqx.filter_jit
@@ -175,17 +193,18 @@ def _likelihoods(model: Ling3ForCausalLM, tokens: Int32[Array, "batch seq"]) -> 
     return log_likelihood(model(tokens)[:, :-1], tokens[:, 1:])
 
 
-def solution_rows(
-    tokenizer: Tokenizer, some: Iterable[Problem]
-) -> tuple[Int32[Array, "batch seq"], Bool[Array, "batch seq"]]:
-    """Problems with their solutions, padded on the right with zeros, and which tokens are the solutions'."""
+def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> Rows:
+    """Each problem as it would be asked, and its solution after it."""
     pairs = [(tokenizer.encode(ask(p)), tokenizer.encode(f" {p.solution}", add_special_tokens=False)) for p in some]
     width = max(len(prompt) + len(solution) for prompt, solution in pairs)
-    tokens, learned = np.zeros((len(pairs), width), np.int32), np.zeros((len(pairs), width), bool)
+    tokens = np.zeros((len(pairs), width), np.int32)
+    valid, learned = np.zeros_like(tokens, bool), np.zeros_like(tokens, bool)
     for row, (prompt, solution) in enumerate(pairs):
-        tokens[row, : len(prompt) + len(solution)] = prompt + solution
-        learned[row, len(prompt) : len(prompt) + len(solution)] = True
-    return jnp.asarray(tokens), jnp.asarray(learned)
+        end = len(prompt) + len(solution)
+        tokens[row, :end] = prompt + solution
+        valid[row, :end] = True
+        learned[row, len(prompt) : end] = True
+    return Rows(jnp.asarray(tokens), jnp.asarray(valid), jnp.asarray(learned))
 
 
 def _right(
@@ -201,7 +220,8 @@ def _right(
         chunked_prefill_size=128,
         token_paddings=(128,),
     )
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=ANSWER))
+    # Untrained ends: a model that goes on with a question of its own has answered before.
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=ANSWER, stop=STOP))
     return [last_number(output.text) == problem.answer for output, problem in zip(outputs, asked, strict=True)]
 
 

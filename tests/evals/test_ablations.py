@@ -13,7 +13,7 @@ from tiny import TINY, open_model
 
 import ling3
 from ling3 import cli
-from ling3.evals.ablations import _right, ablations, compare, solution_perplexity, solution_rows
+from ling3.evals.ablations import Rows, _right, ablations, compare, solution_perplexity, solution_rows
 from ling3.problems import ask, problems
 
 
@@ -44,19 +44,35 @@ def test_a_model_is_cut_only_where_it_has_something():
 def test_every_line_is_a_model_that_differs():
     model = open_model(TINY)
     tokens = jnp.asarray(jax.random.randint(jax.random.key(0), (2, 9), 0, TINY.vocab_size), jnp.int32)
-    variants = [ablation.cut(model, tokens) for ablation in ablations(model)]
-    configs = {variant.config for variant in variants}
-    assert TINY not in configs - {ling3.ablate.drop_experts(model, [0]).config}
-    assert len(configs) == len(variants)
+    rows = Rows(tokens, jnp.ones((2, 9), bool), jnp.ones((2, 9), bool))
+    variants = {ablation.name: ablation.cut(model, rows) for ablation in ablations(model)}
+    by_weight = variants.pop("experts: 4 of 8 dropped")
+    assert by_weight.config == TINY and by_weight.model.layers[1].mlp.gate.expert_bias[0] == ling3.ablate.DROPPED
+    configs = [variant.config for variant in variants.values()]
+    assert TINY not in configs and len(set(configs)) == len(configs)
+    # All of one kind at once is said once, and not of each layer.
+    assert not [name for name, v in variants.items() if v.config.layer_overrides and not name.startswith("layer")]
+
+
+def test_what_is_cut_already_is_not_cut_again():
+    model = ling3.ablate.no_decay(ling3.ablate.no_output_gate(open_model(TINY), layers=[0]))
+    listed = {ablation.name: ablation for ablation in ablations(model)}
+    assert not [name for name in listed if "bound" in name or "decay" in name or "softplus" in name]
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    held = listed["KDA: gate at its mean"].cut(model, Rows(tokens, tokens == 0, tokens == 0)).config
+    assert [held.at(i).kda_output_gate for i in range(3)] == ["none", "constant", "constant"]
+    bare = ling3.ablate.no_output_gate(model)
+    assert not [ablation.name for ablation in ablations(bare) if "gate" in ablation.name]
 
 
 def test_the_perplexity_is_that_of_the_solutions_alone(nano):
     model, tokenizer = nano
-    rows, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 64))
+    rows, valid, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 64))
     first = next(problems(2026, "held_out"))
     text = tokenizer.decode([int(t) for t, one in zip(rows[0], learned[0]) if one])
     assert text.strip() == first.solution
-    assert tokenizer.decode([int(t) for t in rows[0]]).startswith(ask(first))
+    whole = tokenizer.decode([int(t) for t, one in zip(rows[0], valid[0], strict=True) if one])
+    assert whole == f"{ask(first)} {first.solution}"
     total, count = 0.0, 0
     logits = jax.nn.log_softmax(model(rows))
     for row, mask, scores in zip(np.asarray(rows), np.asarray(learned), np.asarray(logits), strict=True):
@@ -102,6 +118,8 @@ def test_it_is_shown_as_table_json_and_picture(report, tmp_path):
         (["--questions", "0"], "--questions is 0, expected a whole number >= 1"),
         (["--questions", "5", "--recalls", "6"], "--recalls is 6, expected at most --questions, which is 5"),
         (["--json", "/nowhere/x.json"], "--json: there is no directory /nowhere"),
+        (["--json", "/tmp"], "--json: /tmp is a directory"),
+        (["--plot", "x.png", "--json", "x.png"], "--json and --plot name the same file"),
         (["--plot", "x.gif"], "ends in '.gif'"),
         (["--text", "/nowhere.txt"], "No such file"),
         (["--examples", "200", "--questions", "2", "--recalls", "1"], "there is room for 2048: show fewer"),
@@ -110,3 +128,23 @@ def test_it_is_shown_as_table_json_and_picture(report, tmp_path):
 def test_what_cannot_be_measured_is_said_first(options, message, capsys):
     assert cli.main(["ablate", "nano", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_command_prints_and_writes_what_was_found(report, tmp_path, capsys, monkeypatch):
+    asked = {}
+
+    def measured(model, tokenizer, chosen, *, report_row=None, **settings):
+        asked.update(settings, names=[ablation.name for ablation in chosen])
+        return report
+
+    monkeypatch.setattr("ling3.evals.ablations.compare", measured)
+    out = tmp_path / "found.json"
+    options = ["--suite", "gates", "--questions", "10", "--recalls", "2", "--examples", "3"]
+    assert cli.main(["ablate", "nano", *options, "--json", str(out), "--plot", str(tmp_path / "found.svg")]) == 0
+    assert "KDA: no output gate" in capsys.readouterr().out
+    assert (asked["questions"], asked["recalls"], asked["examples"], len(asked["names"])) == (10, 2, 3, 4)
+    numbers = json.loads(out.read_text(encoding="utf-8"))
+    assert numbers["settings"]["suite"] == "gates" and numbers["model"] == "nano"
+    assert "<svg" in (tmp_path / "found.svg").read_text(encoding="utf-8")
+    assert cli.main(["ablate", "nano", *options, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == numbers["rows"]

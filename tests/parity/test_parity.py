@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
-pytest.importorskip("transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
+transformers = pytest.importorskip(
+    "transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'"
+)
 
 from cases import CONFIGS, LENGTHS, LOGITS, first_divergence
 from stages import ling3_stages
+from tiny import FLASH, open_model
 
 import ling3
 
@@ -64,3 +67,9 @@ def test_greedy_continuations(open_case, name):
     prompts = [case.tokens[start : start + length] for start, length in ((0, 1), (40, 65), (7, 130))]
     ours = ling3.generate(case.ling3, prompts, max_tokens=24, temperature=0.0, ignore_eos=True)
     assert ours == [case.oracle.greedy(prompt, 24) for prompt in prompts]
+
+
+def test_transformers_takes_no_ablated_model_for_a_ling3(tmp_path):
+    ling3.save(ling3.ablate.no_rope(open_model(FLASH)), tmp_path / "cut")
+    with pytest.raises(ValueError, match="ling3_ablated"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
