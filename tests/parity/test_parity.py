@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
-transformers = pytest.importorskip(
-    "transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'"
-)
+pytest.importorskip("transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 
+import transformers
 from cases import CONFIGS, LENGTHS, LOGITS, first_divergence
 from stages import ling3_stages
 from tiny import FLASH, open_model
