@@ -142,13 +142,15 @@ ax.invert_yaxis()
 ax.legend(fontsize=8, loc="upper center")
 plt.show()
 
-assert gate_results["KDA, layer 0"][0][1] < 0.1 and gate_results["KDA, layer 0"][1][1] < 0.1
+off, mean = gate_results["KDA, layer 0"]
+assert off[1] < 0.1 and off[1] + 0.1 < mean[1] < 0.5
 assert gate_results["KDA, layer 2"][0][1] > 0.95 and gate_results["MLA, both layers"][0][1] > 0.95
 
 # %% [markdown]
-# In layer 0 the gate is everything, and holding it at its mean is no better than removing it: what counts is that it
-# *depends on the token*. In layer 2 and in both MLA layers nobody misses it. That is less about gates than about nano:
-# as notebook 1 showed, its first layer does nearly all of the work, and a part cannot be missed where nothing is done.
+# In layer 0 the gate is vital: without it hardly a problem is solved. Held at its mean, a quarter is: part of what the
+# gate does is a fixed weighting of channels, but most of it *depends on the token*. In layer 2 and in both MLA layers
+# nobody misses it. That is less about gates than about nano: as notebook 1 showed, its first layer does nearly all of
+# the work, and a part cannot be missed where nothing is done.
 
 # %% [markdown]
 # ## `lower_bound` is not a clamp

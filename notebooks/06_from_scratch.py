@@ -6,13 +6,13 @@
 # ---
 
 # %% [markdown]
-# # Trained from scratch in minutes
+# # 6. Trained from scratch in minutes
 #
 # Ablating a trained model tells what it came to rely on. What a mechanism is *for* shows when models have to learn
 # without it. Here are four tasks that ask one mechanism each, and Ling-3s of 76,000 to 160,000 parameters trained on
 # them: 134 runs in an hour of one shared core.
 #
-# Small experiments mislead easily, so there are rules, kept by [`experiments/`](../experiments/README.md):
+# Small experiments mislead easily, so there are rules, kept by `experiments/` (see its README):
 #
 # 1. Predictions are written, and committed, before the first run. They are quoted below; wrong ones are called wrong.
 # 2. Variants have the same number of parameters within 1 %, and the same stream of batches.
