@@ -11,13 +11,28 @@ def parse(text: str | bytes, source: str) -> Any:
     Raises ValueError, with the line and column where there is one.
     """
     try:
+        return _value(text, source)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}: no valid JSON ({error}); fetch or write the file again") from error
+
+
+def parse_line(text: str | bytes, source: str, advice: str = "mend the line") -> Any:
+    """`parse` for a line of JSONL: `source` names the line, and errors its column and what to do."""
+    try:
+        return _value(text, source)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}, column {error.colno}: no valid JSON ({error.msg}); {advice}") from error
+
+
+def _value(text: str | bytes, source: str) -> Any:
+    try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError(f"{source}: nested too deeply to be read; a Ling-3 file has at most four levels") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source}: no valid JSON ({error}); fetch or write the file again") from error
+    except json.JSONDecodeError:
+        raise
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 

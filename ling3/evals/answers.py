@@ -1,5 +1,6 @@
 """The answer that a text gives: its last number, or its last choice. Exact: numbers are fractions, never floats."""
 
+import math
 import re
 import unicodedata
 from collections.abc import Callable
@@ -14,13 +15,14 @@ MOST_BOXES = 16
 
 NUMBER = re.compile(
     r"""
-    (?<![A-Za-z0-9^])(?<![A-Za-z0-9)}]_)      # not the 2 of CO2, x_2 or m^2 …
-    (?<![\^_]\{)                              # … nor of m^{2}
+    (?<![A-Za-z0-9])                          # not the 2 of CO2
     (?P<sign>(?<![)\]}%.])[-+])?              # a sign, where it is no hyphen and takes nothing away
     (?:[$€£¥₹][ ]?(?P<inner>[-+])?)?          # $18, -$18, $-18
     (?:
-        (?<![./,])(?:(?P<units>[0-9]+)[ ])?(?P<over>[0-9]+)/(?P<under>0*[1-9][0-9]*)(?![0-9/]|[.,][0-9])
-      | (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)
+        (?<![./,])(?<!/[ ])(?:(?P<units>[0-9]+)[ ])?
+        (?P<over>[0-9]+)(?:/|[ ]/[ ])(?P<under>0*[1-9][0-9]*)(?![0-9]|[ ]?/|[.,][0-9])
+      | (?P<dotted>[0-9]{1,3}(?:\.[0-9]{3}){2,})(?![0-9]|\.[0-9])
+      | (?P<whole>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,4},0[0-9]{3}(?:,[0-9]{4})*)(?![0-9])|[0-9]+)
         (?P<decimals>\.[0-9]+)?(?P<power>[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]))?
       | (?P<bare>\.[0-9]+)
     )
@@ -29,17 +31,40 @@ NUMBER = re.compile(
 )
 
 FULL_WIDTH = {ord("０") + i: str(i) for i in range(10)}
-PLAIN = str.maketrans({**FULL_WIDTH, "−": "-", "－": "-", "﹣": "-", "＄": "$", "￥": "¥", "⁄": "/", "．": "."})
+PLAIN = str.maketrans(
+    {**FULL_WIDTH, "−": "-", "－": "-", "﹣": "-", "＄": "$", "￥": "¥", "⁄": "/", "．": ".", "–": "-"}
+)
 PLAIN_LETTERS = str.maketrans(
     {chr(ord("Ａ") + i): chr(ord("A") + i) for i in range(26)} | {"（": "(", "）": ")", "：": ":"}
 )
 # What may stand for a thousand's comma: LaTeX's spaces and commas, and spaces that do not break.
 THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,;:!]|,\{\}|[\u00a0\u2007\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
-FRACTION = re.compile(r"(?P<before>[0-9]?) ?\\[dtc]?frac ?(?:\{ ?([0-9]+) ?\} ?\{ ?([0-9]+) ?\}|([0-9])([0-9]))")
+PART = r"\{ ?([-+]?[0-9]+(?:\.[0-9]+)?) ?\}"
+FRACTION = re.compile(
+    rf"(?P<before>[0-9]?)(?P<gap>(?:\\[,;:! ]|[ ~]){{0,3}})\\[dtc]?frac ?(?:{PART} ?{PART}|([0-9])([0-9]))"
+)
 VULGAR = re.compile("(?P<before>[0-9]?)(?P<character>[¼-¾⅐-⅞])")
+
+# 3 \times 10^{8}: of all powers, those of ten are read.
+SCIENTIFIC = re.compile(
+    r"(?:(?P<before>[0-9]) ?(?:[×*x]|\\times|\\cdot) ?|(?<![A-Za-z0-9.,]))10 ?"
+    r"\^ ?(?:\{ ?(-?[0-9]{1,3}) ?\}|(-?[0-9]{1,3})(?![0-9]))"
+)
+SCRIPT = re.compile(r"(?:\^|(?<=[A-Za-z0-9)}])_) ?(?:\{[^{}]*\}|[-+]?[0-9]+)")
+"""Exponents and subscripts."""
+CURRENCY = re.compile(
+    r"(?<![A-Za-z])(?:(?:USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|SGD|HKD|MYR|RM|Rp)(?=[0-9])|Rs\.?(?=[0-9])|US(?=\$))"
+)
+BOXED_MINUS = re.compile(r"(?:^|=)[\s$]*-(?:\s|\\[,;:! ])*")
+"""In a box no list begins with a hyphen."""
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{)?")
 STYLE = re.compile(r"\\(?:text|mathrm|mathbf|mathit|mathsf)[a-z]*\s*(?=\{)|[*`]")
+
+ANSWER_TAG = re.compile(r"<answer>", re.IGNORECASE)
+TAG = re.compile(r"</?(?:[biup]|[a-z]{2,10})>")
+CONNECTIVES = "and|as|because|but|by|for|from|given|in|is|not|or|since|so|when|where|which|with"
+"""What may follow the choice A where it is no article."""
 
 Parser = Callable[[str], str | None]
 """Text in; the answer in its one canonical spelling out, or None where there is none."""
@@ -48,26 +73,40 @@ Parser = Callable[[str], str | None]
 def last_number(text: str) -> Fraction | None:
     r"""The value of the last number in `text`, or None: that of the last `\boxed{}` with one in it, if there is any.
 
-    `1,234.50`, `1{,}234.5` and `1 234.5` with an unbreakable space are one number. So are `3/4`, `\frac{3}{4}` and `¾`,
-    and `1 1/2` is a mixed number; a date such as 3/4/2024 is three. Currency and units are passed over, `%` among them
-    (`50%` is 50), and so are exponents, subscripts and the digits of a name (`m^2`, `x_1`, `CO2`). Powers are not
-    computed, numbers in words not read, and a decimal comma is a comma.
+    `1,234.50`, `1{,}234.5` and `1 234.5` with an unbreakable space are one number, as are `1.234.567` and `12,0500`,
+    counted by ten thousands. So are `3/4`, `3 / 4`, `\frac{3}{4}` and `¾`, and `1 1/2` is a mixed number; a date such
+    as 3/4/2024 is three. Currency and units are passed over, `%` among them (`50%` is 50), and so are exponents,
+    subscripts and the digits of a name (`m^2`, `s^{-2}`, `x_1`, `CO2`). Powers of ten are computed (`10^{-3}` is 0.001,
+    `3 \times 10^8` is 300000000), others not (`2^10` is 2), numbers in words are not read, and a decimal comma is a
+    comma. A minus may stand apart from its number in a box (`\boxed{- 5}`); elsewhere it begins an item of a list.
     """
     for box in reversed(_boxes(text)):
-        value = _number(box)
+        value = _last(_numbers(BOXED_MINUS.sub(_tight, box.translate(PLAIN))))
         if value is not None:
             return value
-    return _number(text)
+    return _last(_numbers(text))
 
 
-def _number(text: str) -> Fraction | None:
-    text = text.translate(PLAIN).replace(r"\$", "$").replace(r"\%", "%")
+def _numbers(text: str) -> list[Fraction | None]:
+    """The values of all numbers; None stands for one of too many digits."""
+    text = CURRENCY.sub("$", text.translate(PLAIN).replace(r"\$", "$").replace(r"\%", "%")).replace("$$", "$")
     text = VULGAR.sub(_spelled, FRACTION.sub(_as_slash, text))
+    # Before a minus, a brace says that something is taken away.
+    text = SCRIPT.sub("}", SCIENTIFIC.sub(_with_e, text))
     text = re.sub(r"\\[a-zA-Z]+", " ", THOUSANDS.sub(",", text))
-    value = None
-    for match in NUMBER.finditer(text):
-        value = _value(match) if len(match[0]) <= MOST_DIGITS else None
-    return value
+    return [_value(match) if len(match[0]) <= MOST_DIGITS else None for match in NUMBER.finditer(text)]
+
+
+def _last(values: list[Fraction | None]) -> Fraction | None:
+    return values[-1] if values else None
+
+
+def _tight(match: re.Match[str]) -> str:
+    return f"{match[0][:1] if match[0][0] == '=' else ''}-"
+
+
+def _with_e(match: re.Match[str]) -> str:
+    return f"{match['before'] or '1'}e{match[2] or match[3]}}}"
 
 
 def _value(match: re.Match[str]) -> Fraction:
@@ -77,14 +116,19 @@ def _value(match: re.Match[str]) -> Fraction:
         if match["units"]:
             # A whole number before an improper fraction belongs to something else.
             value += int(match["units"]) if value < 1 else 0
+    elif match["dotted"]:
+        value = Fraction(match["dotted"].replace(".", ""))
     else:
         value = Fraction("".join(match[part] or "" for part in ("whole", "decimals", "power", "bare")).replace(",", ""))
     return -value if "-" in (match["sign"], match["inner"]) else value
 
 
 def _as_slash(match: re.Match[str]) -> str:
-    over, under = match[2] or match[4], match[3] or match[5]
-    return f"{match['before']}{' ' if match['before'] else ''}{over}/{under}"
+    if len(match[0]) > MOST_DIGITS:
+        return match[0]
+    over, under = Fraction(match[3] or match[5]), Fraction(match[4] or match[6])
+    scale = math.lcm(over.denominator, under.denominator) * (-1 if under < 0 else 1)
+    return f"{match['before']}{' ' if match['before'] or match['gap'] else ''}{over * scale}/{under * scale}"
 
 
 def _spelled(match: re.Match[str]) -> str:
@@ -118,12 +162,14 @@ def last_choice(text: str, letters: str = LETTERS) -> str | None:
 
     In this order: the last `\boxed{C}`; the last "the answer is (C)", "Answer: C", "the correct option is C"; the last
     "option C"; the last capital that stands alone. There A and I do not count before another word: an article, a
-    pronoun. Small letters count in parentheses, or where they end the line, after "answer" alone, and by themselves in
-    a box. A letter of a formula (`C = 5`, `E_1`) is no choice.
+    pronoun; after "answer" they do where that word goes on from a choice ("A because …"). Small letters count in
+    parentheses, or where they end the line, after "answer" alone, and by themselves in a box. A letter
+    of a formula (`C = 5`, `E_1`) is no choice.
     """
-    plain = STYLE.sub("", text.translate(PLAIN_LETTERS))
+    plain = ANSWER_TAG.sub(" answer: ", STYLE.sub("", text.translate(PLAIN_LETTERS)))
+    plain = TAG.sub(" ", re.sub(rf"<([{letters}])>", r"(\1)", plain))
     either = f"[{letters}]"
-    word = r"[A-Za-z0-9'’]|-[A-Za-z]| (?<=I )(?:think|believe|guess|would)\b"
+    word = r"[A-Za-z0-9]|['’][A-Za-z]|-[A-Za-z]| (?<=I )(?:think|believe|guess|would)\b"
     formula = r"_[A-Za-z0-9{]|[ \t]*+[=+*/^<>]"
     alone = rf"({either})(?!{word}|{formula})"
     boxed = rf"[\W_]*+(?:(?i:option|choice)\W++)?(?:{alone}|({either.lower()})(?=[\W_]*+$))"
@@ -136,14 +182,15 @@ def last_choice(text: str, letters: str = LETTERS) -> str | None:
     subject = r"(?:answer|(?:correct|right|best)\s++(?:option|choice))\b"
     noun = r"(?:(?:the\s++)?(?:choice|option|letter)\b)?+[\s:\-=]*+"
     verb = r"(?:(?:is|would\s++be|must\s++be|should\s++be)\b)?+[\s:\-=]*+"
-    given = rf"(?i:{subject}[\s:\-=]*+{noun}{verb}{noun})[\s({{\[\"'$]*+"
+    given = rf"(?i:{subject}[\s:\-=]*+{noun}{verb}{noun})[\s({{\[\"'‘’“$]*+"
     small = rf"(?<=\()({either.lower()})(?=\))|({either.lower()})(?=[).\s]*(?:\n|$))"
-    found = [*re.finditer(rf"{given}(?:{alone}|{small})", plain)]
+    letter = rf"{alone}(?!(?<=[AI])[ \t]++(?!(?:{CONNECTIVES})\b)[a-z])"
+    found = [*re.finditer(rf"{given}(?:{letter}|{small})", plain)]
     found = found or [*re.finditer(rf"(?i:\b(?:option|choice))[\s:({{]*{alone}", plain)]
     if found:
         return next(group for group in found[-1].groups() if group).upper()
     last = None
-    for match in re.finditer(rf"(?<![A-Za-z0-9'’]){alone}", plain):
+    for match in re.finditer(rf"(?<![A-Za-z0-9])(?<![A-Za-z]['’]){alone}", plain):
         if not (match[1] in "AI" and re.match(r"[ \t]+[A-Za-z]", plain[match.end() :])):
             last = match[1]
     return last
@@ -154,6 +201,20 @@ def choice(text: str) -> str | None:
     return last_choice(text)
 
 
+def only_number(text: str) -> str | None:
+    """The number of a text that has no other; None where there are two to choose from."""
+    values = _numbers(text)
+    return number(text) if len(values) == 1 else None
+
+
+def leading_choice(text: str) -> str | None:
+    """The letter that a text begins with: `B`, `(B)`, `B. Vitamin A`."""
+    match = re.match(rf"[\s({{\[\"'$*]*+([{LETTERS}])(?=\W*$|[)\]}}\"'*]*[.):,\]}}*])", text.translate(PLAIN_LETTERS))
+    return match[1] if match else None
+
+
+GOLD: dict[Parser, Parser] = {number: only_number, choice: leading_choice}
+"""How the answer to a question is read where what a model says is read by the first: nothing in it may be guessed."""
 PARSERS: dict[str, Parser] = {"number": number, "choice": choice}
 
 

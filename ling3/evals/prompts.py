@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ling3 import strict_json
-from ling3.evals.answers import Parser
+from ling3.evals.answers import GOLD, Parser
 
 PROMPT = ("prompt", "origin_prompt", "question", "input")
 """What the text to continue may be called; the first that an object has counts."""
+ASKED_ALONE = ("question", "input")
+"""Of these, what a data set calls its question without the options."""
 ANSWER = ("answer", "target", "gold", "reference")
 """What the expected answer may be called, likewise."""
 
@@ -70,19 +72,24 @@ def read(path: str | os.PathLike[str], parse: Parser) -> list[Question]:
     questions = []
     for row in rows(path):
         prompt = row.text(*PROMPT)
+        if row.name(PROMPT) in ASKED_ALONE and "options" in row.fields:
+            raise ValueError(
+                f"{row.where}: a row of a data set, whose 'options' the model would not see; give the file as "
+                "--questions, or to from_mmlu_pro, which puts them into the prompt"
+            )
         questions.append(Question(prompt, expected(row, parse, *ANSWER)))
     return questions
 
 
 def expected(row: Row, parse: Parser, *names: str) -> str:
-    """The answer in one of the fields `names`, as `parse` spells it."""
+    """The answer in one of the fields `names`, as `parse` spells it; it must be beyond doubt (see `answers.GOLD`)."""
     name = row.name(names)
     value = row.fields[name]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     text = str(value) if number else row.text(name)
-    answer = parse(text.rpartition("####")[2])
+    answer = GOLD.get(parse, parse)(text.rpartition("####")[2])
     if answer is None:
-        raise row.error(name, f"an answer with a {parse.__name__}")
+        raise row.error(name, f"an answer with one {parse.__name__}, alone or after ####")
     return answer
 
 
@@ -121,7 +128,7 @@ def _lines(path: pathlib.Path, text: str) -> list[Row]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
-            found.append(Row(where, _object(strict_json.parse(line, where), where)))
+            found.append(Row(where, _object(strict_json.parse_line(line, where), where)))
     return found
 
 

@@ -10,11 +10,14 @@ from ling3.evals.prompts import Question, Row, expected, rows
 STOP = ("Question:",)
 """What ends an answer to these prompts: a model that goes on asks itself the next question."""
 
+SHOTS = 4
+"""Worked examples before each question."""
+
 THOUGHT = "Let's think step by step."
 
 
 def from_gsm8k(
-    questions: str | os.PathLike[str], examples: str | os.PathLike[str] | None, shots: int = 4
+    questions: str | os.PathLike[str], examples: str | os.PathLike[str] | None, shots: int = SHOTS
 ) -> list[Question]:
     """Prompts of GSM8K (Cobbe et al., arXiv 2110.14168): `test.jsonl` after the first `shots` rows of `train.jsonl`.
 
@@ -38,7 +41,7 @@ def _solved(row: Row) -> str:
 
 
 def from_mmlu_pro(
-    questions: str | os.PathLike[str], examples: str | os.PathLike[str] | None, shots: int = 4
+    questions: str | os.PathLike[str], examples: str | os.PathLike[str] | None, shots: int = SHOTS
 ) -> list[Question]:
     """Prompts of MMLU-Pro (Wang et al., arXiv 2406.01574): each after the first `shots` examples of its category.
 
@@ -47,7 +50,7 @@ def from_mmlu_pro(
     line and field, and if a category has too few examples.
     """
     by_category: dict[str, list[Row]] = {}
-    for row in rows(examples) if examples is not None and shots else ():
+    for row in _given(examples, shots):
         by_category.setdefault(row.text("category"), []).append(row)
     built = []
     for row in rows(questions):
@@ -101,10 +104,18 @@ def _letter(row: Row) -> str:
 
 
 def _first(examples: str | os.PathLike[str] | None, shots: int) -> list[Row]:
-    if not shots:
-        return []
-    found = [] if examples is None else rows(examples)[:shots]
+    found = _given(examples, shots)[:shots]
     if len(found) < shots:
-        where = "no file of examples was given" if examples is None else f"{examples}: {len(found)} examples"
-        raise ValueError(f"{where}, but {shots} shots are to be shown; give fewer shots, or more examples")
+        raise ValueError(
+            f"{examples}: {len(found)} examples, but {shots} shots are to be shown; give fewer shots, or more examples"
+        )
     return found
+
+
+def _given(examples: str | os.PathLike[str] | None, shots: int) -> list[Row]:
+    """The rows of `examples`, which are not read where none is to be shown."""
+    if shots < 0:
+        raise ValueError(f"shots is {shots}, expected at least 0")
+    if shots and examples is None:
+        raise ValueError(f"no file of examples was given, but {shots} shots are to be shown; give one, or no shots")
+    return [] if examples is None or not shots else rows(examples)

@@ -65,7 +65,32 @@ def test_every_form_is_read(put, name, content):
 def test_answers_are_read_as_the_model_s_are(put):
     path = put("p.jsonl", [{"prompt": "a", "answer": "$1,234.50"}])
     assert read(path, number) == [Question("a", "1234.5")]
-    assert read(put("p.jsonl", [{"prompt": "a", "answer": "(C)"}]), choice) == [Question("a", "C")]
+    for gold in ("C", "(C)", "**C**", "C. Vitamin A", "C) I do", "C: E = mc^2", "#### C"):
+        assert read(put("p.jsonl", [{"prompt": "a", "answer": gold}]), choice) == [Question("a", "C")]
+    for gold, value in (("18 eggs", "18"), ("9 x 2 #### 18", "18"), (r"\boxed{18}", "18"), ("- 18", "18")):
+        assert read(put("p.jsonl", [{"prompt": "a", "answer": gold}]), number) == [Question("a", value)]
+
+
+@pytest.mark.parametrize(
+    ("parse", "gold"),
+    [
+        *((number, gold) for gold in ("18 (= 6 x 3)", "3 or 4", "#### 3, 4", "12/25/2024")),
+        *((choice, gold) for gold in ("Vitamin A", "A man", "K", "not B", "A car needs B.", 3)),
+    ],
+)
+def test_an_answer_in_doubt_is_refused(put, parse, gold):
+    """What a question expects is not to be guessed from its last number or letter."""
+    path = put("p.jsonl", [{"prompt": "a", "answer": gold}])
+    with pytest.raises(
+        ValueError, match=f"line 1: the field 'answer' is .* expected an answer with one {parse.__name__}"
+    ):
+        read(path, parse)
+
+
+def test_a_row_whose_options_would_not_be_shown(put):
+    with pytest.raises(ValueError, match=r"line 1: a row of a data set, whose 'options' .* --questions"):
+        read(put("p.jsonl", [mmlu(3)]), choice)
+    assert read(put("p.jsonl", [{**mmlu(3), "prompt": "a"}]), choice) == [Question("a", "B")]
 
 
 @pytest.mark.parametrize(
@@ -84,12 +109,16 @@ def test_answers_are_read_as_the_model_s_are(put):
         ),
         ("p.jsonl", '{"prompt": 5, "answer": "3"}', "line 1: the field 'prompt' is 5, expected a text"),
         ("p.jsonl", '{"prompt": "\\ud800", "answer": "3"}', "line 1: the field 'prompt' is .* lone surrogates"),
-        ("p.jsonl", '{"prompt": "a", "answer": "none"}', "line 1: the field 'answer' is 'none', expected .* a number"),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "answer": "none"}',
+            "line 1: the field 'answer' is 'none', expected .* one number",
+        ),
         ("p.jsonl", '{"prompt": "a", "answer": true}', "line 1: the field 'answer' is True"),
         ("p.jsonl", '{"prompt": "a", "answer": null}', "line 1: the field 'answer' is None"),
         ("p.jsonl", '{"prompt": "a", "answer": [3]}', r"line 1: the field 'answer' is \[3\]"),
         ("p.jsonl", '{"prompt": "a", "prompt": "b", "answer": 3}', "line 1: the same key twice: 'prompt'"),
-        ("p.jsonl", '{"prompt": "a", "answer": "3"}\n{"pro', "line 2: no valid JSON"),
+        ("p.jsonl", '{"prompt": "a", "answer": "3"}\n{"pro', "line 2, column 2: no valid JSON .*; mend the line"),
         ("p.jsonl", '["a"]', r"line 1: found \['a'\], expected an object"),
         ("p.json", '[{"prompt": "a", "answer": "3"}, "b"]', r"item 2 \(line 1\): found 'b', expected an object"),
         ("p.json", '[{"prompt": "a", "answer": NaN}]', "NaN is not a JSON value"),
@@ -135,6 +164,9 @@ def test_gsm8k_s_own_files(put):
         from_gsm8k(test, train, 5)
     with pytest.raises(ValueError, match="no file of examples was given, but 4 shots"):
         from_gsm8k(test, None)
+    for build in (from_gsm8k, from_mmlu_pro):
+        with pytest.raises(ValueError, match="shots is -1, expected at least 0"):
+            build(test, train, -1)
     with pytest.raises(ValueError, match="line 1: the field 'answer' is '2', expected a solution"):
         from_gsm8k(test, put("bad.jsonl", [{"question": "1 + 1?", "answer": "2"}]), 1)
 
@@ -161,6 +193,8 @@ def test_mmlu_pro_s_own_files(put):
     )
     with pytest.raises(ValueError, match=r"test.jsonl, line 1: 2 examples of the category 'physics' in .* 3 shots"):
         from_mmlu_pro(put("test.jsonl", [mmlu(7)]), validation, 3)
+    with pytest.raises(ValueError, match="no file of examples was given, but 4 shots"):
+        from_mmlu_pro(put("test.jsonl", [mmlu(7)]), None)
     bare = put("bare.jsonl", [mmlu(3)])
     (question,) = from_mmlu_pro(put("test.jsonl", [mmlu(7)]), bare, 1)
     assert "B. 4 m\nAnswer: The answer is (B).\n\nQuestion:" in question.prompt
@@ -172,7 +206,7 @@ def test_mmlu_pro_s_own_files(put):
         ({"options": "A. 3"}, "line 1: the field 'options' is 'A. 3', expected a list of texts"),
         ({"options": ["one", "N/A"]}, "line 1: the field 'options' is .* expected 2 to 10 texts"),
         ({"answer": "C"}, "line 1: the field 'answer' is 'C', expected a letter of its 2 options"),
-        ({"answer": "?"}, "line 1: the field 'answer' is '\\?', expected an answer with a choice"),
+        ({"answer": "?"}, "line 1: the field 'answer' is '\\?', expected an answer with one choice"),
         ({"category": 3}, "line 1: the field 'category' is 3"),
     ],
 )
