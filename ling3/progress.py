@@ -13,16 +13,16 @@ PATIENCE = 2.0
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr for work on `total` bytes, shown on a terminal once that has taken over `PATIENCE`."""
+    """A bar on stderr for work of `total` parts (bytes, requests), shown on a terminal once it has taken `PATIENCE`."""
     console = Console(stderr=True)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(what, total=total)
     begin = time.monotonic()
     shown = False
 
-    def advance(nbytes: int) -> None:
+    def advance(parts: int) -> None:
         nonlocal shown
-        bar.advance(task, nbytes)
+        bar.advance(task, parts)
         if not shown and time.monotonic() - begin > PATIENCE:
             bar.start()
             shown = True

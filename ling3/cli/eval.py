@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ling3.cli.options import Dtype, Model, Thinking, WholeNumber, introduce, load
+from ling3.cli.options import Dtype, Model, Thinking, WholeNumber, check_directory, introduce, load
 
 if TYPE_CHECKING:
     from ling3.evals.answers import Parser
@@ -43,8 +43,8 @@ class Asking:
     """Instead, the questions of the public data set, as JSONL."""
     examples: FileOption = None
     """With --questions: the data set's rows to show as worked examples."""
-    shots: int = 4
-    """With --questions: how many of them before each question."""
+    shots: WholeNumber = None
+    """With --questions: how many of them before each question; 4 without it."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")]
     """Where the predictions go, a JSON line for each. A run that was broken off goes on where it was."""
     limit: WholeNumber = None
@@ -142,7 +142,7 @@ def run(command: Eval) -> None:
 def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]") -> None:
     from ling3.evals.predictions import fingerprint
     from ling3.evals.public import STOP
-    from ling3.evals.run import evaluate, prepare
+    from ling3.evals.run import check_seeds, evaluate, prepare
     from ling3.params import SamplingParams
     from ling3.tokenizer import load_tokenizer
 
@@ -154,6 +154,7 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
         stop=(*command.stop, *(() if command.questions is None else STOP)),
     )
     questions = _questions(command, parse, build)
+    check_seeds(command.seed, len(questions[: command.limit]))
     tokenizer = load_tokenizer(command.model)
     asked = prepare(tokenizer, questions, command.thinking if command.chat else None)
     model = load(command.model, command.dtype, tokenizer)
@@ -183,23 +184,24 @@ def _check(command: Asking) -> None:
         raise ValueError("give either --prompts, questions ready to be asked, or --questions, those of the data set")
     if command.examples is not None and command.questions is None:
         raise ValueError("--examples is for --questions: the prompts of --prompts have theirs in them")
-    if command.shots < 0:
+    if command.shots is not None and command.questions is None:
+        raise ValueError("--shots is for --questions: the prompts of --prompts have their examples in them")
+    if command.shots is not None and command.shots < 0:
         raise ValueError(f"--shots is {command.shots}, expected at least 0")
     if command.limit is not None and command.limit < 1:
         raise ValueError(f"--limit is {command.limit}, expected at least 1")
     if command.thinking != "auto" and not command.chat:
         raise ValueError("--thinking is for --chat")
-    directory = pathlib.Path(command.out).absolute().parent
-    if not directory.is_dir():
-        raise ValueError(f"--out: there is no directory {directory}: make it first")
+    check_directory("--out", command.out)
 
 
 def _questions(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]") -> "list[Question]":
     from ling3.evals.prompts import read
+    from ling3.evals.public import SHOTS
 
     if command.prompts is not None:
         return read(command.prompts, parse)
-    return build(command.questions, command.examples, command.shots)
+    return build(command.questions, command.examples, SHOTS if command.shots is None else command.shots)
 
 
 def _engine(model: "Ling3ForCausalLM", tokenizer: "Tokenizer", asked: "list[Asked]", command: Asking) -> "Engine":

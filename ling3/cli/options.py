@@ -88,7 +88,11 @@ def chat_ids(tokenizer: "Tokenizer", messages: list[dict[str, str]], thinking: T
 
 
 def check_directory(option: str, path: str) -> None:
-    """ValueError where `option` names a file in no directory, before the work is done that would go there."""
+    """ValueError where `option` names no file, or one in no directory, before the work is done that would go there."""
+    if not path:
+        raise ValueError(f"{option}: it is empty, expected the name of a file")
+    if pathlib.Path(path).is_dir():
+        raise ValueError(f"{option}: {path} is a directory, expected the name of a file")
     directory = pathlib.Path(path).absolute().parent
     if not directory.is_dir():
         raise ValueError(f"{option}: there is no directory {directory}: make it first")

@@ -6,19 +6,26 @@ import os
 import pathlib
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ling3 import strict_json
 from ling3.interrupts import held_back
 from ling3.model import Ling3ForCausalLM
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
 BEGINNING = b'{"index": '
 """What each line begins with."""
-SAMPLE = 1024
+SAMPLE = 4096
 """Elements of each array that `fingerprint` looks at."""
+ANOTHER = "give another file to write to (--out)"
 
 
 class Predictions:
@@ -26,9 +33,11 @@ class Predictions:
 
     A line has its question's `index` and `prompt_sha256`, its `expected` answer, and the run's `settings`: a file can
     only be taken up with the same. A line that a killed process left half written (without its newline) is dropped.
-    Within `with` the file is open; Ctrl-C waits while a line is being written, and a written line has reached the disk.
+    Within `with` the file is open and, where the system has `flock`, no other run's; Ctrl-C waits while a line is being
+    written, and a written line has reached the disk.
 
-    Raises ValueError, naming the line, for a file of other questions or settings, and for one that is no such file.
+    `with` raises BlockingIOError while another run has the file, and ValueError, naming the line, for a file of other
+    questions or settings, and for one that is no such file.
     """
 
     def __init__(
@@ -42,13 +51,21 @@ class Predictions:
         self._settings = json.loads(json.dumps(settings))  # as it is read back: tuples are lists
         self.lines: dict[int, dict[str, Any]] = {}
         """What is answered, by the question's index."""
-        whole, self._end = self._whole_lines()
-        for number, line in enumerate(whole, 1):
-            self._take(line, f"{self.path}, line {number}")
 
     def __enter__(self) -> "Predictions":
-        self._file = self.path.open("ab")
-        self._file.truncate(self._end)
+        self._file = self.path.open("a+b")
+        try:
+            _lock(self._file)
+            # Not before the lock is held: another run may have written until then.
+            self._file.seek(0)
+            whole, end = self._whole_lines(self._file.read())
+            self.lines.clear()
+            for number, line in enumerate(whole, 1):
+                self._take(line, number)
+            self._file.truncate(end)
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def __exit__(
@@ -68,36 +85,36 @@ class Predictions:
             os.fsync(self._file.fileno())
             self.lines[index] = line
 
-    def _whole_lines(self) -> tuple[list[bytes], int]:
+    def _whole_lines(self, content: bytes) -> tuple[list[bytes], int]:
         """The lines that end with a newline, and how many bytes they are; the rest has to be a beginning of one."""
-        content = self.path.read_bytes() if self.path.exists() else b""
         end = content.rfind(b"\n") + 1
         if content[end:][: len(BEGINNING)] != BEGINNING[: len(content) - end]:
             raise ValueError(
-                f"{self.path}: its last line, {content[end:][:60]!r}, is no beginning of a line of predictions; give "
-                "another file to write to (--out)"
+                f"{self.path}: its last line, {content[end:][:60]!r}, is no beginning of a line of predictions; "
+                f"{ANOTHER}"
             )
         return content[:end].split(b"\n")[:-1], end
 
-    def _take(self, text: bytes, where: str) -> None:
-        line = strict_json.parse(text, where)
+    def _take(self, text: bytes, number: int) -> None:
+        where = f"{self.path}, line {number}"
+        line = strict_json.parse_line(text, where, f"remove the line, or {ANOTHER}")
         index = line.get("index") if isinstance(line, dict) else None
         if type(index) is not int or not isinstance(line.get("right"), bool):
-            raise ValueError(f"{where}: this is no line of predictions; give another file to write to (--out)")
+            raise ValueError(f"{where}: this is no line of predictions; {ANOTHER}")
         if line.get("settings") != self._settings:
             raise ValueError(
                 f"{where} was written with other settings: {self._differences(line.get('settings'))}; take the run up "
-                "with the same, or give another file to write to (--out)"
+                f"with the same, or {ANOTHER}"
             )
         asked = self._questions[index] if 0 <= index < len(self._questions) else {}
         other = [name for name in ("prompt_sha256", "expected") if line.get(name) != asked.get(name)]
         if not asked or other:
             raise ValueError(
                 f"{where} answers question {index}, which is another one in these prompts ({', '.join(other)}): take "
-                "the run up with the same prompts, or give another file to write to (--out)"
+                f"the run up with the same prompts, or {ANOTHER}"
             )
         if index in self.lines:
-            raise ValueError(f"{where} answers question {index} a second time: two runs wrote to this file; delete it")
+            raise ValueError(f"{where} answers question {index} a second time; remove this line")
         self.lines[index] = line
 
     def _differences(self, settings: Any) -> str:
@@ -110,9 +127,25 @@ class Predictions:
 
 
 def fingerprint(model: Ling3ForCausalLM) -> str:
-    """A short hash that tells models apart: of the config, and of the first elements of every array."""
+    """A short hash that tells models apart: of the config, and of elements from all over every array."""
     digest = hashlib.sha256(repr(model.config).encode())
-    for leaf in jax.tree.leaves(model):
-        first = np.ravel(leaf[(0,) * (leaf.ndim - 1)])[:SAMPLE]
-        digest.update(f"{leaf.shape} {leaf.dtype.name}".encode() + first.tobytes())
+    for leaf in map(jnp.atleast_1d, jax.tree.leaves(model)):
+        places = np.linspace(0, leaf.size - 1, min(SAMPLE, leaf.size)).astype(np.int64)
+        # By an index for each axis: a flat copy of the experts would be as large as they are.
+        sample = leaf[tuple(axis.astype(np.int32) for axis in np.unravel_index(places, leaf.shape))]
+        digest.update(f"{leaf.shape} {leaf.dtype.name}".encode() + np.asarray(sample).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _lock(file: BinaryIO) -> None:
+    """Keeps other runs from the file until it is closed; BlockingIOError where one has it."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(
+            f"{file.name}: another run is writing to this file; wait until it ends, or {ANOTHER}"
+        ) from None
+    except OSError:  # a file system without locks
+        return

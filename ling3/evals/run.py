@@ -15,7 +15,7 @@ from ling3.evals.answers import Parser
 from ling3.evals.predictions import Predictions
 from ling3.evals.prompts import Question
 from ling3.outputs import Completion, Delta, RequestOutput
-from ling3.params import SamplingParams, check_prompt, check_room
+from ling3.params import MAX_SEED, SamplingParams, check_prompt
 from ling3.serve import Engine, QueueFull
 from ling3.tokenizer import Tokenizer
 from ling3.version import __version__
@@ -100,7 +100,8 @@ def evaluate(
     same for a run to be taken up, such as `fingerprint(model)`. `limit` takes the first so many questions.
     `on_start` and `on_answer` get the score so far and how many questions there are.
 
-    Raises ValueError for a prompt that the model has no room for, before any is asked, and what Predictions raises.
+    Raises ValueError for a prompt that the model has no room for and for seeds too large, before any is asked, and what
+    Predictions raises.
     """
     params = SamplingParams(max_tokens=MAX_TOKENS) if params is None else params
     if limit is not None and limit < 1:
@@ -110,7 +111,14 @@ def evaluate(
         raise ValueError("no question to ask, expected at least one")
     for question in taken:
         name = f"the prompt of question {question.record['index']}"
-        check_room(check_prompt(question.ids, 2**31, name), 1, engine.max_model_len, name)
+        length = len(check_prompt(question.ids, 2**31, name))
+        if length >= engine.max_model_len:
+            raise ValueError(
+                f"{name} has {length} tokens, which leaves none for an answer: with it there is room for "
+                f"{engine.max_model_len} (the model's max_position_embeddings, or a smaller max_model_len); shorten "
+                "the prompt, or show fewer examples in it"
+            )
+    check_seeds(params.seed, len(taken))
     with Predictions(out, [question.record for question in asked], _settings(engine, params, parse, settings)) as file:
         known = [file.lines[index]["right"] for index in range(len(taken)) if index in file.lines]
         score = Score(sum(known), len(known))
@@ -127,6 +135,15 @@ def evaluate(
                 if on_answer is not None:
                     on_answer(score, len(taken))
     return score
+
+
+def check_seeds(seed: int | None, count: int) -> None:
+    """ValueError where seed + i, of the last of `count` questions, is no seed any more."""
+    if (seed or 0) + count - 1 > MAX_SEED:
+        raise ValueError(
+            f"seed is {seed}, and question i has seed + i: expected at most {MAX_SEED - count + 1} with {count} "
+            "questions"
+        )
 
 
 def _settings(

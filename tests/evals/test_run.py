@@ -1,20 +1,22 @@
 """Runs over files of questions: what is written, what is asked again, what is refused."""
 
+import dataclasses
 import functools
 import json
 import math
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import pytest
 import small_engine
 from small_engine import idle
 
-from ling3.evals.answers import PARSERS, number
+from ling3.evals.answers import PARSERS, choice, number
 from ling3.evals.predictions import Predictions, fingerprint
 from ling3.evals.prompts import Question
 from ling3.evals.run import Score, evaluate, prepare
-from ling3.params import SamplingParams
+from ling3.params import MAX_SEED, SamplingParams
 
 QUESTIONS = [Question(f"{'more ' * (i % 3)}{i}?", str(i % 4)) for i in range(9)] + [Question("0?", "0")]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -157,6 +159,22 @@ def test_a_request_that_fails_is_a_wrong_answer(ask):
         assert (line["right"], line["parsed"]) == (False, None)
 
 
+def test_choices_are_counted(tmp_path):
+    """A model that says C whatever it is asked is right once of three times."""
+    tokenizer = small_engine.tokenizer()
+    mark, letter = tokenizer.encode("?"), tokenizer.encode("C")
+    engine = small_engine.engine(small_engine.reciter([*mark, *letter, 5]))
+    questions = [Question("Which?", answer) for answer in "BCD"]
+    out = tmp_path / "out.jsonl"
+    assert evaluate(engine, prepare(tokenizer, questions), choice, out) == Score(1, 3)
+    lines = timeless(json.loads(line) for line in out.read_text().splitlines())
+    assert [(line["text"], line["parsed"], line["right"]) for line in lines] == [
+        ("C", "C", False),
+        ("C", "C", True),
+        ("C", "C", False),
+    ]
+
+
 def test_answers_take_what_room_there_is(ask):
     question = Question("long " * 40, "1")
     (prepared,) = asked((question,))
@@ -167,7 +185,7 @@ def test_answers_take_what_room_there_is(ask):
 
 def test_a_prompt_without_room_is_named_before_any_work(ask, engine):
     before = engine.stats().steps
-    with pytest.raises(ValueError, match=r"the prompt of question 1 has .* tokens .* room for 256"):
+    with pytest.raises(ValueError, match=r"the prompt of question 1 has \d+ tokens, which leaves none .* room for 256"):
         ask(questions=[QUESTIONS[0], Question("long " * 300, "1")])
     assert engine.stats().steps == before and not ask.out.exists()
     with pytest.raises(ValueError, match="no question to ask"):
@@ -189,8 +207,53 @@ def test_other_settings_and_prompts_are_refused(ask):
         ask(questions=[QUESTIONS[5]])
     assert ask.out.read_bytes() == before and ask.asked == 0
     ask.out.write_bytes(before + before)
-    with pytest.raises(ValueError, match=r"line 3 answers question \d a second time"):
+    with pytest.raises(ValueError, match=r"line 3 answers question \d a second time; remove this line"):
         ask()
+    ask.out.write_bytes(before + b"\n")
+    with pytest.raises(ValueError, match=r"line 3, column 1: no valid JSON .*; remove the line, or give another"):
+        ask()
+
+
+def test_two_runs_at_once_are_refused(ask):
+    """The second neither loses nor repeats a line of the first, and may go on once that has ended."""
+    pytest.importorskip("fcntl")
+    whole = ask("whole.jsonl")
+    content = timeless(ask.lines())
+    questions = [question.record for question in asked()]
+
+    def second(score, total):
+        if score.total == 4:
+            before = (ask.out.parent / "first.jsonl").read_bytes()
+            with pytest.raises(BlockingIOError, match=r"first\.jsonl: another run is writing"):
+                Predictions(ask.out.parent / "first.jsonl", questions, {}).__enter__()
+            assert (ask.out.parent / "first.jsonl").read_bytes() == before
+            seen.append(before)
+
+    seen = []
+    assert ask("first.jsonl", on_answer=second) == whole and len(seen) == 1
+    assert timeless(ask.lines()) == content
+    assert ask("first.jsonl") == whole and ask.asked == 0
+
+
+def test_the_file_is_read_when_it_is_opened(ask):
+    """What another run wrote since the object was made counts, and stays."""
+    ask()
+    content = ask.out.read_bytes()
+    settings = ask.lines()[0]["settings"]
+    ask.out.unlink()
+    file = Predictions(ask.out, [question.record for question in asked()], settings)
+    ask.out.write_bytes(content[:-7])
+    with file:
+        assert len(file.lines) == 9
+    assert ask.out.read_bytes() == content[: content[:-7].rfind(b"\n") + 1]
+
+
+def test_seeds_too_large_are_refused_before_any_work(ask):
+    last = MAX_SEED - len(QUESTIONS) + 1
+    with pytest.raises(ValueError, match=f"seed is {last + 1}, .* expected at most {last} with 10 questions"):
+        ask(params=dataclasses.replace(PARAMS, seed=last + 1))
+    assert ask.asked == 0 and not ask.out.exists()
+    assert ask(params=dataclasses.replace(PARAMS, seed=last)).total == 10
 
 
 @pytest.mark.parametrize(
@@ -247,6 +310,18 @@ def test_a_fingerprint_tells_models_apart():
     nudged = eqx.tree_at(lambda m: m.model.norm.weight, model, model.model.norm.weight.at[0].add(1e-3))
     assert fingerprint(model) == fingerprint(model) != fingerprint(nudged)
     assert fingerprint(model) != fingerprint(small_engine.reciter([7, 8]))
+
+
+def test_a_fingerprint_sees_the_later_rows_and_experts():
+    """Every array, with all but the first slice of its first axis changed."""
+    model = small_engine.model()
+    prints = {fingerprint(model)}
+    leaves, tree = jax.tree.flatten(model)
+    large = [i for i, leaf in enumerate(leaves) if leaf.ndim > 1 and leaf.shape[0] > 1]
+    for i in large:
+        changed = leaves[i].at[1:].add(jnp.asarray(1.0, leaves[i].dtype))
+        prints.add(fingerprint(jax.tree.unflatten(tree, [*leaves[:i], changed, *leaves[i + 1 :]])))
+    assert len(prints) == len(large) + 1 > 10
 
 
 def test_parsers_have_the_names_that_settings_and_errors_give():
