@@ -24,7 +24,7 @@ from ling3.train.exam import exam, worked_examples
 
 # One shape of engine for all of these tests, so that its programs are compiled once.
 ENGINE = ("--max-running-requests", "4", "--max-tokens", "64", "--dtype", "float32")
-COUNT = 120
+COUNT = 60
 
 
 @pytest.fixture(scope="module")
