@@ -39,7 +39,7 @@ parity: .venv/installed-parity
 	$(BIN)/python -m pytest $(TABLES)
 
 slow: .venv/installed-test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 -m slow --ignore=tests/parity
 
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90

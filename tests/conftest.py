@@ -31,6 +31,6 @@ def few_mappings():
     XLA crashes at the next one. What is dropped comes back from the cache on disk.
     """
     yield
-    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 15_000:
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 35_000:
         jax.clear_caches()
         gc.collect()

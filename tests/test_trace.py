@@ -16,7 +16,7 @@ SPAN = Span(jnp.zeros(2, jnp.int32), jnp.full(2, 21, jnp.int32))
 ROUNDING = 3e-5
 
 
-@pytest.fixture(scope="module", params=[TINY, FLASH, UNBOUNDED], ids=["tiny", "flash", "unbounded"])
+@pytest.fixture(scope="module", params=[FLASH, UNBOUNDED], ids=["flash", "unbounded"])
 def traced(request):
     model = open_model(request.param)
     return model, ling3.trace(model, TOKENS)

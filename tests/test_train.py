@@ -65,7 +65,7 @@ def same(a, b) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-@pytest.mark.parametrize("method", ["muon", "adamw"])
+@pytest.mark.parametrize("method", [pytest.param("muon", marks=pytest.mark.slow), "adamw"])
 def test_a_few_steps_learn_and_repeat(method):
     def run():
         curve = []
@@ -187,6 +187,7 @@ def test_the_stream_is_a_function_of_the_seed(tokenizer):
     assert not same(first, other)
 
 
+@pytest.mark.slow
 def test_the_recipe_makes_a_checkpoint_with_its_record_and_its_curve(tmp_path, capsys):
     out = tmp_path / "nano"
     main(out, Recipe(steps=2, warmup=0, rows=2, cycle=("short",)), questions=2)

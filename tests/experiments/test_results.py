@@ -56,6 +56,7 @@ def test_runs_keep_to_the_budget_and_match_in_parameters(name):
     assert max(parameters) <= 1.01 * min(parameters)
 
 
+@pytest.mark.slow
 def test_a_stored_run_begins_again_as_it_did():
     experiment = EXPERIMENTS["segment_reset"]
     runs = [run for run in sweep.read(RESULTS / "segment_reset.jsonl") if run.variant == "bound -5"]
@@ -67,6 +68,7 @@ def test_a_stored_run_begins_again_as_it_did():
     assert all(abs(point.loss - other.curve[0].loss) > 0.002 for other in others)
 
 
+@pytest.mark.slow
 def test_parity_needs_eigenvalues_below_zero(tmp_path):
     """The claim of the notebook in half a minute: 16 bits, one layer, 160 steps."""
     file = tmp_path / "parity.jsonl"

@@ -25,7 +25,11 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES, ids=list(CASES))
+# A user's run takes each model once, in one precision or the other; `make slow` the rest.
+FIRST = ("tiny", "flash-float64", "unbounded-float64")
+
+
+@pytest.fixture(params=[name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def name(request):
     with jax.enable_x64(CASES[request.param][1] == jnp.float64):
         yield request.param

@@ -41,13 +41,14 @@ def test_rms_norm_has_its_epsilon_on_the_mean(scale):
 
 def test_norms_of_bfloat16_are_computed_in_float32():
     x = jnp.asarray(draw(1, 1, 2, 64), jnp.bfloat16)
-    weight, gate = jnp.asarray(draw(64, seed=1), jnp.bfloat16), jnp.asarray(draw(1, 1, 2, 64, seed=2), jnp.bfloat16)
+    weight, gate = jnp.asarray(draw(64, seed=1), jnp.bfloat16), jnp.asarray(draw(1, 1, 2, 64, seed=2), jnp.float32)
     wide = np.asarray(x, np.float64)
     expected = np.asarray(weight, np.float64) * wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
     assert RMSNorm(weight, 1e-6)(x).dtype == jnp.bfloat16
     gated = GatedRMSNorm(weight, 1e-6)(x, gate)
     assert gated.dtype == jnp.float32
-    np.testing.assert_allclose(gated, expected / (1 + np.exp(-np.asarray(gate, np.float64))), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gated, expected * np.asarray(gate, np.float64), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(GatedRMSNorm(weight, 1e-6)(x, None), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("theta", [10000.0, 6000000.0])

@@ -193,7 +193,13 @@ def test_poisoned_pools_change_nothing():
     assert not asked
 
 
-@pytest.mark.parametrize("changes", [{"max_running_requests": 1}, {"max_running_requests": 13, "num_pages": 70}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_running_requests": 13, "num_pages": 70},
+        pytest.param({"max_running_requests": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_size_of_the_engine_changes_nothing(changes):
     """Beyond the promise: other slots and pages are other programs, with the same bits."""
     assert answers(requests()[:12], engine(**changes)) == [alone(which, 32) for which in range(12)]

@@ -17,6 +17,7 @@ def short_soak(requests, **options):
     return soak.soak(requests, longest_prompt=100, longest_output=40, settings=SETTINGS, **options)
 
 
+@pytest.mark.slow
 def test_soak():
     """No answer depends on company, arrival, aborts or preemptions, and nothing is left of 200 requests."""
     done = Counter()
