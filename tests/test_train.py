@@ -125,6 +125,7 @@ def test_one_step_moves_each_bias_against_its_load():
         np.testing.assert_allclose(layer.mlp.gate.expert_bias, -0.01 * np.sign(load), atol=1e-8)
 
 
+@pytest.mark.slow
 def test_the_bias_rule_evens_out_a_lopsided_router():
     def lopsided(model):
         return eqx.tree_at(

@@ -90,6 +90,7 @@ def test_the_whole_model_answers_and_the_gateless_does_not(report):
     assert whole.recall.total == 2 and 100 < report.context < 400
 
 
+@pytest.mark.slow
 def test_an_answer_counts_by_its_last_number(nano):
     asked = [next(problems(2026, "held_out"))]
     prompts = [nano[1].encode(ask(asked[0]))]

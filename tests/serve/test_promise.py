@@ -193,13 +193,8 @@ def test_poisoned_pools_change_nothing():
     assert not asked
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_running_requests": 13, "num_pages": 70},
-        pytest.param({"max_running_requests": 1}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"max_running_requests": 1}, {"max_running_requests": 13, "num_pages": 70}])
 def test_the_size_of_the_engine_changes_nothing(changes):
     """Beyond the promise: other slots and pages are other programs, with the same bits."""
     assert answers(requests()[:12], engine(**changes)) == [alone(which, 32) for which in range(12)]
@@ -217,6 +212,7 @@ def test_without_the_promise_answers_differ_by_rounding_alone():
         np.testing.assert_allclose([one.logprob for one in logprobs], [one.logprob for one in same_logprobs], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_the_promise():
     """Narrow weights, whose caches are float32 on the CPU: two rows and a preemption or two."""
     narrow = ling3.Engine(open_model(TINY, dtype=jnp.bfloat16), None, **{**SETTINGS, "num_pages": 12, "decode_rows": 2})
