@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
-from ling3.cli.options import Dtype, Model, check_directory, introduce, load
+from ling3.cli.options import Dtype, Model, check_directory, introduce, load, read_text
 
 if TYPE_CHECKING:
     from ling3.evals.ablation_report import Row
@@ -40,7 +40,7 @@ class Ablate:
     examples: int = 20
     """Worked examples that make up this context."""
     text: Annotated[str | None, FILE] = None
-    """Measure the perplexity of this text (UTF-8), instead of solutions."""
+    """Measure the perplexity of this text (UTF-8; - for standard input), instead of solutions."""
     dtype: Dtype = "float32"
     """The matrices' type; auto is as stored."""
     json: Annotated[str | None, FILE] = None
@@ -60,7 +60,7 @@ def run(command: Ablate) -> None:
     _check(command)
     if command.plot is not None:
         check_plot(command.plot)
-    text = None if command.text is None else _text(command.text)
+    text = None if command.text is None else read_text(command.text)
     console = Console(stderr=True)
     tokenizer = load_tokenizer(command.model)
     model = load(command.model, command.dtype, tokenizer)
@@ -95,13 +95,6 @@ def _line(row: "Row") -> str:
     return f"{row.name}: perplexity {row.perplexity:.5g}, right {' and '.join(scores)}"
 
 
-def _text(path: str) -> str:
-    try:
-        return pathlib.Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text: {path} is no UTF-8 ({error}): convert it first") from error
-
-
 def _check(command: Ablate) -> None:
     """Before any work: ValueError for what would fail after it."""
     for name, least in (("questions", 1), ("recalls", 0), ("examples", 0)):
@@ -112,7 +105,5 @@ def _check(command: Ablate) -> None:
         raise ValueError(f"--recalls is {command.recalls}, expected at most --questions, which is {command.questions}")
     if command.json not in (None, "-"):
         check_directory("--json", command.json)
-        if pathlib.Path(command.json).is_dir():
-            raise ValueError(f"--json: {command.json} is a directory, expected a file")
         if command.plot is not None and pathlib.Path(command.plot).absolute() == pathlib.Path(command.json).absolute():
             raise ValueError(f"--json and --plot name the same file, {command.json}: give two")

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ling3.cli.options import Dtype, Model, Thinking, WholeNumber, check_directory, introduce, load
+from ling3.cli.options import Dtype, Model, Thinking, WholeNumber, check_directory, introduce, load, read_text
 
 if TYPE_CHECKING:
     from ling3.evals.answers import Parser
@@ -245,7 +243,7 @@ def _perplexity(command: Perplexity) -> None:
     from ling3.evals.perplexity import perplexity
     from ling3.tokenizer import load_tokenizer
 
-    text = _text(command.text)
+    text = read_text(command.text)
     tokenizer = load_tokenizer(command.model)
     model = load(command.model, command.dtype, tokenizer)
     introduce(command.model, model, Console(stderr=True, highlight=False))
@@ -258,12 +256,3 @@ def _perplexity(command: Perplexity) -> None:
     print(f"nats per token: {found.nats_per_token:.4f}")
     print(f"bits per byte: {found.bits_per_byte:.4f}")
     print(f"perplexity: {found.perplexity:.4f}")
-
-
-def _text(name: str) -> str:
-    """The file's text, or standard input's for -."""
-    content = sys.stdin.buffer.read() if name == "-" else pathlib.Path(name).read_bytes()
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: not UTF-8 ({error})") from error

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -96,3 +97,12 @@ def check_directory(option: str, path: str) -> None:
     directory = pathlib.Path(path).absolute().parent
     if not directory.is_dir():
         raise ValueError(f"{option}: there is no directory {directory}: make it first")
+
+
+def read_text(path: str) -> str:
+    """The text of a file in UTF-8, or of standard input for -; ValueError where it is no UTF-8."""
+    content = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}): convert it first") from error
