@@ -3,7 +3,8 @@
 Each function returns a new model that shares every weight it keeps, and whose `config` says what is different (but for
 `drop_experts`, which changes a weight). So an ablated model runs, traces, serves, saves and loads as any other, and
 `ling3.init(ablated.config, key=...)` is the same architecture with fresh weights, to be trained from scratch. `layers`
-are 0-based; None means all of that kind. Formulas are in the symbols of `ling3.layers`.
+are 0-based; None means all of that kind. Formulas are in the symbols of `ling3.layers`. The output gate and the short
+convolution are left out of models in training in Kimi Linear (arXiv 2510.26692), Table 1.
 
     model = ling3.load("nano", dtype=jnp.float32)
     without = ling3.ablate.no_output_gate(model, "kda", layers=[0])
@@ -76,7 +77,7 @@ def lower_bound(model: Ling3ForCausalLM, bound: float | None, layers: Layers = N
 
 
 def no_decay(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForCausalLM:
-    """g = 0 in KDA: the plain delta rule, which forgets only what it overwrites."""
+    """g = 0 in KDA: the plain delta rule (arXiv 2406.06484), which forgets only what it overwrites."""
     return variant(model, layers=_checked(model, "kda", layers), kda_decay=False)
 
 
@@ -101,20 +102,20 @@ def no_attention(model: Ling3ForCausalLM, layers: Sequence[int]) -> Ling3ForCaus
 
 
 def top_k(model: Ling3ForCausalLM, k: int, layers: Layers = None) -> Ling3ForCausalLM:
-    """The best `k` experts for a token, their weights normalised over these."""
+    """The best `k` experts for a token; with `norm_topk_prob` their weights are normalised over these."""
     return variant(model, layers=_checked(model, "experts", layers), num_experts_per_tok=k)
 
 
 def no_routing_bias(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForCausalLM:
     """c = s: the scores alone choose the experts. The weights, which never saw the bias, keep their formula.
 
-    Experts that `drop_experts` has dropped come back.
+    The bias is there to balance loads (arXiv 2408.15664). Experts that `drop_experts` has dropped come back.
     """
     return variant(model, layers=_checked(model, "experts", layers), moe_router_enable_expert_bias=False)
 
 
 def no_shared_expert(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForCausalLM:
-    """y = Σ w_e · expert_e(x), without + shared_experts(x)."""
+    """y = Σ w_e · expert_e(x), without + shared_experts(x) (DeepSeekMoE, arXiv 2401.06066, §3)."""
     return variant(model, layers=_checked(model, "experts", layers), num_shared_experts=0)
 
 
