@@ -45,7 +45,7 @@ coverage: .venv/installed-test
 	$(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90
 
 clean:
-	rm -rf .venv .jax_cache .pytest_cache build *.egg-info docs/notebooks notebooks/*.ipynb
+	rm -rf .venv .jax_cache .pytest_cache .cache build *.egg-info docs/notebooks notebooks/*.ipynb
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

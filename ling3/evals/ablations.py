@@ -39,6 +39,8 @@ HELD_OUT_SEED, EXAMPLES_SEED, CALIBRATION_SEED = 2026, 2027, 2028
 """The problems asked (as in nano's examination), those shown before them, and those that gates are averaged over."""
 SCORED = 64
 """How many solutions the perplexity is taken over; how many problems the gates' means are taken over."""
+ANSWER = 64
+"""Tokens of an answer: the longest solution has 31 in nano's tokens."""
 
 
 class Rows(NamedTuple):
@@ -175,10 +177,6 @@ def compare(
     return Report(
         tuple(rows), "solutions" if text is None else "text", round(float(np.mean(lengths))) if lengths else 0
     )
-
-
-ANSWER = 64
-"""Tokens of an answer: the longest solution has 31 in nano's tokens."""
 
 
 def solution_perplexity(model: Ling3ForCausalLM, tokenizer: Tokenizer) -> float:

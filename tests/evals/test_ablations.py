@@ -134,7 +134,7 @@ def test_what_cannot_be_measured_is_said_first(options, message, capsys):
 def test_the_command_prints_and_writes_what_was_found(report, tmp_path, capsys, monkeypatch):
     asked = {}
 
-    def measured(model, tokenizer, chosen, *, report_row=None, **settings):
+    def measured(model, tokenizer, chosen, **settings):
         asked.update(settings, names=[ablation.name for ablation in chosen])
         return report
 
