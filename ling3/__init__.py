@@ -1,9 +1,13 @@
 """Ling-3: a hybrid of Kimi Delta Attention and gated MLA over a sparse mixture of experts, in JAX and Equinox."""
 
+# Before the hook: what is first imported beneath a hooked module, Python compiles once more for itself.
+import equinox as _equinox  # noqa: F401
 from jaxtyping import install_import_hook as _install_import_hook
 
-# Shapes and types are checked in every session; an int is a fine float.
-_install_import_hook("ling3", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+from ling3 import checks as _checks  # noqa: F401
+
+# Shapes and types are checked in every session.
+_install_import_hook("ling3", "ling3.checks.checked")
 
 from ling3 import ablate  # noqa: E402
 from ling3.cache import Cache, KDAState, LatentCache  # noqa: E402

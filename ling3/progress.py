@@ -4,8 +4,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.progress import Progress
+# ruff: noqa: PLC0415
+# Rich is imported when there is work to show, so that importing ling3 does not wait for it.
 
 PATIENCE = 2.0
 """Seconds before a bar is shown."""
@@ -14,6 +14,9 @@ PATIENCE = 2.0
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr for work of `total` parts (bytes, requests), shown on a terminal once it has taken `PATIENCE`."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     console = Console(stderr=True)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(what, total=total)
