@@ -3,10 +3,9 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
-from ling3.ops.precision import exact, wide
+from ling3.ops.matmul import matmul_transposed
 
 
 class Linear(eqx.Module):
@@ -23,7 +22,8 @@ class Linear(eqx.Module):
         self, x: Float[Array, "*batch {self.weight.shape[1]}"], dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch {self.weight.shape[0]}"]:
         """Products are summed in float32 or wider; the result has `dtype`, or that of `x`."""
-        return matmul_transposed(x, self.weight).astype(x.dtype if dtype is None else dtype)
+        y = matmul_transposed(x.reshape(-1, x.shape[-1]), self.weight)
+        return y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype)
 
 
 class Constant(eqx.Module):
@@ -62,19 +62,3 @@ class Embedding(eqx.Module):
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, std: float) -> Float[Array, "..."]:
     """A weight drawn from N(0, std²)."""
     return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
-
-def matmul_transposed(
-    x: Float[Array, "*batch in_features"], weight: Float[Array, "out_features in_features"]
-) -> Float[Array, "*batch out_features"]:
-    """x Wᵀ with float32 (or wider) sums and result, whatever the operands' dtype.
-
-    A single bfloat16 row is computed as two: XLA's CPU backend would otherwise convert the whole weight to float32.
-    """
-    out = wide(x.dtype)
-    rows = x.reshape(-1, x.shape[-1])
-    lonely = rows.shape[0] == 1 and x.dtype == jnp.bfloat16
-    rows = jnp.concatenate([rows, rows]) if lonely else rows
-    dimensions = (((1,), (1,)), ((), ()))
-    y = lax.dot_general(rows, weight, dimensions, precision=exact(x.dtype), preferred_element_type=out)
-    return (y[:1] if lonely else y).reshape(*x.shape[:-1], weight.shape[0])

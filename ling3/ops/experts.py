@@ -7,14 +7,18 @@ form. Rows go through `down(silu(gate x) · up x)`, or with a limit L > 0 throug
 """
 
 import functools
-import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from ling3.ops.matmul import FEW_ROWS, matmul_transposed
 from ling3.ops.precision import exact, wide
+
+# Five turns of `block_experts`, each of which copies its expert's weights, cost what eight experts of a round cost.
+TURNS, EXPERTS = 5, 8
 
 
 def swiglu(
@@ -41,7 +45,7 @@ def dense_experts(
     experts, intermediate, _ = gate_proj.shape
     picks = jax.nn.one_hot(chosen, experts, dtype=dtype)
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
-    gate, up = (_times(x, w.reshape(experts * intermediate, -1), dtype) for w in (gate_proj, up_proj))
+    gate, up = (matmul_transposed(x, w.reshape(experts * intermediate, -1)) for w in (gate_proj, up_proj))
     hidden = swiglu(gate, up, limit).reshape(-1, experts, intermediate) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
     hidden = hidden.reshape(x.shape[0], -1).astype(x.dtype)
@@ -60,53 +64,93 @@ def block_experts(
 ) -> Float[Array, "tokens hidden"]:
     """The same function at the cost of the chosen experts alone, in float32 or wider.
 
-    Rows are sorted by expert and cut into blocks of one expert each; a loop with as many turns as there are blocks
-    reads each block's expert once. An index that is no expert, in `chosen`, stands for none and costs nothing.
-    Every token's results are summed in top-k order, whoever its neighbours are.
+    Rows are sorted by expert and cut into blocks of one expert each. A loop with as many turns as there are blocks
+    reads each block's expert; where most experts have a block, a round takes the next block of every expert at once,
+    which reads their weights in place. Both compute a block alike, so that bits do not depend on which it was.
+
+    An index that is no expert, in `chosen`, stands for none and costs nothing. Every token's results are summed in
+    top-k order, whoever its neighbours are.
     """
     tokens, top_k = chosen.shape
-    experts = gate_proj.shape[0]
-    block = _block_rows(tokens * top_k / experts, x.dtype)
-    dtype = wide(x.dtype)
+    experts, dtype = gate_proj.shape[0], wide(x.dtype)
+    block = _block_rows(tokens, top_k, experts, x.dtype)
+    groups = _grouped(chosen, experts)
+    blocks = -(-groups.counts // block)
+    stacks = (gate_proj, up_proj, down_proj)
 
-    flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)  # rows by expert, then by token
-    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
-    ends = jnp.cumsum(counts)
-    block_ends = jnp.cumsum(-(-counts // block))  # blocks up to and including each expert
+    def expert(rows, gate, up, down):
+        taken = x.at[rows // top_k].get(mode="clip")
+        hidden = swiglu(matmul_transposed(taken, gate), matmul_transposed(taken, up), limit)
+        return matmul_transposed(hidden.astype(x.dtype), down)
 
-    def step(i, out):
-        expert = jnp.searchsorted(block_ends, i, side="right").astype(jnp.int32)
-        blocks_before = block_ends[expert] - (-(-counts[expert] // block))
-        first = ends[expert] - counts[expert] + (i - blocks_before) * block
-        places = first + jnp.arange(block, dtype=jnp.int32)
-        rows = order.at[places].get(mode="clip")
-        taken = x[rows // top_k]
-        gate, up, down = (lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in (gate_proj, up_proj, down_proj))
-        hidden = swiglu(_times(taken, gate, dtype), _times(taken, up, dtype), limit)
-        y = _times(hidden.astype(x.dtype), down, dtype)
-        return out.at[jnp.where(places < ends[expert], rows, flat.shape[0])].set(y, mode="drop")
+    def by_blocks(out):
+        ends = jnp.cumsum(blocks)
+        turns = jnp.arange(min(tokens * top_k, experts + tokens * top_k // block), dtype=jnp.int32)
+        owner = jnp.minimum(jnp.searchsorted(ends, turns, side="right").astype(jnp.int32), experts - 1)
+        rows = groups.rows(owner, turns - (ends - blocks)[owner], block)
 
-    out = lax.fori_loop(0, block_ends[-1], step, jnp.zeros((tokens * top_k, x.shape[1]), dtype))
+        def turn(i, out):
+            own = rows[i]
+
+            def read():
+                return expert(own, *(lax.dynamic_index_in_dim(w, owner[i], keepdims=False) for w in stacks))
+
+            # A branch, always taken, because XLA takes nothing out of it: a CPU would convert all experts to float32
+            # before the loop, if their dtype is bfloat16.
+            y = lax.cond(own[0] >= 0, read, lambda: jnp.zeros((block, x.shape[1]), dtype))
+            return out.at[own].set(y, mode="drop")
+
+        return lax.fori_loop(0, ends[-1], turn, out)
+
+    def by_rounds(out):
+        every = jnp.arange(experts, dtype=jnp.int32)
+
+        def turn(i, out):
+            rows = groups.rows(every, jnp.full(experts, i, jnp.int32), block)
+            return out.at[rows].set(expert(rows, *stacks), mode="drop")
+
+        return lax.fori_loop(0, jnp.max(blocks), turn, out)
+
+    out = jnp.zeros((tokens * top_k, x.shape[1]), dtype)
+    if block > FEW_ROWS or tokens == 1:
+        out = by_blocks(out)
+    else:
+        out = lax.cond(EXPERTS * jnp.sum(blocks) > TURNS * experts * jnp.max(blocks), by_rounds, by_blocks, out)
     out = out.reshape(tokens, top_k, -1) * weights.astype(dtype)[..., None]
     return functools.reduce(jnp.add, (out[:, j] for j in range(top_k)))
 
 
-def _block_rows(rows_per_expert: float, dtype: jnp.dtype) -> int:
-    """Rows per block: twice what an expert has on average, so that most need one; at most 64; never one in bfloat16.
+class _Groups(NamedTuple):
+    """The rows `token · top_k + j` of a choice, sorted by expert and then by token."""
 
-    Fewer mean more turns of the loop, more mean more padding. XLA's CPU backend converts the whole weight to float32
-    for a single bfloat16 row.
+    order: Int32[Array, " rows"]
+    starts: Int32[Array, " experts"]
+    counts: Int32[Array, " experts"]
+
+    def rows(
+        self, expert: Int32[Array, " blocks"], index: Int32[Array, " blocks"], block: int
+    ) -> Int32[Array, "blocks block"]:
+        """The rows of each expert's block of this index; past the expert's last, a number that is no row."""
+        offsets = index[:, None] * block + jnp.arange(block, dtype=jnp.int32)[None]
+        rows = self.order.at[self.starts[expert][:, None] + offsets].get(mode="clip")
+        return jnp.where(offsets < self.counts[expert][:, None], rows, self.order.shape[0])
+
+
+def _grouped(chosen: Int32[Array, "tokens top_k"], experts: int) -> _Groups:
+    flat = chosen.reshape(-1)
+    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
+    return _Groups(jnp.argsort(flat, stable=True).astype(jnp.int32), jnp.cumsum(counts) - counts, counts)
+
+
+def _block_rows(tokens: int, top_k: int, experts: int, dtype: jnp.dtype) -> int:
+    """Rows per block, by what an expert has on average: fewer mean more turns of the loop, more mean more padding.
+
+    A single token's are single rows, but for bfloat16, where a single row would be computed as two.
     """
-    block = 64 if rows_per_expert > 64 else 2 ** min(5, max(0, math.floor(math.log2(2 * rows_per_expert))))
-    return max(block, 2) if dtype == jnp.bfloat16 else block
-
-
-def _times(
-    x: Float[Array, "rows inner"], weight: Float[Array, "outer inner"], dtype: jnp.dtype
-) -> Float[Array, "rows outer"]:
-    dimensions = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, dimensions, precision=exact(x.dtype), preferred_element_type=dtype)
+    if tokens == 1 and dtype != jnp.bfloat16:
+        return 1
+    average = tokens * top_k / experts
+    return next((block for block, most in ((4, 1.0), (8, 2.0), (16, 8.0)) if average <= most), 64)
 
 
 def _forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit):

@@ -83,12 +83,12 @@ def test_bfloat16_weights_are_summed_in_float32(tokens):
 
 
 def test_no_dense_expansion_is_compiled():
-    """The loop reads one expert at a time: temporaries stay far below one activation per expert and token."""
+    """A round has a block of eight rows per expert here: its temporaries stay below one activation per expert and token."""
     tokens, experts, hidden, intermediate = 64, 64, 64, 64
     x = case(tokens, experts, 2, hidden=hidden, intermediate=intermediate)
     compiled = jax.jit(lambda *a: block_experts(*a, 0.0)).lower(*x).compile()
     dense = tokens * experts * intermediate * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < dense / 4
+    assert compiled.memory_analysis().temp_size_in_bytes < dense / 2
 
 
 def test_the_clamp_is_after_the_silu():
