@@ -1,5 +1,6 @@
-"""How the benchmarks record what they find: a JSON file with command, machine and versions, and a picture."""
+"""How the benchmarks record what they find: JSON with command, machine and versions, and a picture beside it."""
 
+import importlib.metadata
 import json
 import shlex
 import sys
@@ -15,24 +16,44 @@ from ling3.bench_report import machine
 # Okabe and Ito's colours, told apart by the colour-blind; markers and dashes tell them apart in print.
 BLACK, BLUE, ORANGE, GREEN, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#56B4E9"
 
+PEERS = ("torch", "transformers", "flash-linear-attention", "triton")
+"""Packages whose version is noted where they are installed."""
 
-def write(out: Path, name: str, findings: dict[str, Any], figure: Figure, **versions: str) -> None:
+
+def where(module: str = "benchmarks") -> dict[str, Any]:
+    """The command that is running, as it is repeated, and the machine with what is installed."""
+    versions = {}
+    for name in PEERS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"command": shlex.join(["python", "-m", module, *sys.argv[1:]]), "machine": machine() | versions}
+
+
+def write(out: Path, name: str, findings: dict[str, Any], figure: Figure) -> None:
     """Writes `name`.json and `name`.png into the directory `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    where = {
-        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "machine": machine() | versions,
-    }
-    (out / f"{name}.json").write_text(json.dumps(where | findings, indent=1) + "\n", encoding="utf-8")
+    save(out / f"{name}.json", where(f"benchmarks.{name}") | findings)
     figure.savefig(out / f"{name}.png", dpi=150)
     print(out / f"{name}.json", out / f"{name}.png", file=sys.stderr)
 
 
+def save(path: Path, findings: dict[str, Any]) -> None:
+    """Writes plain values as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(findings, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """The median of repeated measurements, and how far they lie apart."""
+    """The median of repeated measurements, and how far they lie apart: five digits of each, whole numbers whole."""
     return {
-        "median": round(float(np.median(values)), 4),
-        "least": round(min(values), 4),
-        "most": round(max(values), 4),
-        "all": [round(value, 4) for value in values],
+        "median": _digits(float(np.median(values))),
+        "least": _digits(min(values)),
+        "most": _digits(max(values)),
+        "all": [_digits(value) for value in values],
     }
+
+
+def _digits(value: float) -> float:
+    return int(value) if float(value).is_integer() else float(f"{value:.5g}")

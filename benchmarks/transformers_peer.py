@@ -1,87 +1,95 @@
-"""transformers' Ling-3 as a throughput benchmark needs it: left-padded batches, and the fastest of its own forms.
+"""transformers' Ling-3 as a benchmark needs it: its public `generate`, in the form that is fastest for each case."""
 
-Needs the extra `parity`, and borrows from `tests/` what draws random checkpoints and loads them into transformers.
-"""
-
+import importlib.util
 import os
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
-import torch
-import transformers
 
-import ling3
+from benchmarks.registry import Absent
 from ling3.bench import SampleRequest
 
-sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("tests", "tests/parity")]
-from oracle import Oracle  # noqa: E402
-from random_checkpoint import draw, write  # noqa: E402
-
-BATCH = 16
-"""Rows of a batch."""
-TRIED, TURNS = 8, 3
-"""New tokens and turns by which implementations are compared."""
+EXPERTS = ("grouped_mm", "batched_mm", "eager")
+GATHERED = 64
+"""The most rows of a prompt with which batched_mm is tried: it gathers copies of the experts for every row."""
 
 
 class Peer:
-    """A random checkpoint of `config` in transformers, float32, on all cores; its `ling3` has the same weights."""
+    """The checkpoint in `directory` in transformers, float32, on all cores."""
 
-    def __init__(self, config: ling3.Ling3Config):
+    def __init__(self, directory: Path):
+        if importlib.util.find_spec("transformers") is None:
+            raise Absent("transformers is not installed: pip install -e '.[parity]'")
+        import torch  # noqa: PLC0415 -- an extra
+        import transformers  # noqa: PLC0415
+
         torch.set_num_threads(os.cpu_count() or 1)
-        weights = draw(config, seed=0)
-        self.config, self.model = config, Oracle(config, weights).model
-        self.parameters = sum(w.size for w in weights.values())
-        with tempfile.TemporaryDirectory() as directory:
-            write(Path(directory), config, weights)
-            self.ling3 = ling3.load(directory, dtype=jnp.float32)
-        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()  # that faster kernels exist for GPUs
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.torch, self.model = torch, model.eval().requires_grad_(False)
+        self.pad = self.model.config.pad_token_id
 
-    def generate(self, requests: Sequence[SampleRequest], most: int = sys.maxsize) -> list[list[int]]:
-        """Each request's greedy tokens, at most `most` a row. A batch runs to its longest row."""
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        """`new` greedy tokens of each prompt, in one left-padded batch."""
+        torch, longest = self.torch, max(map(len, prompts))
+        pads = [longest - len(prompt) for prompt in prompts]
+        with torch.inference_mode():
+            out = self.model.generate(
+                torch.tensor([[self.pad] * n + list(prompt) for n, prompt in zip(pads, prompts)]),
+                attention_mask=torch.tensor([[0] * n + [1] * (longest - n) for n in pads]),
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=self.pad,
+                eos_token_id=None,
+            )
+        return out[:, longest:].tolist()
+
+    def answer(self, requests: Sequence[SampleRequest], batch: int) -> list[list[int]]:
+        """The requests in their order, `batch` at a time; a batch runs to its longest row."""
         answers = []
-        for start in range(0, len(requests), BATCH):
-            batch = requests[start : start + BATCH]
-            longest = max(len(request.prompt) for request in batch)
-            new = min(max(request.max_tokens for request in batch), most)
-            pads, pad = [longest - len(request.prompt) for request in batch], self.config.pad_token_id
-            ids = torch.tensor([[pad] * n + list(request.prompt) for n, request in zip(pads, batch)])
-            mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pads])
-            with torch.inference_mode():
-                out = self.model.generate(
-                    ids,
-                    attention_mask=mask,
-                    max_new_tokens=new,
-                    min_new_tokens=new,
-                    do_sample=False,
-                    use_cache=True,
-                    pad_token_id=pad,
-                    eos_token_id=None,
-                )
-            rows = out[:, longest:].tolist()
-            answers += [row[: request.max_tokens] for row, request in zip(rows, batch)]
+        for start in range(0, len(requests), batch):
+            some = requests[start : start + batch]
+            new = max(request.max_tokens for request in some)
+            rows = self.generate([request.prompt for request in some], new)
+            answers += [row[: request.max_tokens] for row, request in zip(rows, some)]
         return answers
 
-    def be_fastest(self, requests: Sequence[SampleRequest]) -> dict[str, float]:
-        """Takes the fastest of its implementations here; the seconds of each, for a prefill and 8 tokens."""
-        choices = (("eager", "sdpa"), ("eager", "eager"), ("grouped_mm", "sdpa"))
-        times: list[list[float]] = [[] for _ in choices]
-        for turn in range(TURNS + 1):  # the first is for warming up
-            for choice, seconds in zip(choices, times, strict=True):
-                self._implement(*choice)
+    def logits(self, prompts: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> np.ndarray:
+        """The logits that each of the `new` tokens was chosen from, [batch, new, vocab], in one pass without a cache.
+
+        Prompts of one length, as many new tokens for each.
+        """
+        tokens = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, new, strict=True)]
+        with self.torch.inference_mode():
+            out = self.model(self.torch.tensor(tokens), use_cache=False, logits_to_keep=len(new[0]))
+        return out.logits.float().numpy()
+
+    def be_fastest(self, prompts: Sequence[Sequence[int]], new: int) -> dict[str, float]:
+        """Takes the fastest of its implementations on these prompts; the seconds of each, twice tried, at best."""
+        seconds: dict[str, float] = {}
+        choices = {}
+        for experts, attention in self._choices(sum(map(len, prompts))):
+            self._implement(experts, attention)
+            name = f"experts {experts}, attention {attention}"
+            choices[name] = experts, attention
+            for _ in range(2):
                 begin = time.perf_counter()
-                self.generate(requests, TRIED)
-                if turn > 0:
-                    seconds.append(time.perf_counter() - begin)
-        self._implement(*choices[int(np.argmin([min(seconds) for seconds in times]))])
-        return {
-            f"experts {experts}, attention {attention}": round(min(seconds), 3)
-            for (experts, attention), seconds in zip(choices, times, strict=True)
-        }
+                self.generate(prompts, new)
+                seconds[name] = min(seconds.get(name, np.inf), time.perf_counter() - begin)
+        self._implement(*choices[min(seconds, key=seconds.__getitem__)])
+        return {name: round(value, 3) for name, value in seconds.items()}
+
+    def _choices(self, rows: int) -> Iterator[tuple[str, str]]:
+        """Attention takes next to nothing here; its plain form is tried with the usual experts alone."""
+        for experts in EXPERTS:
+            if experts != "batched_mm" or rows <= GATHERED:
+                yield experts, "sdpa"
+        yield "grouped_mm", "eager"
 
     def _implement(self, experts: str, attention: str) -> None:
         self.model.set_experts_implementation(experts)

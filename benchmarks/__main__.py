@@ -1,0 +1,96 @@
+"""Runs the suite: `python -m benchmarks --help`."""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from benchmarks import cases, report
+from benchmarks.registry import CASES, Case, Setting, chosen
+from benchmarks.run import run
+
+__all__ = ["cases", "main"]
+
+QUICK_ROUNDS = 2
+SCRATCH = Path(tempfile.gettempdir()) / "ling3-benchmarks"
+
+
+def main(
+    only: tuple[str, ...] = ("*",),
+    quick: bool = False,
+    rounds: int | None = None,
+    show: Annotated[bool, tyro.conf.arg(name="list")] = False,
+    out: Path = Path("benchmarks/results"),
+    scratch: Path = SCRATCH,
+) -> None:
+    """Run registered cases: each side is held to its oracle, then all take turns, and what was seen is written down.
+
+    Results of toy sizes go into the directory `toy` beside the others. The exit status is 1 if a side of ling3 was
+    wrong or broke down.
+
+    Args:
+        only: names of cases, or patterns of names, as 'model/*'.
+        quick: toy sizes, for seeing that everything runs.
+        rounds: how often each side is measured (otherwise each case's own number).
+        show: list the cases, and measure nothing.
+        out: the directory for a JSON file and a picture of each group.
+        scratch: the directory for random checkpoints and caches, which are kept; the largest checkpoint has 3 GB.
+    """
+    try:
+        wanted = chosen(only)
+    except ValueError as error:
+        raise SystemExit(f"--only: {error}") from None
+    if rounds is not None and rounds < 1:
+        raise SystemExit(f"--rounds is {rounds}, expected at least 1")
+    if show:
+        for case in wanted:
+            print(f"{case.name}: {case.question}")
+        return
+    records = run_all(wanted, quick, rounds, out, scratch)
+    Console(width=None if sys.stdout.isatty() else 160).print(report.table(records))
+    if any(record["outcome"] in ("wrong", "failed") for record in records):
+        sys.exit(1)
+
+
+def run_all(wanted: list[Case], quick: bool, rounds: int | None, out: Path, scratch: Path) -> list[report.Record]:
+    """The records of the cases, each written to `out` as soon as it is there.
+
+    Cases of the group gpu run at full size on a GPU alone. One setting for each scale keeps what its cases share.
+    """
+    settings = {scale: Setting(scale, scratch) for scale in ("full", "toy")}
+    records = []
+    with _progress() as progress:
+        task = progress.add_task("", total=len(wanted))
+        for case in wanted:
+            toy = quick or (case.group == "gpu" and not settings["full"].gpu)
+            setting = settings["toy" if toy else "full"]
+
+            def note(what: str, case: Case = case) -> None:
+                progress.update(task, description=f"{case.name}: {what}")
+
+            record = run(case, setting, min(case.rounds, QUICK_ROUNDS) if quick and rounds is None else rounds, note)
+            report.keep(out / "toy" if toy else out, record)
+            records.append(record)
+            progress.advance(task)
+    return records
+
+
+def _progress() -> Progress:
+    """A bar on stderr, with what is being done now."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+if __name__ == "__main__":
+    assert CASES, "importing the cases registers them"
+    tyro.cli(main)

@@ -1,0 +1,156 @@
+"""The engine: all requests at once against one by one and against transformers, and under a rate of arrivals."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+import ling3
+from benchmarks.models import MID, TOY, checkpoint
+from benchmarks.oracles import is_peer
+from benchmarks.registry import Setting, Side, Trial, Wrong, case, milliseconds
+from benchmarks.transformers_peer import Peer
+from ling3.bench import SampleRequest, measure, random_requests
+
+BATCH = 16
+"""Rows of transformers' batches."""
+MAX_MODEL_LEN = 512
+AGREEMENT = 0.9
+"""The share of requests that must have all tokens in common with the oracle: random weights tie here and there."""
+
+Tokens = list[list[int]]
+
+
+@case("engine/offline", "64 mixed requests on nano, all at once, against the ways to serve them one by one.", rounds=3)
+def offline(setting: Setting) -> Trial:
+    """Seconds for all of them. The engine's answers must not depend on company, bit for bit."""
+    model = ling3.load("nano", dtype=jnp.float32)
+    longest = setting.size(full=256, toy=32)
+    requests = random_requests(setting.size(full=64, toy=8), model.config.vocab_size, (16, longest), (16, longest))
+    engine, lone = _engine(setting, model), _engine(setting, model, max_running_requests=1, decode_rows=2)
+    expected = singly(engine, requests)
+
+    def company() -> str:
+        if together(engine, requests) != expected:
+            raise Wrong("the engine's tokens depend on company")
+        return "the same tokens in company and alone"
+
+    sides = [
+        Side("engine, all at once", _seconds(lambda: together(engine, requests)), company),
+        Side("the same engine, one by one", _seconds(lambda: singly(engine, requests)), is_peer),
+        Side(
+            "an engine for one request",
+            _seconds(lambda: singly(lone, requests)),
+            lambda: agrees(singly(lone, requests), expected),
+        ),
+        Side(
+            "ling3.generate, one by one",
+            _seconds(lambda: generated(model, requests)),
+            lambda: agrees(generated(model, requests), expected),
+        ),
+    ]
+    return Trial(sides, unit="s", tokens=sum(request.max_tokens for request in requests), about=_about(requests))
+
+
+@case("engine/request-rate", "Latencies of requests that arrive at random, against their rate, on nano.", rounds=2)
+def request_rate(setting: Setting) -> Trial:
+    """Medians of the time to the first token and of the time per token after it, each from when the request was due."""
+    model = ling3.load("nano", dtype=jnp.float32)
+    engine = _engine(setting, model)
+    longest = setting.size(full=128, toy=16)
+    requests = random_requests(setting.size(full=48, toy=6), model.config.vocab_size, (16, longest), (16, longest))
+    seen: dict[float, dict[str, Any]] = {}
+
+    def first_token(rate: float) -> float:
+        seen[rate] = measure(engine, requests, request_rate=rate).to_dict()
+        return seen[rate]["ttft_ms"]["p50"]
+
+    @functools.cache
+    def check() -> str:
+        return agrees(together(engine, requests[:4]), generated(model, requests[:4]))
+
+    sides = []
+    for rate in setting.size(full=(2.0, 4.0, 8.0, 16.0), toy=(16.0, 64.0)):
+        sides.append(Side("time to the first token, p50", lambda rate=rate: first_token(rate), check, x=rate))
+        # Of the run that the side above has just made.
+        sides.append(Side("time per token, p50", lambda rate=rate: seen[rate]["tpot_ms"]["p50"], check, x=rate))
+    return Trial(sides, axis="requests per second", about=_about(requests), warm=False)
+
+
+@case(
+    "engine/transformers", "48 mixed requests on 114 million parameters, against transformers' batches of 16.", rounds=3
+)
+def transformers(setting: Setting) -> Trial:
+    """Seconds for all of them, float32; a batch runs to its longest row, and only tokens that were asked for count."""
+    directory = checkpoint(setting.size(full=MID, toy=TOY), setting.scratch)
+    peer, model = Peer(directory), ling3.load(directory, dtype=jnp.float32)
+    longest = setting.size(full=128, toy=24)
+    requests = random_requests(
+        setting.size(full=3 * BATCH, toy=BATCH), model.config.vocab_size, (16, longest), (16, longest)
+    )
+    tried = peer.be_fastest([request.prompt for request in requests[:BATCH]], 8)
+    engine = _engine(setting, model)
+    sides = [
+        Side(
+            "engine, all at once",
+            _seconds(lambda: together(engine, requests)),
+            lambda: agrees(together(engine, requests), peer.answer(requests, BATCH)),
+        ),
+        Side("transformers, batches of 16", _seconds(lambda: peer.answer(requests, BATCH)), is_peer),
+    ]
+    about = _about(requests) | {"implementations_tried_s": tried}
+    return Trial(sides, unit="s", tokens=sum(request.max_tokens for request in requests), about=about)
+
+
+def together(engine: ling3.Engine, requests: Sequence[SampleRequest]) -> Tokens:
+    """All requests at once."""
+    outputs = engine.generate([request.prompt for request in requests], [_params(request) for request in requests])
+    return [list(output.token_ids) for output in outputs]
+
+
+def singly(engine: ling3.Engine, requests: Sequence[SampleRequest]) -> Tokens:
+    """One request after the other."""
+    return [list(engine.generate([request.prompt], _params(request))[0].token_ids) for request in requests]
+
+
+def generated(model: ling3.Ling3ForCausalLM, requests: Sequence[SampleRequest]) -> Tokens:
+    """Without an engine."""
+    return [
+        ling3.generate(model, [request.prompt], max_tokens=request.max_tokens, ignore_eos=True)[0]
+        for request in requests
+    ]
+
+
+def agrees(mine: Tokens, other: Tokens) -> str:
+    """How many requests have all their tokens in common. Raises Wrong below AGREEMENT."""
+    same = sum(a == b for a, b in zip(mine, other, strict=True))
+    found = f"{same} of {len(mine)} requests have the oracle's tokens"
+    if same < AGREEMENT * len(mine):
+        raise Wrong(f"{found}; expected {100 * AGREEMENT:.0f} %")
+    return found
+
+
+def _engine(setting: Setting, model: ling3.Ling3ForCausalLM, **settings: Any) -> ling3.Engine:
+    """With its defaults; a toy has fewer programs to compile."""
+    fewer = {"chunked_prefill_size": 32, "token_paddings": (32,)}
+    engine = ling3.Engine(model, max_model_len=MAX_MODEL_LEN, **settings | setting.size(full={}, toy=fewer))
+    engine.warmup()
+    return engine
+
+
+def _params(request: SampleRequest) -> ling3.SamplingParams:
+    return ling3.SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
+
+
+def _seconds(run: Callable[[], Any]) -> Callable[[], float]:
+    timed = milliseconds(run)
+    return lambda: timed() / 1e3
+
+
+def _about(requests: Sequence[SampleRequest]) -> dict[str, int]:
+    return {
+        "requests": len(requests),
+        "prompt_tokens": sum(len(request.prompt) for request in requests),
+        "output_tokens": sum(request.max_tokens for request in requests),
+    }

@@ -1,0 +1,159 @@
+"""One GPU: bfloat16, against flash-linear-attention and torch, and the whole Ling-3.0-tiny on random weights.
+
+Where jax has no GPU the same functions run at toy sizes on the CPU, so that they are known to run; their numbers then
+say nothing, and are kept apart.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ling3
+from benchmarks import operators
+from benchmarks.cases.model import per_step
+from benchmarks.models import TINY, TOY, prompts
+from benchmarks.oracles import likeliest
+from benchmarks.registry import Setting, Side, Trial, case, milliseconds
+
+PUBLISHED = "SGLang, one H200, Ling-3.0-tiny in bfloat16, 8,192 tokens in and 1,024 out"
+CALLS = 20
+"""Calls of an operator that are sent off before the last is awaited: a GPU waits for the host otherwise."""
+NEW = 129
+"""New tokens: one from the prefill and 128 decode steps."""
+
+
+@case("gpu/kda-chunk-8x2048", "KDA on 8 prompts of 2,048 tokens, against fla's chunk_kda.", wanted=1.0)
+def kda_chunk_short(setting: Setting) -> Trial:
+    """Many sequences: enough heads to fill the GPU."""
+    sizes = setting.size(full=(8, 2048, 16, 128), toy=(2, 80, 2, 32))
+    return operators.kda_chunk(setting, *sizes, calls=setting.size(full=CALLS, toy=1))
+
+
+@case("gpu/kda-chunk-1x16384", "KDA on one prompt of 16,384 tokens: 16 heads are all there is in parallel.", wanted=1.0)
+def kda_chunk_long(setting: Setting) -> Trial:
+    """One long sequence."""
+    sizes = setting.size(full=(1, 16384, 16, 128), toy=(1, 160, 2, 32))
+    return operators.kda_chunk(setting, *sizes, calls=setting.size(full=CALLS, toy=1))
+
+
+def _step(setting: Setting, batch: int) -> Trial:
+    heads, width = setting.size(full=(16, 128), toy=(2, 32))
+    return operators.kda_one_step(setting, batch, heads, width, calls=setting.size(full=CALLS, toy=1))
+
+
+@case("gpu/kda-step-1", "One decode step of KDA, one row, against fla's fused_recurrent_kda.", wanted=1.0)
+def kda_step_1(setting: Setting) -> Trial:
+    """One request."""
+    return _step(setting, 1)
+
+
+@case("gpu/kda-step-128", "The same for 128 rows.", wanted=1.0)
+def kda_step_128(setting: Setting) -> Trial:
+    """As many as fit."""
+    return _step(setting, setting.size(full=128, toy=4))
+
+
+def _latent(setting: Setting) -> dict[str, int]:
+    return setting.size(full={"heads": 16, "latent": 512, "rope": 64}, toy={"heads": 2, "latent": 24, "rope": 8})
+
+
+@case("gpu/mla-prefill-4096", "MLA on a prompt of 4,096 tokens over its pages, against torch's attention.")
+def mla_prefill(setting: Setting) -> Trial:
+    """Keys and values are expanded from the latents on both sides."""
+    seq, nope = setting.size(full=(4096, 128), toy=(300, 16))
+    return operators.mla_prefill(setting, seq, nope=nope, dtype=jnp.bfloat16, **_latent(setting))
+
+
+@case("gpu/mla-decode-16", "One token of 16 rows over 8,192 latents each, against torch's attention.")
+def mla_decode(setting: Setting) -> Trial:
+    """Absorbed, over pages; torch's lie in a row."""
+    batch, context = setting.size(full=(16, 8192), toy=(2, 300))
+    calls = setting.size(full=CALLS, toy=1)
+    return operators.mla_decode(setting, batch, context, dtype=jnp.bfloat16, calls=calls, **_latent(setting))
+
+
+def _experts(setting: Setting, tokens: int) -> Trial:
+    sizes = setting.size(
+        full={"count": 128, "top_k": 8, "hidden": 1536, "intermediate": 512},
+        toy={"count": 8, "top_k": 2, "hidden": 64, "intermediate": 32},
+    )
+    return operators.experts(setting, tokens, dtype=jnp.bfloat16, **sizes)
+
+
+@case("gpu/experts-16", "One MoE layer's routed experts, 16 tokens, against torch's grouped matmul.")
+def experts_16(setting: Setting) -> Trial:
+    """Sixteen rows decode."""
+    return _experts(setting, 16)
+
+
+@case("gpu/experts-8192", "The same, 8,192 tokens.")
+def experts_8192(setting: Setting) -> Trial:
+    """A long prompt."""
+    return _experts(setting, setting.size(full=8192, toy=40))
+
+
+def _model(setting: Setting) -> ling3.Ling3ForCausalLM:
+    """Ling-3.0-tiny, 15.8 GB of weights drawn on the device."""
+    config = setting.size(full=TINY, toy=TOY)
+    return setting.keep("tiny, bfloat16", lambda: ling3.init(config, key=jax.random.key(0), dtype=jnp.bfloat16))
+
+
+def _decode(setting: Setting, rows: int, context: int, published: dict[str, float] | None = None) -> Trial:
+    model = _model(setting)
+    batch = prompts(model.config, rows, setting.size(full=context, toy=32))
+    new = setting.size(full=NEW, toy=9)
+    side = Side("ling3.generate", per_step(_generate(model), batch, new), _check(model, rows))
+    about = {"rows": rows, "context": len(batch[0]), "new": new}
+    return Trial([side], tokens=rows, about=about, published=published or {})
+
+
+def _generate(model: ling3.Ling3ForCausalLM) -> Callable[[list[list[int]], int], list[list[int]]]:
+    return lambda batch, count: ling3.generate(model, batch, max_tokens=count, ignore_eos=True)
+
+
+def _check(model: ling3.Ling3ForCausalLM, rows: int) -> Callable[[], str]:
+    """Prefill and decode over caches against the pass without any, on prompts that it has room for."""
+
+    def check() -> str:
+        batch = prompts(model.config, rows, 64)
+        tokens = _generate(model)(batch, 4)
+        seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
+        return likeliest(tokens, lambda: np.asarray(model(seen)[:, -4:]), nats=0.3, share=0.9)
+
+    return check
+
+
+@case("gpu/prefill-8192", "Ling-3.0-tiny: a prompt of 8,192 tokens and one new token.", limit=50.0)
+def prefill_8192(setting: Setting) -> Trial:
+    """The time to the first token."""
+    model = _model(setting)
+    batch = prompts(model.config, 1, setting.size(full=8192, toy=80))
+    side = Side("ling3.generate", milliseconds(lambda: _generate(model)(batch, 1)), _check(model, 1))
+    return Trial([side], tokens=len(batch[0]), about={"prompt": len(batch[0])}, published={f"{PUBLISHED}: TTFT": 70.0})
+
+
+@case("gpu/decode-1-at-1024", "Ling-3.0-tiny: a decode step of one row at a context of 1,024.", limit=1.2)
+def decode_1(setting: Setting) -> Trial:
+    """One request, short."""
+    return _decode(setting, 1, 1024)
+
+
+@case("gpu/decode-16-at-1024", "The same for 16 rows.", limit=3.5)
+def decode_16(setting: Setting) -> Trial:
+    """Sixteen requests, short."""
+    return _decode(setting, setting.size(full=16, toy=4), 1024)
+
+
+@case("gpu/decode-1-at-8192", "One row at a context of 8,192, as SGLang's figure.", limit=2.87)
+def decode_1_long(setting: Setting) -> Trial:
+    """One request, long."""
+    return _decode(setting, 1, 8192, {f"{PUBLISHED}, 1 request: TPOT": 2.87})
+
+
+@case("gpu/decode-16-at-8192", "16 rows at a context of 8,192, as SGLang's figure.", limit=5.96)
+def decode_16_long(setting: Setting) -> Trial:
+    """Sixteen requests, long."""
+    rows = setting.size(full=16, toy=4)
+    return _decode(setting, rows, 8192, {f"{PUBLISHED}, 16 requests: TPOT": 5.96})

@@ -1,0 +1,111 @@
+"""What comes before the first token: importing, compiling, and the command line from nothing to its first word."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fresh import ROOT, ask
+from benchmarks.registry import Setting, Side, Trial, Wrong, case
+from ling3 import problems
+
+QUESTION = "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
+ANSWER = 7
+
+
+@case("start/import", "import ling3, in a fresh process.", limit=1.0, always_measured=True)
+def import_ling3(setting: Setting) -> Trial:
+    """Seconds for the import alone; the interpreter's own start is not in it."""
+    return Trial([Side("import ling3", lambda: ask("import", "ling3")["seconds"], lambda: "imports")], unit="s")
+
+
+@case(
+    "start/generate-empty",
+    "ling3 generate nano to its first word, with an empty compilation cache.",
+    limit=6.0,
+    rounds=3,
+    always_measured=True,
+)
+def generate_empty(setting: Setting) -> Trial:
+    """From the process's start to the first byte on stdout; everything has to be compiled."""
+
+    def fresh() -> tuple[float, str]:
+        with tempfile.TemporaryDirectory() as cache:
+            return first_word(Path(cache))
+
+    side = Side("ling3 generate", lambda: fresh()[0], lambda: _answered(fresh()[1]))
+    return Trial([side], unit="s", warm=False)
+
+
+@case(
+    "start/generate-warm",
+    "The same with the cache that an earlier run has left.",
+    limit=2.5,
+    always_measured=True,
+)
+def generate_warm(setting: Setting) -> Trial:
+    """What a user sees from the second time on."""
+    cache = setting.scratch / "warm-cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir(parents=True)
+    side = Side("ling3 generate", lambda: first_word(cache)[0], lambda: _answered(first_word(cache)[1]))
+    return Trial([side], unit="s", warm=False)
+
+
+def first_word(cache: Path) -> tuple[float, str]:
+    """Seconds from starting `ling3 generate nano` to the first byte it says, and all that it says."""
+    command = [sys.executable, "-m", "ling3.cli", "generate", "nano", "--chat", "-p", QUESTION]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+    begin = time.perf_counter()
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+        assert run.stdout is not None
+        first = run.stdout.read(1)
+        seconds = time.perf_counter() - begin
+        said = first + run.stdout.read()
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}")
+    return seconds, said.decode()
+
+
+def _answered(said: str) -> str:
+    if problems.last_number(said) != ANSWER:
+        raise Wrong(f"nano was asked {QUESTION!r} and said {said!r}, expected {ANSWER}")
+    return f"nano answers {ANSWER}"
+
+
+@case("start/compile-decode", "Trace and compile a decode step of the whole Ling-3.0-tiny.", limit=40.0, rounds=1)
+def compile_decode(setting: Setting) -> Trial:
+    """24 layers from shapes alone, in a fresh process without a cache."""
+    return _compiled(setting, "decode")
+
+
+@case("start/compile-prefill", "Trace and compile a prefill step of 512 tokens of it.", limit=60.0, rounds=1)
+def compile_prefill(setting: Setting) -> Trial:
+    """The same for a prompt's chunk."""
+    return _compiled(setting, "prefill")
+
+
+def _compiled(setting: Setting, program: str) -> Trial:
+    about: dict[str, Any] = {}
+
+    def measure() -> float:
+        about.update(ask("compile", f"{setting.scale}:{program}"))
+        return about["seconds"]
+
+    def check() -> str:
+        """The first measurement is checked, and is the one that counts where one round is asked for."""
+        measure()
+        temporary, arguments = about["temporary_bytes"], about["argument_bytes"]
+        if setting.scale == "full" and temporary > arguments / 4:
+            raise Wrong(f"{temporary:,} bytes of temporaries beside {arguments:,} of arguments: copies of weights")
+        return f"{temporary / 1e6:,.0f} MB of temporaries beside {arguments / 1e6:,.0f} MB of arguments"
+
+    def seen() -> float:
+        found = about.pop("seconds", None)
+        return measure() if found is None else found
+
+    return Trial([Side(f"ling3, {program}", seen, check)], unit="s", about=about, warm=False)

@@ -1,0 +1,139 @@
+"""Things that only a fresh process can tell: how long it takes from nothing, and how much memory there ever was.
+
+    python -m benchmarks.fresh ACTION ARGUMENT
+
+prints one JSON object on stdout. `ask` starts such a process and reads it.
+"""
+
+import importlib
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PROBES = ("lm_head.weight", "model.layers.1.mlp.experts.3.gate_proj.weight", "model.norm.weight")
+"""Tensors by whose sums two loads are compared."""
+
+
+def ask(action: str, argument: str | Path = "", environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What a fresh process says. RuntimeError with its last words if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fresh", action, str(argument)],
+        cwd=ROOT,
+        env=os.environ | dict(environment or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"a fresh process for {action} ended with {done.returncode}: {done.stderr[-1000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def load_ling3(directory: str) -> dict[str, Any]:
+    """The checkpoint into float32, every page of it touched."""
+    import jax  # noqa: PLC0415 -- what an action imports is part of what it costs
+    import jax.numpy as jnp  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
+
+    import ling3  # noqa: PLC0415
+
+    before, begin = _peak(), time.perf_counter()
+    model = ling3.load(directory, dtype=jnp.float32)
+    arrays = jax.tree.leaves(model)
+    # numpy reads the same buffers; one number of each page.
+    touched = sum(float(np.asarray(array).reshape(-1)[::1024].sum()) for array in arrays)
+    seconds = time.perf_counter() - begin
+    sums = [
+        np.asarray(model.lm_head.weight[:8]),
+        np.asarray(model.model.layers[1].mlp.experts.gate_proj[3, :8]),
+        np.asarray(model.model.norm.weight[:8]),
+    ]
+    return {
+        "seconds": seconds,
+        "peak_bytes": _peak(),
+        "before_bytes": before,
+        "model_bytes": sum(array.nbytes for array in arrays),
+        "sums": [float(np.sum(x, dtype=np.float64)) for x in sums],
+        "touched": touched,
+    }
+
+
+def load_transformers(directory: str) -> dict[str, Any]:
+    """The same with transformers."""
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    transformers.utils.logging.disable_progress_bar()
+    before, begin = _peak(), time.perf_counter()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tensors = [*model.parameters(), *model.buffers()]
+    touched = sum(float(tensor.detach().reshape(-1)[::1024].sum()) for tensor in tensors)
+    seconds = time.perf_counter() - begin
+    gate_up = model.model.layers[1].mlp.experts.gate_up_proj
+    sums = [model.lm_head.weight[:8], gate_up[3, :8], model.model.norm.weight[:8]]
+    return {
+        "seconds": seconds,
+        "peak_bytes": _peak(),
+        "before_bytes": before,
+        "model_bytes": sum(tensor.nbytes for tensor in tensors),
+        "sums": [float(x.detach().double().sum()) for x in sums],
+        "touched": touched,
+    }
+
+
+def compile_program(which: str) -> dict[str, Any]:
+    """Traces and compiles one of the engine's programs for the whole Ling-3.0-tiny, from shapes alone."""
+    scale, program = which.split(":")
+    import jax  # noqa: PLC0415
+
+    from benchmarks.programs import lowered  # noqa: PLC0415
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    begin = time.perf_counter()
+    low, arguments = lowered(scale, program)
+    traced = time.perf_counter() - begin
+    compiled = low.compile()
+    seconds = time.perf_counter() - begin
+    memory = compiled.memory_analysis()
+    return {
+        "seconds": seconds,
+        "trace_seconds": traced,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "arguments": arguments,
+    }
+
+
+def import_package(name: str) -> dict[str, Any]:
+    """Imports a package."""
+    begin = time.perf_counter()
+    importlib.import_module(name)
+    return {"seconds": time.perf_counter() - begin, "peak_bytes": _peak()}
+
+
+def _peak() -> int:
+    """The most bytes of memory this process has had at once."""
+    status = Path("/proc/self/status")
+    if status.exists() and (found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
+        return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+ACTIONS = {
+    "load-ling3": load_ling3,
+    "load-transformers": load_transformers,
+    "compile": compile_program,
+    "import": import_package,
+}
+
+if __name__ == "__main__":
+    print(json.dumps(ACTIONS[sys.argv[1]](sys.argv[2])))

@@ -1,0 +1,148 @@
+"""The models that are measured: Ling-3.0-tiny whole, its full width with four layers, a mid-size one, and a toy.
+
+`checkpoint` writes random weights in the published layout, such that rows of a batch say different things and the
+router spreads them over the experts: logits have a standard deviation near 1. Tensors are drawn one by one, each from
+its own name, straight into the file.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+import zlib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import ling3
+from ling3 import safetensors_file
+from ling3.weights import weight_names
+
+TINY = ling3.Ling3Config(
+    vocab_size=157184,
+    hidden_size=1536,
+    intermediate_size=4608,
+    num_hidden_layers=24,
+    layer_group_size=4,
+    first_k_dense_replace=1,
+    num_attention_heads=16,
+    head_dim=128,
+    q_lora_rank=256,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    rope_theta=6000000.0,
+    max_position_embeddings=131072,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    moe_shared_expert_intermediate_size=512,
+    n_group=8,
+    topk_group=4,
+    eos_token_id=(156895,),
+    pad_token_id=156892,
+)
+"""Ling-3.0-tiny: 7.89 billion parameters."""
+
+FOUR_LAYERS = dataclasses.replace(TINY, num_hidden_layers=4, q_lora_rank=None)
+"""Its full width with four layers, 1.49 billion parameters; without the Q-LoRA, which transformers has not."""
+
+MID = ling3.Ling3Config(
+    vocab_size=16384,
+    hidden_size=640,
+    intermediate_size=1920,
+    num_hidden_layers=8,
+    layer_group_size=4,
+    first_k_dense_replace=1,
+    num_attention_heads=10,
+    head_dim=64,
+    q_lora_rank=None,
+    kv_lora_rank=256,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+    max_position_embeddings=131072 + 1024,  # room for the steps that are measured at 131,072
+    num_experts=32,
+    num_experts_per_tok=4,
+    moe_intermediate_size=160,
+    moe_shared_expert_intermediate_size=160,
+    n_group=4,
+    topk_group=2,
+    eos_token_id=(2,),
+    pad_token_id=0,
+)
+"""Ling-3.0-tiny's proportions at 114 million parameters."""
+
+TOY = dataclasses.replace(
+    MID,
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    head_dim=16,
+    kv_lora_rank=24,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    moe_shared_expert_intermediate_size=32,
+)
+"""The same at 0.4 million: for seeing that a case runs, not for its numbers."""
+
+STORED_WIDE = ("expert_bias", "A_log", "dt_bias")
+"""What the published checkpoints have in float32; everything else is bfloat16."""
+
+
+def checkpoint(config: ling3.Ling3Config, scratch: Path) -> Path:
+    """A directory with random bfloat16 weights of `config`, drawn into `scratch` unless they are there already."""
+    fingerprint = zlib.crc32(repr(dataclasses.asdict(config)).encode())
+    directory = scratch / f"ling3-{config.num_hidden_layers}x{config.hidden_size}-{fingerprint:08x}"
+    if (directory / "config.json").exists():
+        return directory
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    weights = {weight.name: weight.shape for weight in weight_names(config)}
+    specs = {name: (_dtype(name), shape) for name, shape in weights.items()}
+    safetensors_file.write(
+        directory / "model.safetensors", specs, lambda name: draw(name, weights[name]).astype(_dtype(name))
+    )
+    # Last, so that a directory with a config is whole.
+    raw = config.to_dict() | {"torch_dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    return directory
+
+
+def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """One published tensor, float32, from a seed of its own.
+
+    Matrices keep the scale of what they multiply, and queries of MLA and the router's scores are spread by half more.
+    Decays lie between almost none and almost all; expert biases are mostly negative, and so are many biased scores.
+    """
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    bounds = {"expert_bias": (-0.9, 0.1), "A_log": (-1.0, 1.0), "dt_bias": (-5.0, 1.0)}
+    kind = name.removesuffix(".weight").rpartition(".")[2]
+    if kind in bounds:
+        return rng.uniform(*bounds[kind], shape).astype(np.float32)
+    if kind.endswith("norm"):
+        return rng.uniform(0.5, 1.5, shape).astype(np.float32)
+    if kind == "word_embeddings":
+        std = 1.0
+    elif kind.endswith("conv1d"):
+        std = 0.5
+    else:
+        std = (1.5 if kind in ("gate", "q_b_proj") else 1.0) / math.sqrt(shape[-1])
+    return std * rng.standard_normal(shape, np.float32)
+
+
+def prompts(config: ling3.Ling3Config, count: int, length: int) -> list[list[int]]:
+    """`count` prompts of random ids, each another."""
+    return np.random.default_rng(0).integers(0, config.vocab_size, (count, length)).tolist()
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(np.float32) if name.endswith(STORED_WIDE) else np.dtype(ml_dtypes.bfloat16)

@@ -1,0 +1,116 @@
+"""The picture of a group: how many times faster than whom, values beside their limits, and the lines of its sweeps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.record import BLACK, BLUE, GREEN, ORANGE, SKY
+
+LOOKS = ((BLACK, "o", "-"), (ORANGE, "s", "--"), (BLUE, "^", ":"), (GREEN, "D", "-."))
+ROW, SWEEP = 0.34, 3.6
+"""Inches of a bar and of a sweep's panel."""
+Record = dict[str, Any]
+
+
+def draw(records: Sequence[Record]) -> Figure:
+    """One panel of ratios, one of values without a peer, and one for each sweep; what has no number says so."""
+    sweeps = [record for record in records if record.get("lines")]
+    ratios = [record for record in records if record.get("times_faster_than")]
+    lone = [record for record in records if _first(record) and record not in ratios and record not in sweeps]
+    panels = [(_ratios, [ratios], ROW * sum(len(r["times_faster_than"]) for r in ratios))] if ratios else []
+    panels += [(_values, [lone], ROW * len(lone))] if lone else []
+    panels += [(_sweep, [sweep], SWEEP) for sweep in sweeps]
+    if not panels:
+        figure = Figure(figsize=(8, 1.5))
+        figure.text(0.5, 0.5, "no case of this group has a number", ha="center")
+        return figure
+    heights = [height + 0.8 for _, _, height in panels]
+    figure = Figure(figsize=(9, sum(heights)), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(len(panels), 1, height_ratios=heights))
+    for one, (panel, arguments, _) in zip(axes, panels, strict=True):
+        panel(one, *arguments)
+    if any(record["scale"] == "toy" and record["outcome"] == "measured" for record in records):
+        figure.suptitle("toy sizes: that it runs, and nothing about speed", fontsize=9, color=ORANGE)
+    return figure
+
+
+def _first(record: Record) -> dict[str, Any] | None:
+    """The values of the first side."""
+    return record["sides"][0].get("values") if record["sides"] else None
+
+
+def _ratios(axes: Axes, records: Sequence[Record]) -> None:
+    """Bars: how many times the first side's value each other side's is; dots are rounds, a mark what is wanted."""
+    names, row = [], 0
+    for record in records:
+        wanted = record.get("wanted", {}).get("times_faster")
+        for i, (name, ratio) in enumerate(record["times_faster_than"].items()):
+            axes.barh(row, ratio["median"], height=0.6, color=BLUE if i == 0 else SKY)
+            axes.plot(ratio["all"], [row] * len(ratio["all"]), "o", color=BLACK, markersize=2.5)
+            axes.text(max(ratio["all"]), row, f"  {ratio['median']:.2f} ×", va="center", fontsize=8)
+            if i == 0 and wanted is not None:
+                axes.plot([wanted, wanted], [row - 0.4, row + 0.4], color=ORANGE, linewidth=2)
+            names.append(f"{record['name']}: {name}")
+            row += 1
+    most = max(ratio["most"] for record in records for ratio in record["times_faster_than"].values())
+    if most > 30:
+        axes.set_xscale("log")
+        axes.set_xlim(right=3 * most)
+    else:
+        axes.set_xlim(0, 1.15 * most)
+    axes.axvline(1, color=BLACK, linestyle="--", linewidth=0.8)
+    axes.set_yticks(range(row), names, fontsize=7.5)
+    axes.invert_yaxis()
+    axes.set_xlabel("times faster than (median; dots are rounds; orange: wanted)", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _values(axes: Axes, records: Sequence[Record]) -> None:
+    """Bars: each value as a share of its limit, or of itself where there is none."""
+    shares = []
+    for row, record in enumerate(records):
+        values, limit = _first(record) or {}, record.get("wanted", {}).get("at_most")
+        share = values["median"] / limit if limit else 1.0
+        shares.append(share)
+        axes.barh(row, share, height=0.6, color=BLUE if limit else SKY)
+        told = f"  {values['median']:,.4g} {record['unit']}" + (f", at most {limit:g} wanted" if limit else "")
+        axes.text(share, row, told, va="center", fontsize=8)
+    axes.axvline(1, color=ORANGE, linestyle="--", linewidth=1)
+    axes.set_xlim(0, 1.6 * max(1.0, *shares))
+    axes.set_yticks(range(len(records)), [record["name"] for record in records], fontsize=7.5)
+    axes.invert_yaxis()
+    axes.set_xlabel("share of the limit (dark), where there is one", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _sweep(axes: Axes, record: Record) -> None:
+    """Medians with least and most; where a line was predicted, the fitted one, and in grey the predicted one."""
+    for (name, line), (colour, marker, dashes) in zip(record["lines"].items(), LOOKS, strict=False):
+        points = [side for side in record["sides"] if side["name"] == name and "values" in side]
+        x = np.asarray([point["x"] for point in points], np.float64)
+        medians, least, most = (
+            np.asarray([point["values"][key] for point in points]) for key in ("median", "least", "most")
+        )
+        label, y = name, medians
+        if "predicted" in line:
+            predicted = line["predicted"]
+            label += f": {line['at_0']:.3g} + {line['slope']:.3g} x (predicted slope {predicted['slope']:.3g})"
+            start = line["at_0"] if predicted["at_0"] is None else predicted["at_0"]
+            axes.plot(x, start + predicted["slope"] * x, color="0.8", linewidth=4, zorder=0)
+            y = line["at_0"] + line["slope"] * x
+        axes.plot(x, y, dashes, color=colour, linewidth=1.2)
+        axes.errorbar(x, medians, (medians - least, most - medians), fmt=marker, color=colour, ms=4, lw=1, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+    axes.set_xlabel(record["axis"], fontsize=8)
+    axes.set_ylabel(record["unit"], fontsize=8)
+    axes.set_title(f"{record['name']} (dots: median, least and most; grey: predicted)", fontsize=9, loc="left")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7.5, loc="upper left")

@@ -1,0 +1,39 @@
+"""The engine's two programs, lowered from shapes alone: no weight and no memory is allocated."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from benchmarks.models import TINY, TOY
+from ling3.generate import PREFILL_CHUNK
+from ling3.ops.attention import BLOCK
+from ling3.params import SamplingParams
+from ling3.pool import Pool, Rows, cache_dtype, decode, prefill
+from ling3.sampling import Sampling
+from ling3.weights import structure
+
+COLUMNS = 32
+"""Pages of the one row: 8,192 tokens."""
+
+
+def lowered(scale: str, program: str) -> tuple[Any, int]:
+    """`decode` or `prefill` for one request, as `ling3.generate` runs it, and how many arrays go in.
+
+    `scale` is full for Ling-3.0-tiny in bfloat16, or toy.
+    """
+    config = TINY if scale == "full" else TOY
+    model = structure(config, jnp.bfloat16)
+    sampling = Sampling.build([(SamplingParams(), 0, 1, config.eos_token_id)], config.vocab_size, 8)
+    pool = eqx.filter_eval_shape(Pool.empty, model, sampling, COLUMNS, BLOCK, cache_dtype(model))
+    rows = Rows(None, _ints(1, COLUMNS))
+    arrays = len(jax.tree.leaves((model, rows, pool)))
+    if program == "decode":
+        return decode.lower(model, rows, _ints(), pool), arrays
+    return prefill.lower(model, rows, _ints(1, PREFILL_CHUNK), _ints(1), jnp.zeros(1, bool), pool), arrays
+
+
+def _ints(*shape: int) -> Array:
+    return jnp.zeros(shape, jnp.int32)

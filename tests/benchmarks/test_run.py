@@ -1,0 +1,228 @@
+"""The suite's promise: a side that fails its oracle has no number, and takes nobody else's with it."""
+
+import json
+import math
+import pathlib
+import sys
+
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from benchmarks import __main__ as suite
+from benchmarks import cases, operators, report
+from benchmarks.models import TOY, checkpoint, prompts
+from benchmarks.oracles import close, likeliest
+from benchmarks.registry import CASES, Absent, Case, Line, Setting, Side, Trial, Wrong, case, chosen
+from benchmarks.run import run
+from ling3.ops.experts import block_experts
+
+ROOT = pathlib.Path(cases.__file__).parent.parent
+
+
+@pytest.fixture
+def toy(tmp_path):
+    return Setting("toy", tmp_path)
+
+
+def counting(*values):
+    """Measures these values, one after the other."""
+    return iter(values).__next__
+
+
+def recorded(trial, setting, rounds=2, **wanted):
+    return run(Case("group/name", "How long?", lambda setting: trial, **wanted), setting, rounds)
+
+
+def fails(error):
+    def check():
+        raise error
+
+    return check
+
+
+def test_ratios_are_taken_within_a_round(toy):
+    sides = [
+        Side("ours", counting(9.0, 1.0, 2.0, 4.0), lambda: "same"),
+        Side("theirs", counting(9.0, 3.0, 4.0, 20.0), lambda: "oracle"),
+    ]
+    record = recorded(Trial(sides), toy, rounds=3, wanted=2.0)
+    assert record["sides"][0]["values"] == {"median": 2, "least": 1, "most": 4, "all": [1, 2, 4]}  # not the first 9
+    assert record["times_faster_than"]["theirs"]["all"] == [3, 2, 5]
+    assert record["outcome"] == "measured"  # toy sizes are not judged
+    assert {"command", "machine", "question"} <= record.keys() and record["machine"]["jax"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "outcome"),
+    [
+        ({"wanted": 3.0}, "met"),
+        ({"wanted": 3.1}, "missed"),
+        ({"limit": 1.0}, "missed"),
+        ({"limit": 2.0, "wanted": 1.0}, "met"),
+    ],
+)
+def test_what_is_wanted(tmp_path, wanted, outcome):
+    trial = Trial([Side("ours", lambda: 2.0, lambda: "same"), Side("theirs", lambda: 6.0, lambda: "oracle")])
+    assert recorded(trial, Setting("full", tmp_path), **wanted)["outcome"] == outcome
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(Wrong("off by 3"), "wrong"), (Absent("no such package"), "absent"), (OSError("broken"), "failed")],
+)
+def test_a_red_check_means_no_number(toy, error, outcome):
+    measured = []
+    sides = [
+        Side("ours", lambda: measured.append(1) or 1.0, fails(error)),
+        Side("theirs", lambda: 2.0, lambda: "oracle"),
+    ]
+    record = recorded(Trial(sides), toy)
+    ours, theirs = record["sides"]
+    assert record["outcome"] == outcome and str(error) in ours[outcome]
+    assert "values" not in ours and measured == [] and record["times_faster_than"] == {}
+    assert theirs["values"]["all"] == [2, 2]
+    assert "no number" in shown([record]) and str(error) in shown([record])
+
+
+def test_a_side_that_breaks_down_later_has_no_number(toy):
+    record = recorded(Trial([Side("ours", counting(1.0), lambda: "same")]), toy)
+    assert record["outcome"] == "failed" and "values" not in record["sides"][0] and "check" not in record["sides"][0]
+
+
+def test_a_case_that_cannot_be_built(toy):
+    def build(setting):
+        raise Absent("needs a telescope")
+
+    record = run(Case("group/name", "How far?", build), toy)
+    assert (record["outcome"], record["why"], record["sides"]) == ("absent", "needs a telescope", [])
+    assert "telescope" in shown([record])
+
+
+def test_a_wrong_operator_is_caught(toy, monkeypatch):
+    """Expert weights that are not applied: plausible numbers, and no speed for them."""
+
+    def unweighted(x, chosen, weights, *rest):
+        return block_experts(x, chosen, jnp.ones_like(weights), *rest)
+
+    monkeypatch.setattr(operators, "block_experts", unweighted)
+    record = run(CASES["operators/experts-8"], toy, rounds=1)
+    assert record["outcome"] == "wrong" and "values" not in record["sides"][0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "operators/kda-chunk",
+        "operators/kda-step-8",
+        "operators/mla-prefill",
+        "operators/mla-decode-8",
+        "operators/experts-512",
+        "operators/router-512",
+        "growth/memory",
+    ],
+)
+def test_light_cases_run_at_toy_sizes(toy, name):
+    """Peers are there where torch is, and absent elsewhere: ling3's side has a number in both."""
+    record = run(CASES[name], toy, rounds=1)
+    assert record["outcome"] == "measured" and record["sides"][0]["values"]["median"] > 0
+    json.dumps(record, allow_nan=False)
+
+
+@pytest.mark.slow
+def test_every_case_runs_at_toy_sizes(tmp_path):
+    records = suite.run_all(chosen(["*"]), quick=True, rounds=1, out=tmp_path / "out", scratch=tmp_path / "scratch")
+    assert {record["outcome"] for record in records} <= {"measured", "met", "missed", "absent"}
+    assert len(records) == len(CASES)
+    groups = {case.group for case in CASES.values()}
+    assert {path.name for path in (tmp_path / "out" / "toy").iterdir()} == {
+        f"{g}.{end}" for g in groups for end in ("json", "png")
+    }
+
+
+def test_sweeps_have_lines_beside_predictions(toy):
+    sides = [Side("time", lambda x=x: 3.0 + 2.0 * x, lambda: "same", x=x) for x in (1.0, 2.0, 4.0)]
+    record = recorded(Trial(sides, axis="tokens", predicted={"time": Line(1.5, "by thought")}), toy)
+    line = record["lines"]["time"]
+    assert (line["slope"], line["at_0"]) == pytest.approx((2.0, 3.0)) and line["predicted"]["slope"] == 1.5
+    assert "predicted 1.5" in shown([record])
+
+
+def test_records_of_a_group_are_kept_by_case(tmp_path, toy):
+    first, second, again = (
+        recorded(Trial([Side("ours", lambda v=v: v, lambda: "same")]), toy) for v in (1.0, 2.0, 3.0)
+    )
+    second["name"] = "group/other"
+    for record in (first, second, again):
+        report.keep(tmp_path, record)
+    kept = report.read(tmp_path / "group.json")
+    assert kept["group/name"]["sides"][0]["values"]["median"] == 3 and set(kept) == {"group/name", "group/other"}
+    assert (tmp_path / "group.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_names():
+    assert [case.name for case in chosen(["start/import", "gpu/kda-step-*"])] == [
+        "gpu/kda-step-1",
+        "gpu/kda-step-128",
+        "start/import",
+    ]
+    with pytest.raises(ValueError, match=r"no case is named 'kda'.*'gpu/\*'"):
+        chosen(["kda"])
+    with pytest.raises(ValueError, match="two cases named growth/memory"):
+        case("growth/memory", "Twice?")(lambda setting: Trial([]))
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks"])
+    suite.main(only=("growth/memory", "operators/router-512"), quick=True, out=tmp_path, scratch=tmp_path)
+    assert "growth/memory" in capsys.readouterr().out and (tmp_path / "toy" / "growth.json").exists()
+    suite.main(only=("model/*",), show=True)
+    assert capsys.readouterr().out.startswith("model/prefill-512: A prompt of 512")
+    with pytest.raises(SystemExit, match="--only: no case"):
+        suite.main(only=("nothing",))
+    with pytest.raises(SystemExit, match="--rounds is 0"):
+        suite.main(rounds=0)
+    monkeypatch.setitem(
+        CASES,
+        "growth/memory",
+        Case("growth/memory", "?", lambda setting: Trial([Side("x", lambda: 1.0, fails(Wrong("no")))])),
+    )
+    with pytest.raises(SystemExit) as ended:
+        suite.main(only=("growth/memory",), quick=True, out=tmp_path, scratch=tmp_path)
+    assert ended.value.code == 1
+
+
+def test_close():
+    ones = jnp.ones(3)
+    assert "within" in close(lambda: ones, lambda: ones, 1e-6)()
+    for other, message in ((2 * ones, "off by"), (jnp.ones(2), "shapes"), (ones * jnp.nan, "not finite")):
+        with pytest.raises(Wrong, match=message):
+            close(lambda other=other: other, lambda: ones, 1e-6)()
+
+
+def test_likeliest():
+    logits = jnp.asarray([[[0.0, 3.0], [1.0, 1.01]]])
+    assert likeliest([[1, 0]], lambda: logits).startswith("100.0 %")
+    with pytest.raises(Wrong, match=r"50.0 % .* at worst 3.00 below"):
+        likeliest([[0, 1]], lambda: logits)
+    with pytest.raises(Wrong):
+        likeliest([[1, 0]], lambda: logits * math.nan)
+
+
+def test_random_checkpoints(tmp_path):
+    """Rows say different things, and a second call draws nothing anew."""
+    directory = checkpoint(TOY, tmp_path)
+    written = (directory / "model.safetensors").stat().st_mtime_ns
+    assert checkpoint(TOY, tmp_path) == directory and (directory / "model.safetensors").stat().st_mtime_ns == written
+    import ling3  # noqa: PLC0415
+
+    model = ling3.load(directory, dtype=jnp.float32)
+    logits = model(jnp.asarray(prompts(TOY, 2, 16)))
+    assert 0.3 < float(logits.std()) < 3 and not bool(jnp.allclose(logits[0], logits[1]))
+
+
+def shown(records):
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(report.table(records))
+    return captured.get()
