@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jaxtyping import DTypeLike
 
 from ling3 import hub, shards
 from ling3.config import Ling3Config
+from ling3.copying import Copier, Copy
 from ling3.export import save
 from ling3.model import Ling3ForCausalLM
 from ling3.progress import progress
@@ -33,9 +33,6 @@ _MTP = (
     "hnorm",
     "final_layernorm",
 )
-_BLOCK = 2**20
-_EXPONENTS = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
-"""Each type's exponent bits, which are all set in infinities and NaN and in no other number."""
 
 
 def load(
@@ -47,9 +44,9 @@ def load(
     that one, and what the structure keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
 
     All headers are checked against the configuration before any weight is read: nothing may be missing or left over
-    but the multi-token-prediction layers, which are skipped. Files are mapped and copied tensor by tensor, so memory
-    peaks at the model plus its largest array; a progress bar goes to stderr when that takes over two seconds.
-    `check_finite` looks at every weight for NaN and infinity.
+    but the multi-token-prediction layers, which are skipped. Files are read by all cores, block by block, straight into
+    the arrays, so memory peaks at the model (on an accelerator: at its largest array on the host); a progress bar goes
+    to stderr when that takes over two seconds. `check_finite` looks at every weight for NaN and infinity.
 
     Raises CheckpointError for files that are damaged or do not fit, ConfigError for a configuration that is no Ling-3,
     and `hub.resolve`'s errors where there is no checkpoint.
@@ -64,18 +61,21 @@ def load(
     parts = [(leaf, tuple(leaf.weights())) for leaf in leaves(tree)]
     _account(directory, config, parts, files, wanted)
 
-    arrays, infinite = [], []
+    arrays: list[jax.Array] = []
+    infinite: dict[str, None] = {}
     total = sum(files[weight.name].tensors[weight.name].nbytes for _, weights in parts for weight in weights)
-    with progress(f"loading {directory.name}", total) as advance:
+    with progress(f"loading {directory.name}", total) as advance, Copier(check_finite) as copier:
         for leaf, weights in parts:
-            target = _target_dtype(leaf, weights, files, wanted)
-            array, bad = _read(leaf, weights, files, target, check_finite, advance)
+            array = _aligned(leaf.value.shape, _target_dtype(leaf, weights, files, wanted))
+            for copy, nbytes, finite in copier.run([_copy(weight, files, array) for weight in weights]):
+                advance(nbytes)
+                if not finite:
+                    infinite[f"{copy.name}, in {copy.file.path.name}"] = None
             # Zero-copy on the CPU: the buffer is aligned, and nobody else has it.
             arrays.append(jax.device_put(array))
-            infinite += bad
     if infinite:
         kind = "weights that are NaN or infinite; fetch the file again, or load with check_finite=False"
-        raise CheckpointError(shards.complaint(directory, [(kind, infinite)]))
+        raise CheckpointError(shards.complaint(directory, [(kind, list(infinite))]))
     return jax.tree.unflatten(jax.tree.structure(tree), arrays)
 
 
@@ -147,36 +147,10 @@ def _target_dtype(
     return np.dtype(np.float32) if leaf.value.dtype == jnp.float32 else wanted
 
 
-def _read(
-    leaf: Leaf,
-    weights: tuple[Weight, ...],
-    files: dict[str, SafetensorsFile],
-    dtype: np.dtype,
-    check_finite: bool,
-    advance: Callable[[int], None],
-) -> tuple[np.ndarray, list[str]]:
-    """One leaf in a buffer of its own, and which of its tensors have numbers that are not finite."""
-    array = _aligned(leaf.value.shape, dtype)
-    infinite = []
-    for weight in weights:
-        file = files[weight.name]
-        target = (array if weight.expert is None else array[weight.expert]).reshape(-1)
-        source = file.view(weight.name).reshape(-1)
-        finite = True
-        for start in range(0, source.size, _BLOCK):
-            block = source[start : start + _BLOCK]
-            target[start : start + _BLOCK] = block
-            finite = finite and (not check_finite or _is_finite(block, _EXPONENTS[file.tensors[weight.name].dtype]))
-        if not finite:
-            infinite.append(f"{weight.name}, in {file.path.name}")
-        file.release(weight.name)
-        advance(source.nbytes)
-    return array, infinite
-
-
-def _is_finite(block: np.ndarray, exponent: np.unsignedinteger) -> bool:
-    """Whether all numbers are finite, several times faster than numpy finds out for bfloat16."""
-    return bool((block.view(exponent.dtype) & exponent).max() < exponent)
+def _copy(weight: Weight, files: dict[str, SafetensorsFile], array: np.ndarray) -> Copy:
+    """A weight's way into its leaf, or into its expert's row of it."""
+    target = array if weight.expert is None else array[weight.expert]
+    return Copy(files[weight.name], weight.name, target.reshape(-1))
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -1,16 +1,17 @@
-"""One safetensors file: its header checked before anything else, its tensors as views of the mapped file."""
+"""One safetensors file: its header checked before anything else, its tensors read piece by piece."""
 
 import dataclasses
 import json
 import math
-import mmap
 import os
 import pathlib
+import weakref
 from collections.abc import Callable, Mapping
 
 import ml_dtypes
 import numpy as np
 import safetensors
+from jaxtyping import Shaped
 
 from ling3 import strict_json
 
@@ -75,13 +76,12 @@ class SafetensorsFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
         try:
-            with self.path.open("rb") as file:
-                head = file.read(32)
-                self._check(head)
-                file.seek(8)
-                length = int.from_bytes(head[:8], "little")
-                header = self._header(file.read(length))
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+            head = os.pread(self._file, 32, 0)
+            self._check(head)
+            length = int.from_bytes(head[:8], "little")
+            header = self._header(os.pread(self._file, length, 8))
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error})") from error
         self.tensors: dict[str, TensorInfo] = {
@@ -90,18 +90,25 @@ class SafetensorsFile:
             if name != "__metadata__"
         }
 
-    def view(self, name: str) -> np.ndarray:
-        """The tensor `name`, read-only and not copied: pages come from the disk as they are touched."""
-        info = self.tensors[name]
-        array = np.frombuffer(self._map, DTYPES[info.dtype], count=math.prod(info.shape), offset=info.start)
-        return array.reshape(info.shape)
+    def read(self, name: str, start: int, out: Shaped[np.ndarray, " numbers"]) -> None:
+        """Fill `out` with the numbers `[start, start + out.size)` of the tensor `name`, in row-major order.
 
-    def release(self, name: str) -> None:
-        """Let go of the memory that reading `name` has taken; the tensor stays readable, from the disk again."""
+        `out` is contiguous and of the tensor's dtype, or of another of that size: the bytes come as they are stored.
+        Safe to call from several threads. Raises CheckpointError if the file cannot be read that far any more.
+        """
         info = self.tensors[name]
-        start = info.start - info.start % mmap.PAGESIZE
-        if hasattr(mmap, "MADV_DONTNEED") and info.nbytes:
-            self._map.madvise(mmap.MADV_DONTNEED, start, info.start + info.nbytes - start)
+        itemsize = DTYPES[info.dtype].itemsize
+        assert out.itemsize == itemsize and start + out.size <= math.prod(info.shape), "no such part of the tensor"
+        left = out.view(np.uint8).data
+        offset = info.start + start * itemsize
+        while left:
+            try:
+                count = os.preadv(self._file, [left], offset)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {name} cannot be read ({error})") from error
+            if count == 0:
+                raise CheckpointError(f"{self.path}: ends within {name}; it has been cut since it was opened")
+            left, offset = left[count:], offset + count
 
     def _check(self, head: bytes) -> None:
         try:

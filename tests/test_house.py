@@ -20,7 +20,7 @@ FLOORS = (
     {"layers"},
     {"model"},
     {"sandbox", "safetensors_file"},
-    {"chat_template", "streaming", "weights"},
+    {"chat_template", "copying", "streaming", "weights"},
     {"tokenizer", "sampling", "shards", "trace"},
     {"ablate"},
     {"pool"},
