@@ -15,6 +15,8 @@ from ling3.params import MAX_LOGPROBS, SamplingParams
 NOT_A_NUMBER = -2
 # In `Adjustments.counts`: the prompt has this token. The bits below count it in the output.
 IN_PROMPT = 1 << 30
+# Logits that are reduced together before the segments are: XLA's CPU backend is slow over rows as long as a vocabulary.
+SEGMENT = 256
 # Logits over a lower temperature would overflow float32, and two infinities tie.
 COLDEST = 1e-30
 
@@ -92,9 +94,10 @@ def choose(logits: Float32[Array, "batch vocab"], sampling: Sampling, positions:
     """The token that follows each row's `positions` tokens; NOT_A_NUMBER where the logits leave nothing to choose."""
     adjusted = _without_early_stops(_adjusted(logits, sampling), sampling, positions)
     token = sample(adjusted, sampling, positions)
-    usable = ~jnp.any(jnp.isnan(logits), axis=-1) & jnp.isfinite(jnp.max(adjusted, axis=-1))
-    total = jax.nn.logsumexp(logits, axis=-1)
-    logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
+    total = _log_sum_exp(logits)
+    own, best = (jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0] for z in (logits, adjusted))
+    usable = jnp.isfinite(total) & jnp.isfinite(best)
+    logprob = own - total
 
     def likeliest() -> tuple[Int32[Array, "batch top"], Float32[Array, "batch top"]]:
         values, ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
@@ -158,15 +161,38 @@ def sample(
 
     The filters apply in the order temperature, top-k, top-p, min-p, each to what the last one left.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _largest(logits)
 
     def drawn() -> Int32[Array, " batch"]:
         keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(sampling.seed, positions)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         noisy = filtered_logits(logits, sampling) + noise
-        return jnp.where(sampling.temperature > 0, jnp.argmax(noisy, axis=-1).astype(jnp.int32), greedy)
+        return jnp.where(sampling.temperature > 0, _largest(noisy), greedy)
 
     return lax.cond(jnp.any(sampling.temperature > 0), drawn, lambda: greedy)
+
+
+def _segments(logits: Float32[Array, "batch vocab"]) -> Float32[Array, "batch segments segment"]:
+    """The logits in segments, the last of them filled up with -inf."""
+    batch, vocab = logits.shape
+    filled = jnp.pad(logits, ((0, 0), (0, -vocab % SEGMENT)), constant_values=-jnp.inf)
+    return filled.reshape(batch, -1, SEGMENT)
+
+
+def _largest(logits: Float32[Array, "batch vocab"]) -> Int32[Array, " batch"]:
+    """The id of each row's largest logit, the first of several."""
+    segments = _segments(logits)
+    segment = jnp.argmax(jnp.max(segments, axis=-1), axis=-1)
+    inside = jnp.take_along_axis(segments, segment[:, None, None], axis=1)[:, 0]
+    return (segment * SEGMENT + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+
+
+def _log_sum_exp(logits: Float32[Array, "batch vocab"]) -> Float32[Array, " batch"]:
+    """log Σ e^logits of each row; NaN where any of its logits is."""
+    segments = _segments(logits)
+    top = jnp.max(jnp.max(segments, axis=-1), axis=-1)
+    shift = jnp.where(jnp.isfinite(top), top, 0.0)
+    return shift + jnp.log(jnp.sum(jnp.sum(jnp.exp(segments - shift[:, None, None]), axis=-1), axis=-1))
 
 
 def filtered_logits(logits: Float32[Array, "batch vocab"], sampling: Sampling) -> Float32[Array, "batch vocab"]:
