@@ -1,8 +1,11 @@
 """How the benchmarks record what they find: JSON with command, machine and versions, and a picture beside it."""
 
+import functools
 import importlib.metadata
 import json
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ from ling3.bench_report import machine
 # Okabe and Ito's colours, told apart by the colour-blind; markers and dashes tell them apart in print.
 BLACK, BLUE, ORANGE, GREEN, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#56B4E9"
 
+ROOT = Path(__file__).parent.parent
 PEERS = ("torch", "transformers", "flash-linear-attention", "triton")
 """Packages whose version is noted where they are installed."""
 
@@ -28,7 +32,20 @@ def where(module: str = "benchmarks") -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"command": shlex.join(["python", "-m", module, *sys.argv[1:]]), "machine": machine() | versions}
+    where = {"command": shlex.join(["python", "-m", module, *sys.argv[1:]]), "machine": machine() | versions}
+    return where | {"commit": commit} if (commit := _commit()) else where
+
+
+@functools.cache
+def _commit() -> str | None:
+    """The commit that is measured, with "-dirty" where files differ from it; None without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    done = subprocess.run(
+        [git, "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None
 
 
 def write(out: Path, name: str, findings: dict[str, Any], figure: Figure) -> None:

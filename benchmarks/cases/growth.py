@@ -73,7 +73,7 @@ def context(setting: Setting) -> Trial:
 def prefill(setting: Setting) -> Trial:
     """Prefill is linear but for MLA: so the time per token is a line, whose slope is MLA's quadratic term."""
     model, config = _model(setting), setting.size(full=MID, toy=TOY)
-    lengths = setting.size(full=(512, 1024, 2048, 4096, 8192, 16384), toy=(128, 256, 512))
+    lengths = setting.size(full=(512, 1024, 2048, 4096, 8192), toy=(128, 256, 512))
     check = _generates(model)
 
     def measure(prompt: list[int]) -> float:
