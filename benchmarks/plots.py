@@ -59,6 +59,7 @@ def _ratios(axes: Axes, records: Sequence[Record]) -> None:
     if most > 30:
         axes.set_xscale("log")
         axes.set_xlim(right=3 * most)
+        axes.xaxis.set_major_formatter(_plain)
     else:
         axes.set_xlim(0, 1.15 * most)
     axes.axvline(1, color=BLACK, linestyle="--", linewidth=0.8)
@@ -107,10 +108,15 @@ def _sweep(axes: Axes, record: Record) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+    axes.xaxis.set_major_formatter(_plain)
+    axes.yaxis.set_major_formatter(_plain)
     axes.set_xlabel(record["axis"], fontsize=8)
     axes.set_ylabel(record["unit"], fontsize=8)
     axes.set_title(f"{record['name']} (dots: median, least and most; grey: predicted)", fontsize=9, loc="left")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7.5, loc="upper left")
+
+
+def _plain(value: float, _: int | None) -> str:
+    """A tick's number as it is written."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
