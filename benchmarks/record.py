@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,18 @@ def where(module: str = "benchmarks") -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    where = {"command": shlex.join(["python", "-m", module, *sys.argv[1:]]), "machine": machine() | versions}
+    where = {"command": shlex.join(["python", "-m", module, *_arguments()]), "machine": machine() | versions}
     return where | {"commit": commit} if (commit := _commit()) else where
+
+
+def _arguments() -> Iterator[str]:
+    """The command line's, but for the directories that are only of this machine."""
+    arguments = iter(sys.argv[1:])
+    for argument in arguments:
+        if argument in ("--scratch", "--out"):
+            next(arguments, None)
+        elif not argument.startswith(("--scratch=", "--out=")):
+            yield argument
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from benchmarks import __main__ as suite
 from benchmarks import cases, operators, report
 from benchmarks.models import TOY, checkpoint, prompts
 from benchmarks.oracles import close, likeliest
+from benchmarks.record import where
 from benchmarks.registry import CASES, Absent, Case, Line, Setting, Side, Trial, Wrong, case, chosen
 from benchmarks.run import run
 from ling3.ops.experts import block_experts
@@ -190,6 +191,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         suite.main(only=("growth/memory",), quick=True, out=tmp_path, scratch=tmp_path)
     assert ended.value.code == 1
+
+
+def test_a_command_is_repeated_without_this_machine_s_directories(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--only", "a/*", "--scratch", "/here", "--out=there", "--rounds", "3"])
+    assert where()["command"] == "python -m benchmarks --only 'a/*' --rounds 3"
 
 
 def test_close():
