@@ -1,0 +1,70 @@
+"""One token of the KDA recurrence as one kernel: a state is read once, and written where it lay.
+
+Written for an accelerator, in Pallas, and not installed: so far it has run in Pallas' interpreter alone, and no time
+was taken. With a GPU at hand: `Operator.install("gpu", fused_kda_step)`, and hold it to its twin before its time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+VALUES = 32
+"""Columns of a state to a program. They do not meet in the recurrence, so that one row's heads fill more of a GPU."""
+WARPS = 4
+
+
+def fused_kda_step(
+    q: Float[Array, "batch heads key"],
+    k: Float[Array, "batch heads key"],
+    v: Float[Array, "batch heads value"],
+    g: Float[Array, "batch heads key"],
+    beta: Float[Array, "batch heads"],
+    state: Float[Array, "batch heads key value"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+    """`kda.kda_step`, a program for each row, head and VALUES columns of the state. Not differentiable.
+
+        S <- exp(g) S;    u = beta (v - S^T k);    S <- S + k u^T;    o = S^T q
+
+    The new state takes the old one's buffer where the caller gives it away. Sums run over one program's own channels in
+    a fixed order, so that a row's bits depend on nothing else. `key` and `value` are powers of two on a GPU.
+    """
+    batch, heads, key, value = state.shape
+    width = min(VALUES, value)
+    if value % width:
+        raise ValueError(f"a state has {value} value channels, expected a multiple of {width}")
+    channels = pl.BlockSpec((None, None, key), lambda b, h, i: (b, h, 0))
+    columns = pl.BlockSpec((None, None, width), lambda b, h, i: (b, h, i))
+    matrix = pl.BlockSpec((None, None, key, width), lambda b, h, i: (b, h, 0, i))
+    strength = pl.BlockSpec((None, None, 1), lambda b, h, i: (b, h, 0))
+    o, new = pl.pallas_call(
+        _kernel,
+        out_shape=(jax.ShapeDtypeStruct(v.shape, state.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)),
+        grid=(batch, heads, value // width),
+        in_specs=[channels, channels, columns, channels, strength, matrix],
+        out_specs=(columns, matrix),
+        input_output_aliases={5: 1},
+        interpret=interpret,
+        name="kda_step",
+        compiler_params=None if interpret else _compiler_params(),
+    )(q, k, v, g, beta[..., None], state)
+    return o, new
+
+
+def _kernel(q, k, v, g, beta, state, o, new):
+    """One head's columns: q, k, g [key]; v, o [width]; beta [1]; state, new [key, width]."""
+    write = k[...][:, None]
+    decayed = jnp.exp(g[...])[:, None] * state[...]
+    u = beta[...] * (v[...] - jnp.sum(write * decayed, axis=0))
+    written = decayed + write * u[None]
+    new[...] = written
+    o[...] = jnp.sum(q[...][:, None] * written, axis=0)
+
+
+def _compiler_params():
+    # Newer releases of jax mean to drop Triton: whoever does not compile for it need not have it.
+    from jax.experimental.pallas import triton  # noqa: PLC0415
+
+    return triton.CompilerParams(num_warps=WARPS)
