@@ -3,11 +3,11 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -30,6 +30,9 @@ from ling3.pool import (
 )
 from ling3.request import Run
 from ling3.sampling import IN_PROMPT, Adjustments, Choice, Sampling
+
+# Programs compiled at once. XLA spreads some of the work on one over more cores.
+COMPILED_AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +73,9 @@ class Runner:
         sampling = dataclasses.replace(sampling, adjustments=_adjustments(shapes.slots, vocab))
         self.pool = Pool.empty(self.model, sampling, shapes.pages, shapes.page_size, self.dtype)
         self._unadjusted = _adjustments(1, vocab)
-        self._fresh = depart(_int(0), self.pool)
-        self._no_pages = read_pages(jnp.zeros(PAGES_MOVED, jnp.int32), self.pool)
+        states = (x for x in self.pool.layers if isinstance(x, KDAState))
+        self._fresh = jax.tree.map(lambda x: _zeros(x, 1), tuple(states))
+        self._no_pages = tuple(_zeros(x, PAGES_MOVED) for x in self.pool.layers if not isinstance(x, KDAState))
 
     def arrive(self, run: Run) -> None:
         """Fills the run's slot: from nothing, or from what was saved of it."""
@@ -82,7 +86,7 @@ class Runner:
             [(run.params, run.seed, len(run.prompt), run.ends)], self.model.config.vocab_size, MAX_STOP_IDS
         )
         sampling = dataclasses.replace(sampling, adjustments=self._adjustments_of(run))
-        done = jnp.asarray(not run.decoding)
+        done = jax.device_put(np.asarray(not run.decoding))
         arrival = Arrival(states, _int(run.held), _int(newest), _int(run.until), done, sampling)
         self.pool = arrive(_int(run.slot), arrival, self.pool)
         for pages, contents in zip(self._moves(run.pages), () if saved is None else saved.pages, strict=False):
@@ -118,23 +122,42 @@ class Runner:
         return choice
 
     def warmup(self) -> Iterator[str]:
-        """Compiles every program, one an item, by running it on nothing."""
-        for width in self.shapes.widths:
-            inputs = (jnp.zeros((1, width), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, bool))
-            inputs = jax.device_put(tuple(np.asarray(x) for x in inputs))
-            choice, self.pool = prefill(self.model, self._rows([], 1), *inputs, self.pool)
-            jax.block_until_ready(choice)
-            yield f"prefill of {width}"
-        for rows in self.shapes.rows:
-            choice, self.pool = decode(self.model, self._rows([], rows), _int(0), self.pool)
-            jax.block_until_ready(choice)
-            yield f"decode of {rows}"
-        self._clear(self.shapes.slots)
-        jax.block_until_ready(depart(_int(0), self.pool))
-        yield "slots"
-        nowhere = jnp.full(PAGES_MOVED, self.shapes.pages, jnp.int32)
-        self.pool = write_pages(nowhere, read_pages(nowhere, self.pool), self.pool)
-        yield "pages"
+        """Compiles every program, several at once, and runs it on nothing; one an item."""
+        compilers = ThreadPoolExecutor(COMPILED_AT_ONCE)
+        try:
+            # The compiled program stays with the lowered one, where the call finds it.
+            programs = [
+                (name, function, inputs, compilers.submit(function.lower(*inputs, self.pool).compile))
+                for name, function, inputs in self._nothing()
+            ]
+            for name, function, inputs, compiled in programs:
+                compiled.result()
+                self._run(function, inputs)
+                yield name
+        finally:
+            compilers.shutdown(cancel_futures=True)
+
+    def _nothing(self) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+        """Every program, with inputs that change no slot and no page. Those that compile longest come first."""
+        for width in reversed(self.shapes.widths):
+            inputs = (np.zeros((1, width), np.int32), np.zeros(1, np.int32), np.zeros(1, bool))
+            yield f"prefill of {width}", prefill, (self.model, self._rows([], 1), *jax.device_put(inputs))
+        for rows in reversed(self.shapes.rows):
+            yield f"decode of {rows}", decode, (self.model, self._rows([], rows), _int(0))
+        nowhere = jax.device_put(np.full(PAGES_MOVED, self.shapes.pages, np.int32))
+        yield "arrive", arrive, (_int(self.shapes.slots), self._nobody())
+        yield "write pages", write_pages, (nowhere, self._no_pages)
+        yield "depart", depart, (_int(0),)
+        yield "read pages", read_pages, (nowhere,)
+
+    def _run(self, function: Any, inputs: tuple[Any, ...]) -> None:
+        """Runs a program for nothing but the pool, and waits for it."""
+        done = function(*inputs, self.pool)
+        if function in (prefill, decode):
+            done = done[1]
+        if isinstance(done, Pool):
+            self.pool = done
+        jax.block_until_ready(done)
 
     @property
     def programs(self) -> int:
@@ -152,17 +175,20 @@ class Runner:
         return Rows(*jax.device_put((slots, table)))
 
     def _clear(self, slot: int | None) -> None:
+        self.pool = arrive(_int(slot), self._nobody(), self.pool)
+
+    def _nobody(self) -> Arrival:
+        """No request: what a slot holds that waits for one."""
         sampling = Sampling.build([(SamplingParams(), 0, 0, ())], self.model.config.vocab_size, MAX_STOP_IDS)
         sampling = dataclasses.replace(sampling, adjustments=self._unadjusted)
-        nobody = Arrival(self._fresh, _int(0), _int(0), _int(0), jnp.asarray(True), sampling)
-        self.pool = arrive(_int(slot), nobody, self.pool)
+        return Arrival(self._fresh, _int(0), _int(0), _int(0), jax.device_put(np.asarray(True)), sampling)
 
     def _moves(self, pages: Sequence[int]) -> Iterator[Array]:
         for start in range(0, len(pages), PAGES_MOVED):
             moved = np.full(PAGES_MOVED, self.shapes.pages, np.int32)
             some = pages[start : start + PAGES_MOVED]
             moved[: len(some)] = some
-            yield jnp.asarray(moved)
+            yield jax.device_put(moved)
 
     def _adjustments_of(self, run: Run) -> Adjustments:
         params = run.params
@@ -219,4 +245,9 @@ def _adjustments(rows: int, vocab: int) -> Adjustments:
 
 def _int(value: int | None) -> Array:
     assert value is not None, "a run without a slot has no row"
-    return jnp.asarray(value, jnp.int32)
+    return jax.device_put(np.asarray(value, np.int32))
+
+
+def _zeros(like: Array, rows: int) -> Array:
+    """Zeros for so many rows of an array."""
+    return jax.device_put(np.zeros((rows, *like.shape[1:]), like.dtype))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-from ling3 import checkpoint
+from ling3 import checkpoint, compilation_cache
 from ling3.guard import Guard
 from ling3.intake import Intake, Truncate, check_settings, listed
 from ling3.interrupts import held_back
@@ -48,6 +48,8 @@ class Engine:
     move the loop that called it. Ctrl-C waits for the end of a turn. A fault of the engine's own, such as a device out
     of memory, ends every request in `error` and is raised in everyone who waits for one; the engine begins anew.
 
+    What it compiles is kept for later processes, as `ling3.compilation_cache` says.
+
     `settings` is what it runs with. Raises ValueError for senseless settings, and if tokenizer and model do not fit.
     """
 
@@ -67,6 +69,7 @@ class Engine:
         decode_steps: int = 8,
         batch_invariant: bool = True,
     ):
+        compilation_cache.switch_on()
         config = model.config
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab_size)
@@ -347,7 +350,7 @@ class Engine:
         shapes = self._loop.runner.shapes
         with (
             self._guard.moving() as interrupt,
-            progress("compiling", len(shapes.widths) + len(shapes.rows) + 2) as advance,
+            progress("compiling", len(shapes.widths) + len(shapes.rows) + 4) as advance,
         ):
             programs, compiled = self._loop.runner.warmup(), ""
             while compiled is not None:

@@ -6,6 +6,8 @@ import pathlib
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The processes that tests start write nothing into the user's cache.
+os.environ["LING3_COMPILATION_CACHE"] = "off"
 
 import hypothesis
 import jax

@@ -65,8 +65,9 @@ def load(path: str, dtype: Dtype, tokenizer: "Tokenizer") -> "Ling3ForCausalLM":
     """The model at `path`, which has to fit the tokenizer."""
     import jax.numpy as jnp
 
-    from ling3 import checkpoint
+    from ling3 import checkpoint, compilation_cache
 
+    compilation_cache.switch_on()
     model = checkpoint.load(path, {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[dtype])
     tokenizer.check_fits(model.config.vocab_size)
     return model

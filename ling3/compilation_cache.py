@@ -1,0 +1,76 @@
+"""Compiled programs, kept on disk from one process to the next.
+
+JAX keeps them if it is told a directory; here is which, and that it is told. An entry's key is made of the program, its
+options, the versions of JAX and XLA, and the device with its instruction set: no other machine's program is taken for
+one's own. Entries are code, so that the directory has to be the user's alone. Several processes may share it.
+
+    LING3_COMPILATION_CACHE=off            keeps nothing
+    LING3_COMPILATION_CACHE=/some/where    keeps programs there
+    (unset)                                keeps them in `ling3/programs` of the user's cache directory
+
+Whoever has told JAX already, by JAX_COMPILATION_CACHE_DIR, `jax.config` or JAX_ENABLE_COMPILATION_CACHE, is obeyed.
+"""
+
+import os
+import pathlib
+import sys
+from typing import Any
+
+import jax
+
+VARIABLE = "LING3_COMPILATION_CACHE"
+LARGEST = 2**30
+"""Bytes that the directory may grow to; what was used longest ago goes first."""
+
+
+def switch_on() -> pathlib.Path | None:
+    """Makes JAX keep what it compiles from now on, in every thread; the directory, or None if nothing is kept there.
+
+    A directory that cannot be made or written, or that others may write, is not used: that is no error. ValueError if
+    the variable is neither `off` nor an absolute path.
+    """
+    if _told("jax_compilation_cache_dir") is not None or not _told("jax_enable_compilation_cache"):
+        return None
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted == "off":
+        return None
+    if wanted and not pathlib.Path(wanted).is_absolute():
+        raise ValueError(f"{VARIABLE} is {wanted!r}, expected off or the absolute path of a directory")
+    directory = pathlib.Path(wanted) if wanted else default_directory()
+    if directory is None or not _made(directory):
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_compilation_cache_max_size", LARGEST)
+    # Many small programs take as long as a large one.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory
+
+
+def default_directory() -> pathlib.Path | None:
+    """`ling3/programs` in the user's cache directory, which each platform has elsewhere; None without a home."""
+    named = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    if named and pathlib.Path(named).is_absolute():
+        return pathlib.Path(named) / "ling3" / "programs"
+    try:
+        home = pathlib.Path.home()
+    except RuntimeError:
+        return None
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "ling3" / "programs"
+
+
+def _told(name: str) -> Any:
+    """JAX's configuration, whose names type checkers do not know."""
+    return getattr(jax.config, name)
+
+
+def _made(directory: pathlib.Path) -> bool:
+    """Whether the directory is there, if need be from now on, is the user's own, and can be written."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError:
+        return False
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        return False
+    return os.access(directory, os.W_OK | os.X_OK)
