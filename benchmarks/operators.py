@@ -21,6 +21,7 @@ from ling3.layers.moe import Router
 from ling3.ops.attention import attention, paged_attention
 from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda
+from ling3.ops.kda_step_kernel import fused_kda_step
 
 LOWER_BOUND = -5.0
 PAGE = 256
@@ -43,25 +44,17 @@ def kda_chunk(setting: Setting, batch: int, seq: int, heads: int, width: int, ca
     return _trial(setting, sides, specification, about, calls, tokens=batch * seq)
 
 
-def kda_one_step(setting: Setting, batch: int, heads: int, width: int, calls: int = 16) -> Trial:
-    """One decode step of KDA. The state is donated, as in the engine: it is updated where it lies."""
+def kda_one_step(setting: Setting, batch: int, heads: int, width: int, calls: int = 16, kernel: bool = False) -> Trial:
+    """One decode step of KDA, and with `kernel` the fused one too, which off a GPU runs in Pallas' interpreter."""
     inputs = _kda_inputs(batch, 1, heads, width, rounded=setting.gpu)
     *token, state = (x[:, 0] if name != "state" else x for name, x in inputs.items())
-    step = jax.jit(kda_step, donate_argnums=5)
-    held = [jnp.array(state, copy=True)]
-
-    def ours() -> Array:
-        o, held[0] = step(*token, held[0])
-        return o
-
+    fused = functools.partial(fused_kda_step, interpret=not setting.gpu)
     sides = [
-        ("ling3, kda_step", ours, lambda: kda_step(*token, state)),
+        ("ling3, kda_step", *_in_place(kda_step, token, state)),
         *((name, run, run) for name, run in _peers(lambda: torch_peers.kda(inputs, setting.gpu, steps=True))),
+        *([("ling3, fused_kda_step", *_in_place(fused, token, state))] if kernel else []),
     ]
-
-    def specification() -> Any:
-        o, after = recurrent_kda(*inputs.values())
-        return o, after
+    specification = _call(recurrent_kda, *inputs.values())
 
     def shaped(run: Call) -> Call:
         return lambda: tuple(jnp.asarray(_numpy(x)).reshape(y.shape) for x, y in zip(run(), specification()))
@@ -72,6 +65,21 @@ def kda_one_step(setting: Setting, batch: int, heads: int, width: int, calls: in
     ]
     about = {"batch": batch, "heads": heads, "key": width, "value": width, "calls": calls, "dtype": "float32"}
     return Trial(measured, tokens=batch, about=about)
+
+
+def _in_place(step: Callable[..., Any], token: list[Array], state: Array) -> tuple[Call, Call]:
+    """What is timed: a step whose state is donated, as in the engine, and goes on where the last one ended.
+
+    And what is checked: the same program's output and state, once, from the beginning.
+    """
+    compiled = jax.jit(step, donate_argnums=len(token))
+    held = [jnp.array(state, copy=True)]
+
+    def timed() -> Array:
+        o, held[0] = compiled(*token, held[0])
+        return o
+
+    return timed, lambda: compiled(*token, jnp.array(state, copy=True))
 
 
 def mla_decode(

@@ -40,7 +40,7 @@ def kda_chunk_long(setting: Setting) -> Trial:
 
 def _step(setting: Setting, batch: int) -> Trial:
     heads, width = setting.size(full=(16, 128), toy=(2, 32))
-    return operators.kda_one_step(setting, batch, heads, width, calls=setting.size(full=CALLS, toy=1))
+    return operators.kda_one_step(setting, batch, heads, width, calls=setting.size(full=CALLS, toy=1), kernel=True)
 
 
 @case("gpu/kda-step-1", "One decode step of KDA, one row, against fla's fused_recurrent_kda.", wanted=1.0)
