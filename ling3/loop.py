@@ -29,10 +29,11 @@ from ling3.scheduler import Scheduler
 
 @dataclasses.dataclass
 class Call:
-    """Work on its way: whose rows, the most tokens each can get, and what will come of it."""
+    """Work on its way: whose it is and in which rows, the most tokens each can get, and what will come of it."""
 
     choice: Choice
     runs: Sequence[Run]
+    rows: Sequence[int]
     most: Sequence[int]
 
 
@@ -179,7 +180,7 @@ class Loop:
                 run.prefilled += size
                 self._counts["prefill_calls"] += 1
                 self._counts["prompt_tokens"] += size
-                calls.append(Call(choice, [run], [int(run.decoding)]))
+                calls.append(Call(choice, [run], [0], [int(run.decoding)]))
                 run.ahead += int(run.decoding)
         return calls
 
@@ -189,7 +190,8 @@ class Loop:
         for start in range(0, len(runs), rows):
             some = runs[start : start + rows]
             most = [min(self.decode_steps, run.left) for run in some]
-            calls.append(Call(self.runner.decode(some, max(most)), some, most))
+            choice, places = self.runner.decode(some, max(most))
+            calls.append(Call(choice, some, places, most))
             self._counts["decode_calls"] += 1
             for run, tokens in zip(some, most, strict=True):
                 run.ahead += tokens
@@ -197,15 +199,15 @@ class Loop:
 
     def _take(self, call: Call) -> None:
         """Gives each run of a call its tokens, and settles what ends with them."""
-        rows = len(call.runs)
-        tokens, logprobs = (np.asarray(x)[:rows].reshape(rows, -1) for x in (call.choice.token, call.choice.logprob))
+        rows = call.choice.token.shape[0]
+        tokens, logprobs = (np.asarray(x).reshape(rows, -1) for x in (call.choice.token, call.choice.logprob))
         shape = (*tokens.shape, -1)
         tops = (call.choice.top_ids, call.choice.top_logprobs)
         if any(run.params.logprobs for run in call.runs):
-            top_ids, top_logprobs = (np.asarray(x)[:rows].reshape(shape) for x in tops)
+            top_ids, top_logprobs = (np.asarray(x).reshape(shape) for x in tops)
         else:  # nobody looks at them: they stay on the device
             top_ids, top_logprobs = (np.zeros((*tokens.shape, 0), x.dtype) for x in tops)
-        for row, (run, most) in enumerate(zip(call.runs, call.most, strict=True)):
+        for row, run, most in zip(call.rows, call.runs, call.most, strict=True):
             if run.completion is None and most:
                 held = len(run.token_ids)
                 delta = run.take(tokens[row], logprobs[row], top_ids[row], top_logprobs[row])

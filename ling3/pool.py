@@ -29,11 +29,14 @@ PAGES_MOVED = 8
 class Rows(eqx.Module):
     """The rows of one call: their slots (None: every slot, in order) and the pages of each, first to last.
 
-    A slot past the pool's last is a row without a request; a page past the last is no page.
+    A slot past the pool's last is a row without a request; a page past the last is no page. With `in_place` there is a
+    row for every slot and each of them is its own slot's or nobody's: then no state is taken out and put back, which
+    accelerators gain by. The slot of a row that is nobody's stays as it is, whoever it belongs to.
     """
 
     slots: Int32[Array, " rows"] | None
     table: Int32[Array, "rows columns"]
+    in_place: bool = eqx.field(static=True, default=False)
 
 
 class Pool(eqx.Module):
@@ -54,11 +57,15 @@ class Pool(eqx.Module):
         layers = new_memory(model, slots, pages, page_size, dtype)
         return Pool(layers, length, token, until, jnp.asarray(np.ones(slots, bool)), sampling)
 
-    def take(self, slots: Int32[Array, " rows"] | None) -> "Pool":
-        """The rows of these slots; the pages stay where they are."""
+    def take(self, rows: Rows) -> "Pool":
+        """The slots of these rows; the pages stay where they are."""
+        slots, size = rows.slots, self.length.shape[0]
         if slots is None:
             return self
-        size = self.length.shape[0]
+        if rows.in_place:
+            # Nobody's row attends to nothing, and gets no token and no expert.
+            length, done = jnp.where(slots < size, self.length, 0), self.done | (slots >= size)
+            return Pool(self.layers, length, self.token, self.until, done, self.sampling)
         kept = jnp.minimum(slots, size - 1)
         layers = tuple(jax.tree.map(lambda x: x[kept], x) if isinstance(x, KDAState) else x for x in self.layers)
         length, token, until, done, sampling = jax.tree.map(
@@ -66,21 +73,26 @@ class Pool(eqx.Module):
         )
         return Pool(layers, length, token, until, done | (slots >= size), sampling)
 
-    def put(self, slots: Int32[Array, " rows"] | None, rows: "Pool") -> "Pool":
-        """The pool with `rows` in the place of these slots."""
+    def put(self, rows: Rows, view: "Pool") -> "Pool":
+        """The pool with `view`, of what was taken, in its place."""
+        slots = rows.slots
         if slots is None:
-            return rows
+            return view
+        if rows.in_place:
+            own = slots < self.length.shape[0]
+            length, done = jnp.where(own, view.length, self.length), jnp.where(own, view.done, self.done)
+            return Pool(view.layers, length, view.token, self.until, done, view.sampling)
 
         def placed(pool, new):
             return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), pool, new)
 
         layers = tuple(
-            placed(x, y) if isinstance(x, KDAState) else y for x, y in zip(self.layers, rows.layers, strict=True)
+            placed(x, y) if isinstance(x, KDAState) else y for x, y in zip(self.layers, view.layers, strict=True)
         )
-        length, token, done = placed((self.length, self.token, self.done), (rows.length, rows.token, rows.done))
+        length, token, done = placed((self.length, self.token, self.done), (view.length, view.token, view.done))
         sampling = self.sampling
-        if sampling.adjustments is not None and rows.sampling.adjustments is not None:
-            counts = placed(sampling.adjustments.counts, rows.sampling.adjustments.counts)
+        if sampling.adjustments is not None and view.sampling.adjustments is not None:
+            counts = placed(sampling.adjustments.counts, view.sampling.adjustments.counts)
             sampling = eqx.tree_at(lambda s: s.adjustments.counts, sampling, counts)
         return Pool(layers, length, token, self.until, done, sampling)
 
@@ -146,16 +158,16 @@ def prefill(
     pool: Pool,
 ) -> tuple[Choice, Pool]:
     """Bring each row's next `lengths` prompt tokens into the caches; the rows that `end` their prompt get a token."""
-    view = pool.take(rows.slots)
+    view = pool.take(rows)
     logits, cache = model.step(tokens, view.cache(rows.table), lengths, last=True)
     choice = choose(logits[:, 0], view.sampling, cache.length)
-    return choice, pool.put(rows.slots, view.after(cache, choice.token, end))
+    return choice, pool.put(rows, view.after(cache, choice.token, end))
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
 def decode(model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool) -> tuple[Choice, Pool]:
     """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
-    view = pool.take(rows.slots)
+    view = pool.take(rows)
 
     def unfinished(carry):
         i, _, view = carry
@@ -172,7 +184,7 @@ def decode(model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: P
 
     out = Choice.none((view.token.shape[0], DECODE_STEPS), model.config.vocab_size)
     _, out, view = lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), out, view))
-    return out, pool.put(rows.slots, view)
+    return out, pool.put(rows, view)
 
 
 @functools.partial(jax.jit, donate_argnames="pool")

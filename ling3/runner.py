@@ -115,11 +115,11 @@ class Runner:
         choice, self.pool = prefill(self.model, self._rows([run], 1), *inputs, self.pool)
         return choice
 
-    def decode(self, runs: Sequence[Run], steps: int) -> Choice:
-        """Up to `steps` more tokens for each run, `[rows, DECODE_STEPS]`, a row a run and then empty ones."""
-        rows = self._rows(runs, smallest(self.shapes.rows, len(runs)))
-        choice, self.pool = decode(self.model, rows, _int(steps), self.pool)
-        return choice
+    def decode(self, runs: Sequence[Run], steps: int) -> tuple[Choice, Sequence[int]]:
+        """Up to `steps` more tokens for each run, `[rows, DECODE_STEPS]`, and which row is whose."""
+        rows = smallest(self.shapes.rows, len(runs))
+        choice, self.pool = decode(self.model, self._rows(runs, rows), _int(steps), self.pool)
+        return choice, self._places(runs, rows)
 
     def warmup(self) -> Iterator[str]:
         """Compiles every program, several at once, and runs it on nothing; one an item."""
@@ -168,11 +168,16 @@ class Runner:
     def _rows(self, runs: Sequence[Run], rows: int) -> Rows:
         slots = np.full(rows, self.shapes.slots, np.int32)
         table = np.full((rows, self.shapes.columns), self.shapes.pages, np.int32)
-        for row, run in enumerate(runs):
+        for row, run in zip(self._places(runs, rows), runs, strict=True):
             assert run.slot is not None, "a run without a slot has no row"
             slots[row] = run.slot
             table[row, : len(run.pages)] = run.pages
-        return Rows(*jax.device_put((slots, table)))
+        return Rows(*jax.device_put((slots, table)), in_place=rows == self.shapes.slots)
+
+    def _places(self, runs: Sequence[Run], rows: int) -> Sequence[int]:
+        """The row of each run: in a call of as many rows as there are slots its slot, so that no state has to move."""
+        slots = [run.slot for run in runs if run.slot is not None]
+        return slots if rows == self.shapes.slots else range(len(runs))
 
     def _clear(self, slot: int | None) -> None:
         self.pool = arrive(_int(slot), self._nobody(), self.pool)
