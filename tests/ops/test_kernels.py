@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ling3.ops.experts import dense_experts
+from ling3.ops.experts_kernel import grouped_experts
 from ling3.ops.kda import kda_step
 from ling3.ops.kda_step_kernel import fused_kda_step
 from ling3.ops.operator import Operator
@@ -80,6 +82,66 @@ class TestKDAStep:
     def test_a_width_that_does_not_divide(self):
         with pytest.raises(ValueError, match="48 value channels, expected a multiple of 32"):
             fused_kda_step(*one_token(width=48), interpret=True)
+
+
+EXPERTS = jax.jit(functools.partial(grouped_experts, interpret=True), static_argnums=6)
+
+
+def choice(tokens, top_k=3, experts=5, hidden=128, intermediate=64, dtype=jnp.float32):
+    """x, chosen experts (some of them none, some rows two alike), weights, and the experts."""
+    draw = np.random.default_rng(tokens)
+    chosen = jnp.asarray(draw.integers(0, experts + 1, size=(tokens, top_k)), jnp.int32)
+    shapes = ((tokens, hidden), (tokens, top_k), (experts, intermediate, hidden), (experts, intermediate, hidden))
+    x, weights, gate, up, down = (
+        jnp.asarray(0.3 * draw.normal(size=shape), dtype) for shape in (*shapes, (experts, hidden, intermediate))
+    )
+    return x, chosen, weights.astype(jnp.float32), gate, up, down
+
+
+class TestGroupedExperts:
+    @pytest.mark.parametrize("tokens", [1, 2, 17, 100])
+    @pytest.mark.parametrize("limit", [0.0, 0.2])
+    def test_values(self, tokens, limit):
+        x = choice(tokens)
+        found, expected = EXPERTS(*x, limit), dense_experts(*x, limit)
+        # Sums of 128 and 64 products of either sign, in another order.
+        assert largest([found], [expected]) < 2e-5 * float(jnp.max(jnp.abs(expected)) + 1)
+
+    def test_values_in_bfloat16(self):
+        x = choice(17, dtype=jnp.bfloat16)
+        found = EXPERTS(*x, 0.0)
+        assert found.dtype == jnp.float32
+        wide = tuple(y.astype(jnp.float32) if y.dtype == jnp.bfloat16 else y for y in x)
+        # One rounding to 8 bits, of the numbers between the two products.
+        assert largest([found], [dense_experts(*wide, 0.0)]) < 0.01 * float(jnp.max(jnp.abs(found)))
+
+    def test_nobody_chosen_and_all_the_same(self):
+        x, chosen, *rest = choice(40)
+        assert not bool(jnp.any(EXPERTS(x, jnp.full_like(chosen, 5), *rest, 0.0)))
+        same = jnp.full_like(chosen, 2)
+        assert largest([EXPERTS(x, same, *rest, 0.0)], [dense_experts(x, same, *rest, 0.0)]) < 5e-5
+
+    def test_the_same_bits_again_and_in_any_company(self):
+        x, chosen, weights, *experts = choice(100)
+        whole = EXPERTS(x, chosen, weights, *experts, 0.0)
+        np.testing.assert_array_equal(EXPERTS(x, chosen, weights, *experts, 0.0), whole)
+        for some in ([7], [50, 3, 99]):
+            rows = jnp.asarray(some)
+            part = EXPERTS(x[rows], chosen[rows], weights[rows], *experts, 0.0)
+            np.testing.assert_array_equal(part, whole[rows])
+
+    def test_for_a_gpu_no_weight_is_moved(self):
+        """Lowered here, without a GPU: two kernels that are handed the experts whole, and nothing else reads them."""
+        lowered = jax.jit(grouped_experts, static_argnums=6).trace(*choice(17), 0.0).lower(lowering_platforms=("cuda",))
+        text = lowered.as_text()
+        assert text.count("xla.gpu.triton") == 2
+        for stack in ("tensor<5x64x128xf32>", "tensor<5x128x64xf32>"):
+            uses = [line for line in text.splitlines() if stack in line and "func.func" not in line]
+            assert len(uses) == 1 and "xla.gpu.triton" in uses[0]
+
+    def test_sizes_that_tiles_do_not_fit(self):
+        with pytest.raises(ValueError, match="hidden size 100 and intermediate size 64, expected multiples of 64"):
+            grouped_experts(*choice(3, hidden=100), 0.0, interpret=True)
 
 
 class TestOperator:
