@@ -80,7 +80,8 @@ TOY = dataclasses.replace(
     vocab_size=512,
     hidden_size=64,
     intermediate_size=96,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
+    layer_group_size=2,
     num_attention_heads=2,
     head_dim=16,
     kv_lora_rank=24,
@@ -92,7 +93,7 @@ TOY = dataclasses.replace(
     moe_intermediate_size=32,
     moe_shared_expert_intermediate_size=32,
 )
-"""The same at 0.4 million: for seeing that a case runs, not for its numbers."""
+"""One layer of each kind, 0.2 million parameters: for seeing that a case runs, not for its numbers."""
 
 STORED_WIDE = ("expert_bias", "A_log", "dt_bias")
 """What the published checkpoints have in float32; everything else is bfloat16."""
