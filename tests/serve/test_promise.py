@@ -212,6 +212,21 @@ def test_without_the_promise_answers_differ_by_rounding_alone():
         np.testing.assert_allclose([one.logprob for one in logprobs], [one.logprob for one in same_logprobs], atol=1e-4)
 
 
+def test_a_row_for_every_slot_keeps_the_promise():
+    """Where decoding is in place, while others are prefilled, preempted and aborted beside it."""
+    own = engine(decode_rows=SLOTS, num_pages=14)
+    expected = [answers([request], own)[0] for request in requests()[:12]]
+    before = own.stats().preemptions
+    assert answers(requests()[:12], own) == expected
+    assert own.stats().preemptions > before
+    begun = [own.submit(*requests()[i]) for i in (3, 7, 9)]
+    for _ in range(4):
+        own.step()
+    aborted = [own.abort(which) for which in begun]
+    assert any(aborted)
+    assert answers(requests()[:12], own) == expected
+
+
 @pytest.mark.slow
 def test_bfloat16_keeps_the_promise():
     """Narrow weights, whose caches are float32 on the CPU: two rows and a preemption or two."""
