@@ -14,8 +14,10 @@ from ling3.params import SamplingParams, check_prompt, check_room
 from ling3.pool import DECODE_STEPS, Pool, Rows, cache_dtype, decode, prefill
 from ling3.sampling import NOT_A_NUMBER, Sampling
 
-# Prompt tokens of one row per prefill call; shorter rests round up to a power of two from SMALLEST_CHUNK on.
-PREFILL_CHUNK = 512
+# Tokens of a prefill call, all rows together. A rest goes by powers of two, rounded up where it is short: below
+# FULL_CHUNK a call's time goes into reading the weights, whatever is padding.
+PREFILL_CHUNK = 2048
+FULL_CHUNK = 512
 SMALLEST_CHUNK = 16
 # Stop ids go to the device padded to a power of two from this on, so that their number is no new shape.
 FEWEST_STOPS = 8
@@ -75,8 +77,9 @@ def _run(
     pool = eqx.tree_at(lambda p: (p.until, p.done), pool, (until, jnp.zeros(batch, bool)))
 
     news = [[] for _ in prompts]
-    for start in range(0, longest, PREFILL_CHUNK):
-        width = _round_up(min(longest - start, PREFILL_CHUNK), SMALLEST_CHUNK)
+    start = 0
+    while start < longest:
+        width = _chunk(longest - start, batch)
         tokens, lengths = np.zeros((batch, width), np.int32), np.zeros(batch, np.int32)
         for row, prompt in enumerate(prompts):
             chunk = prompt[start : start + width]
@@ -84,10 +87,19 @@ def _run(
         end = np.asarray([start < len(prompt) <= start + width for prompt in prompts])
         choice, pool = prefill(model, rows, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(end), pool)
         _append(news, np.where(end, np.asarray(choice.token), -1)[:, None])
+        start += width
     while not bool(jnp.all(pool.done)):
         choice, pool = decode(model, rows, jnp.asarray(DECODE_STEPS, jnp.int32), pool)
         _append(news, np.asarray(choice.token))
     return news
+
+
+def _chunk(left: int, batch: int) -> int:
+    """Columns of the next prefill call for a batch whose longest prompt has so many tokens left."""
+    most = max(SMALLEST_CHUNK, 1 << (max(1, PREFILL_CHUNK // batch).bit_length() - 1))
+    if left >= FULL_CHUNK:
+        return min(most, 1 << (left.bit_length() - 1))
+    return min(most, _round_up(left, SMALLEST_CHUNK))
 
 
 def _append(rows: list[list[int]], tokens: Int32[np.ndarray, "batch steps"]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tiny import TINY, open_model
 
 import ling3
+from ling3.generate import _chunk
 from ling3.params import SamplingParams
 from ling3.pool import Pool, Rows, decode, prefill
 from ling3.sampling import Sampling
@@ -36,6 +37,26 @@ def test_prompts_longer_than_a_chunk_are_prefilled_in_parts(model):
     logits = np.asarray(model(jnp.asarray([prompt + row[0]]))[0])
     assert row[0] == [int(t) for t in logits[len(prompt) - 1 : -1].argmax(axis=-1)]
     assert row[1] == ling3.generate(model, [prompt[:600]], max_tokens=3, ignore_eos=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("longest", "batch", "widths"),
+    [
+        (1, 1, [16]),
+        (100, 1, [128]),
+        (600, 1, [512, 128]),
+        (2048, 1, [2048]),
+        (5000, 1, [2048, 2048, 512, 512]),
+        (300, 8, [256, 64]),
+        (40, 100, [16, 16, 16]),
+    ],
+)
+def test_a_call_has_at_most_so_many_tokens_and_little_padding(longest, batch, widths):
+    found, left = [], longest
+    while left > 0:
+        found.append(_chunk(left, batch))
+        left -= found[-1]
+    assert found == widths
 
 
 def test_a_stop_token_is_the_last_of_its_row(model):

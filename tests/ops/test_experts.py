@@ -83,12 +83,34 @@ def test_bfloat16_weights_are_summed_in_float32(tokens):
 
 
 def test_no_dense_expansion_is_compiled():
-    """A round has a block of eight rows per expert here: its temporaries stay below one activation per expert and token."""
+    """A round has eight rows per expert here: temporaries stay below one activation per expert and token."""
     tokens, experts, hidden, intermediate = 64, 64, 64, 64
     x = case(tokens, experts, 2, hidden=hidden, intermediate=intermediate)
     compiled = jax.jit(lambda *a: block_experts(*a, 0.0)).lower(*x).compile()
     dense = tokens * experts * intermediate * 4
     assert compiled.memory_analysis().temp_size_in_bytes < dense / 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", [5, 16, 64])
+def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype):
+    """A full choice goes by rounds, a single token's among rows without one by blocks."""
+    x, chosen, *rest = case(tokens, 32, 2, dtype, hidden=640, intermediate=160)
+    whole = BLOCKS(x, chosen, *rest, 0.0)
+    nobody = jnp.full_like(chosen, 32)
+    for row in (0, tokens - 1):
+        alone = BLOCKS(x, nobody.at[row].set(chosen[row]), *rest, 0.0)
+        np.testing.assert_array_equal(alone[row], whole[row])
+        assert not np.any(np.delete(np.asarray(alone), row, axis=0))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+def test_no_expert_is_converted_before_it_is_needed(tokens):
+    """XLA's CPU backend takes the conversion of all bfloat16 weights to float32 out of a loop, if it can."""
+    x = case(tokens, 128, 2, jnp.bfloat16, hidden=256, intermediate=64)
+    memory = jax.jit(lambda *a: block_experts(*a, 0.0)).lower(*x).compile().memory_analysis()
+    converted, activations = 2 * x[3].nbytes, tokens * 2 * 256 * 4
+    assert memory.temp_size_in_bytes < converted / 2 + 4 * activations
 
 
 def test_the_clamp_is_after_the_silu():
