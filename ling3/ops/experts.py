@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops.matmul import FEW_ROWS, matmul_transposed
+from ling3.ops.operator import Operator
 from ling3.ops.precision import exact, wide
 
 # Five turns of `block_experts`, each of which copies its expert's weights, cost what eight experts of a round cost.
@@ -53,7 +54,7 @@ def dense_experts(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def block_experts(
+def _block_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
@@ -115,7 +116,8 @@ def block_experts(
     if block > FEW_ROWS or tokens == 1:
         out = by_blocks(out)
     else:
-        out = lax.cond(EXPERTS * jnp.sum(blocks) > TURNS * experts * jnp.max(blocks), by_rounds, by_blocks, out)
+        turns = jnp.sum(blocks, dtype=jnp.int32)
+        out = lax.cond(EXPERTS * turns > TURNS * experts * jnp.max(blocks), by_rounds, by_blocks, out)
     out = out.reshape(tokens, top_k, -1) * weights.astype(dtype)[..., None]
     return functools.reduce(jnp.add, (out[:, j] for j in range(top_k)))
 
@@ -154,7 +156,7 @@ def _block_rows(tokens: int, top_k: int, experts: int, dtype: jnp.dtype) -> int:
 
 
 def _forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit):
-    y = block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit)
+    y = _block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit)
     return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
 
 
@@ -165,4 +167,5 @@ def _backward(limit, inputs, dy):
     return dx, None, *dweights
 
 
-block_experts.defvjp(_forward, _backward)
+_block_experts.defvjp(_forward, _backward)
+block_experts = Operator(_block_experts)

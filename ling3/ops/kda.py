@@ -15,12 +15,15 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
+from ling3.ops.operator import Operator
+
 # The largest exponent a factor of a decayed product may reach: exp(40)² = exp(80) still fits float32 (exp(88.7)).
 MAX_NATS = 40.0
 # Tokens of a chunk that share one reference point for their decays.
 SUB_CHUNK = 16
 
 
+@Operator
 def kda_step(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
@@ -55,7 +58,7 @@ def recurrent_kda(
 
     def one(state, token):
         q, k, v, g, beta = token
-        o, state = kda_step(q, k, v, g, beta, state)
+        o, state = kda_step.plain(q, k, v, g, beta, state)
         return state, o
 
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
