@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
+from ling3 import compilation_cache
 from ling3.model import Ling3ForCausalLM
 from ling3.ops.attention import BLOCK
 from ling3.params import SamplingParams, check_prompt, check_room
@@ -42,10 +43,12 @@ def generate(
     (which `ignore_eos` disregards); that token is the last of the row. A checkpoint may name more ends than its config:
     `stop_token_ids=tokenizer.eos_token_ids` has them all. Temperature 0 is greedy; otherwise row b draws from seed + b.
     `Engine` does the same for requests that come and go, with text, stop strings, penalties and log-probabilities.
+    What is compiled is kept for later processes, as `ling3.compilation_cache` says.
 
     Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context, before any work;
     FloatingPointError if the model's logits are not numbers.
     """
+    compilation_cache.switch_on()
     config = model.config
     params = SamplingParams(
         max_tokens=max_tokens,

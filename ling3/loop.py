@@ -96,7 +96,9 @@ class Loop:
         # Who has just been prefilled goes on at once if there is room.
         ready = [run for run in self.scheduler.running if run.decoding and run.left > 0]
         ready = [run for run in ready if self.scheduler.reserve(run, self._goal(run))]
-        before, self.in_flight = self.in_flight, calls + self._decode(ready)
+        before, self.in_flight = self.in_flight, calls
+        if not (self.runner.decode_waits and (before or calls)):
+            self.in_flight = calls + self._decode(ready)
         return before
 
     def read(self, calls: Sequence[Call]) -> None:
@@ -135,6 +137,7 @@ class Loop:
             pages=scheduler.pages,
             free_pages=scheduler.free_pages,
             page_size=scheduler.page_size,
+            compile_seconds=self.runner.compile_seconds,
             **{name: self._counts[name] for name in (*counts, *turns)},
         )
 

@@ -136,3 +136,5 @@ class Stats:
     """Turns of the loop."""
     prefill_calls: int
     decode_calls: int
+    compile_seconds: float
+    """Waited for programs to be compiled: in `warmup`, and after one for the first token alone."""

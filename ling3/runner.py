@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -63,6 +64,8 @@ class Runner:
 
     def __init__(self, model: Ling3ForCausalLM, shapes: Shapes):
         self.model, self.shapes = model, shapes
+        self.compile_seconds = 0.0  # that calls and `warmup` have waited for
+        self.decode_waits = False  # for being compiled, until there is nothing else to do
         self.dtype = cache_dtype(model)
         self.reset()
 
@@ -118,24 +121,35 @@ class Runner:
     def decode(self, runs: Sequence[Run], steps: int) -> tuple[Choice, Sequence[int]]:
         """Up to `steps` more tokens for each run, `[rows, DECODE_STEPS]`, and which row is whose."""
         rows = smallest(self.shapes.rows, len(runs))
+        begin = time.perf_counter()
         choice, self.pool = decode(self.model, self._rows(runs, rows), _int(steps), self.pool)
+        if self.decode_waits:
+            self.decode_waits = False
+            self.compile_seconds += time.perf_counter() - begin
         return choice, self._places(runs, rows)
 
-    def warmup(self) -> Iterator[str]:
-        """Compiles every program, several at once, and runs it on nothing; one an item."""
+    def warmup(self, first_token: bool = False) -> Iterator[str]:
+        """Compiles every program, several at once, and runs it on nothing; one an item.
+
+        With `first_token` only what a request's first token needs: the others are compiled when they are needed.
+        """
+        begin = time.perf_counter()
         compilers = ThreadPoolExecutor(COMPILED_AT_ONCE)
         try:
             # The compiled program stays with the lowered one, where the call finds it.
             programs = [
                 (name, function, inputs, compilers.submit(function.lower(*inputs, self.pool).compile))
                 for name, function, inputs in self._nothing()
+                if not first_token or function in (prefill, arrive)
             ]
             for name, function, inputs, compiled in programs:
                 compiled.result()
                 self._run(function, inputs)
                 yield name
+            self.decode_waits = first_token
         finally:
             compilers.shutdown(cancel_futures=True)
+            self.compile_seconds += time.perf_counter() - begin
 
     def _nothing(self) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         """Every program, with inputs that change no slot and no page. Those that compile longest come first."""

@@ -345,14 +345,15 @@ class Engine:
 
     # Around it
 
-    def warmup(self) -> None:
-        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C waits for the next one."""
+    def warmup(self, first_token: bool = False) -> None:
+        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C waits for the next one.
+
+        With `first_token` only what a request's first token needs: it comes sooner, and the second waits for the rest.
+        """
         shapes = self._loop.runner.shapes
-        with (
-            self._guard.moving() as interrupt,
-            progress("compiling", len(shapes.widths) + len(shapes.rows) + 4) as advance,
-        ):
-            programs, compiled = self._loop.runner.warmup(), ""
+        total = len(shapes.widths) + (1 if first_token else len(shapes.rows) + 4)
+        with self._guard.moving() as interrupt, progress("compiling", total) as advance:
+            programs, compiled = self._loop.runner.warmup(first_token), ""
             while compiled is not None:
                 try:
                     with self._guard.books():

@@ -1,6 +1,7 @@
 """An engine that says what a test gives it, at the boundary that the command line sees."""
 
 import dataclasses
+import types
 
 from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Timings
 
@@ -50,11 +51,14 @@ class ScriptedEngine:
         self.max_model_len = settings["max_model_len"]
         self.running, self.outbox, self.aborted, self.steps, self.warm = {}, [], [], 0, False
 
-    def warmup(self):
+    def warmup(self, first_token=False):
         self.warm = True
 
+    def stats(self):
+        return types.SimpleNamespace(compile_seconds=0.0)
+
     def submit(self, prompt, params, *, truncate=None, on_delta=None):
-        assert self.warm, "nothing is to be compiled while a user waits for text"
+        assert self.warm, "the first token is not to wait for what else is compiled"
         script = self.script
         number = len(script.prompts)
         room = self.max_model_len - len(prompt)

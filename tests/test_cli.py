@@ -65,7 +65,8 @@ def test_what_the_model_says(directory, capsys):
     assert "float32, on cpu" in err
     assert all(prompt in err for prompt in prompts)
     assert re.search(
-        r"\n60 tokens in .* s, the first after .* s: [\d,]+ tokens/s, prompts included; compiled in .* s before\n$", err
+        r"\n60 tokens in .* s, the first after .* s: [\d,]+ tokens/s, prompts included; compiled in .* s besides\n$",
+        err,
     )
 
     _, out, _ = run(capsys, directory, *options, "--json", "--logprobs", 1, "--stop", texts[1][3:6])

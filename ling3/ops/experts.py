@@ -113,7 +113,7 @@ def _block_experts(
         return lax.fori_loop(0, jnp.max(blocks), turn, out)
 
     out = jnp.zeros((tokens * top_k, x.shape[1]), dtype)
-    if block > FEW_ROWS or tokens == 1:
+    if block > FEW_ROWS or EXPERTS * tokens * top_k <= TURNS * experts:  # then it can never be rounds
         out = by_blocks(out)
     else:
         turns = jnp.sum(blocks, dtype=jnp.int32)

@@ -803,7 +803,7 @@ def test_a_fault_in_warmup_leaves_an_engine(alone, monkeypatch):
     cold = engine()
     rid = cold.submit(PROMPTS[0], SHORT)
 
-    def broken():
+    def broken(first_token):
         yield "one program"
         raise Fault("gone")
 
@@ -821,8 +821,8 @@ def test_an_interrupt_in_warmup_leaves_an_engine(alone, monkeypatch):
     cold = engine()
     warmup, begun = cold._loop.runner.warmup, []
 
-    def interrupted():
-        for name in warmup():
+    def interrupted(first_token):
+        for name in warmup(first_token):
             begun.append(name)
             os.kill(os.getpid(), signal.SIGINT)
             yield name
