@@ -585,6 +585,14 @@ def test_an_interrupt_in_generate(busy, alone):
     assert all(0 <= output.timings.total < 1000 for output in outputs)
 
 
+@pytest.fixture(autouse=True)
+def listening():
+    """Ctrl-C raises, as in a terminal: a shell starts its background jobs deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press():
     """What a terminal does on Ctrl-C."""
     os.kill(os.getpid(), signal.SIGINT)
