@@ -1,5 +1,6 @@
 """The suite's promise: a side that fails its oracle has no number, and takes nobody else's with it."""
 
+import itertools
 import json
 import math
 import pathlib
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from benchmarks import __main__ as suite
 from benchmarks import cases, operators, report
+from benchmarks.cases import model as model_cases
 from benchmarks.models import TOY, checkpoint, prompts
 from benchmarks.oracles import close, likeliest
 from benchmarks.record import where
@@ -139,6 +141,16 @@ def test_every_case_runs_at_toy_sizes(tmp_path):
     assert {path.name for path in (tmp_path / "out" / "toy").iterdir()} == {
         f"{g}.{end}" for g in groups for end in ("json", "png")
     }
+
+
+def test_a_step_s_time_is_never_negative(monkeypatch):
+    """The one-token call took 3 s and the other 2: once that is measured again, for ever it is an error."""
+    clock = iter([0.0, 3.0, 3.0, 5.0, 5.0, 6.0, 6.0, 9.0])
+    monkeypatch.setattr(model_cases.time, "perf_counter", lambda: next(clock))
+    assert model_cases.per_step(lambda batch, count: batch, [[1]], 5)() == 500
+    clock = itertools.cycle([0.0, 3.0, 3.0, 5.0])
+    with pytest.raises(RuntimeError, match="9 times 5 tokens took no longer than one"):
+        model_cases.per_step(lambda batch, count: batch, [[1]], 5)()
 
 
 def test_sweeps_have_lines_beside_predictions(toy):
