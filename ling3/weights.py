@@ -58,7 +58,7 @@ class Leaf:
 
 def structure(config: Ling3Config, dtype: DTypeLike = jnp.bfloat16) -> Ling3ForCausalLM:
     """The model of `config` with a `jax.ShapeDtypeStruct` for each array: nothing is allocated."""
-    return eqx.filter_eval_shape(init, config, key=jax.random.key(0), dtype=dtype)
+    return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype))  # the key too is none
 
 
 def leaves(model: Ling3ForCausalLM) -> Iterator[Leaf]:

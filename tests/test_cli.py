@@ -268,3 +268,20 @@ def test_a_reader_that_goes_away(directory):
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 141
+
+
+PROBE = """
+import gc, sys
+from ling3 import cache, cli
+cli.main = lambda: 3
+sys.argv = {argv!r}
+assert cli.process() == 3 and gc.get_freeze_count() > 0
+cache.KDAState("no array", "nor this")
+"""
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["ling3", "generate"], 0), (["ling3", "generate", "--debug"], 1)])
+def test_a_process_checks_types_only_where_it_is_debugged(argv, code):
+    done = subprocess.run([sys.executable, "-c", PROBE.format(argv=argv)], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("TypeCheckError" in done.stderr) == (code == 1)

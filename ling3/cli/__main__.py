@@ -2,7 +2,7 @@
 
 import sys
 
-from ling3.cli import main
+from ling3.cli import process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(process())

@@ -48,7 +48,7 @@ class Ablate:
     plot: Annotated[str | None, FILE] = None
     """Draw the table there (PNG, PDF or SVG); needs matplotlib, of the extra "train"."""
     debug: bool = False
-    """Show the traceback of an error."""
+    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 def run(command: Ablate) -> None:

@@ -79,7 +79,7 @@ class Bench:
     plot: Annotated[str | None, FILE] = None
     """Draw latencies and load there (PNG, PDF or SVG); needs matplotlib, of the extra "train"."""
     debug: bool = False
-    """Show the traceback of an error."""
+    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 def run(command: Bench) -> None:

@@ -63,7 +63,7 @@ class Chat:
     dtype: Dtype = "auto"
     """The matrices' type; auto is as stored."""
     debug: bool = False
-    """Show the traceback of an error."""
+    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 def run(command: Chat) -> None:

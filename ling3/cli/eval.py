@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ling3.cli.options import Dtype, Model, Thinking, WholeNumber, check_directory, introduce, load, read_text
 
@@ -64,7 +63,7 @@ class Asking:
     max_running_requests: int = 64
     """Questions that are answered at once."""
     debug: bool = False
-    """Show the traceback of an error."""
+    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ class Perplexity:
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
-    """Show the traceback of an error."""
+    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 @tyro.conf.configure(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
@@ -221,6 +220,8 @@ def _engine(model: "Ling3ForCausalLM", tokenizer: "Tokenizer", asked: "list[Aske
 @contextlib.contextmanager
 def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
     """A bar on stderr with the accuracy so far, on a terminal; it is called with each score."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         *(TextColumn("answered"), BarColumn(), MofNCompleteColumn()),
         *(TextColumn("{task.fields[accuracy]}"), TimeRemainingColumn()),

@@ -72,7 +72,7 @@ class Generate:
     logprobs: WholeNumber = None
     """With --json: the log-probability of each token, and those of so many most likely tokens beside it."""
     debug: bool = False
-    """Show the traceback of an error."""
+    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ class Inspect:
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
-    """Show the traceback of an error."""
+    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 def run(command: Inspect) -> None:
