@@ -133,6 +133,15 @@ def test_the_memory_is_updated_in_place(model, slots):
     assert memory.alias_size_in_bytes == size
 
 
+def test_narrow_weights_are_widened_nowhere():
+    """Of none of the large matrices is there a float32 copy, in a loop or before it: one would be 1 MB."""
+    config = dataclasses.replace(TINY, vocab_size=8192)
+    model = ling3.init(config, key=jax.random.key(0), dtype=jnp.bfloat16)
+    pool, rows = pool_of(model, 2, 4), Rows(None, jnp.arange(4, dtype=jnp.int32).reshape(2, 2))
+    memory = decode.lower(model, rows, jnp.asarray(4, jnp.int32), pool).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * model.lm_head.weight.size
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [

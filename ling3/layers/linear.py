@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
+from ling3.ops.in_place import read_in_place
 from ling3.ops.matmul import matmul_transposed
 
 
@@ -56,7 +57,8 @@ class Embedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq {self.weight.shape[1]}"]:
         """One row of the table per token id."""
-        return self.weight[tokens]
+        known = tokens.reshape(-1)[0] > jnp.iinfo(tokens.dtype).min  # as every id is
+        return read_in_place(lambda: self.weight[tokens], self.weight.dtype, known)
 
 
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, std: float) -> Float[Array, "..."]:

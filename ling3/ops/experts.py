@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from ling3.ops.in_place import read_in_place
 from ling3.ops.matmul import FEW_ROWS, matmul_transposed
 from ling3.ops.operator import Operator
 from ling3.ops.precision import exact, wide
@@ -96,10 +97,7 @@ def _block_experts(
             def read():
                 return expert(own, *(lax.dynamic_index_in_dim(w, owner[i], keepdims=False) for w in stacks))
 
-            # A branch, always taken, because XLA takes nothing out of it: a CPU would convert all experts to float32
-            # before the loop, if their dtype is bfloat16.
-            y = lax.cond(own[0] >= 0, read, lambda: jnp.zeros((block, x.shape[1]), dtype))
-            return out.at[own].set(y, mode="drop")
+            return out.at[own].set(read_in_place(read, gate_proj.dtype, own[0] >= 0), mode="drop")
 
         return lax.fori_loop(0, ends[-1], turn, out)
 
