@@ -18,7 +18,7 @@ from benchmarks import torch_peers
 from benchmarks.oracles import BFLOAT16, FLOAT32, close, is_specification
 from benchmarks.registry import Absent, Setting, Side, Trial, milliseconds
 from ling3.layers.moe import Router
-from ling3.ops.attention import attention, paged_attention
+from ling3.ops.attention import attention, latent_attention, paged_attention
 from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda
 from ling3.ops.kda_step_kernel import fused_kda_step
@@ -95,12 +95,8 @@ def mla_decode(
     positions = jnp.full((batch, heads), context - 1, jnp.int32)
     length = jnp.full(batch, context, jnp.int32)
 
-    def expand(block: Array) -> tuple[Array, Array]:
-        keys = block.astype(q.dtype)[:, None]
-        return keys, keys
-
     def over_pages(q: Array, positions: Array, pages: Array, table: Array, length: Array) -> Array:
-        return paged_attention(q, positions, pages, table, length, expand, entry)
+        return latent_attention(q[:, 0], positions, pages, table, length)[:, None]
 
     def in_a_row(q: Array, entries: Array) -> Array:
         keys = entries.astype(jnp.float32)[:, None]
@@ -109,7 +105,7 @@ def mla_decode(
     entries = jax.block_until_ready(pages[table].reshape(batch, -1, entry)[:, :context])
     specification = _call(in_a_row, q, entries)
     sides = [
-        ("ling3, paged_attention", _call(over_pages, q, positions, pages, table, length)),
+        ("ling3, latent_attention", _call(over_pages, q, positions, pages, table, length)),
         *_peers(lambda: torch_peers.attention_over_latents(q, entries, setting.gpu)),
         ("ling3, attention", specification),
     ]

@@ -113,6 +113,7 @@ def test_what_is_left_is_a_model(name, tmp_path):
     assert again.config == model.config and eqx.tree_equal(again, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_a_config_of_its_own_trains_from_scratch(name):
     fresh = ling3.init(ablated(name).config, key=jax.random.key(0))
@@ -120,6 +121,7 @@ def test_a_config_of_its_own_trains_from_scratch(name):
     assert [x.shape for x in jax.tree.leaves(fresh)] == [x.shape for x in jax.tree.leaves(ablated(name))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gates at their mean", "swish gate, b up to 2"])
 def test_every_weight_that_is_left_learns(name):
     fresh = ling3.init(ablated(name).config, key=jax.random.key(1))
@@ -136,6 +138,7 @@ def test_no_weight_is_copied():
     assert model.config == TWO
 
 
+@pytest.mark.slow
 def test_decays_follow_their_law():
     before, after = (ling3.trace(m, TOKENS).kda for m in (open_model(TWO), ablated("bound -1")))
     np.testing.assert_allclose(after[0].decay, before[0].decay / 5.0, rtol=1e-5)
@@ -225,12 +228,14 @@ def test_what_cannot_be_cut_is_an_error(cut, message):
         cut(open_model(TINY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [FLASH, UNBOUNDED], ids=["flash", "unbounded"])
 def test_other_models_are_cut_too(config):
     model = ablate.fixed_beta(ablate.no_output_gate(ablate.top_k(open_model(config), 1)), 0.5)
     assert np.all(np.isfinite(model(TOKENS)))
 
 
+@pytest.mark.slow
 def test_the_engine_serves_an_ablated_model():
     model = ablate.no_short_conv(ablate.no_attention(ablate.no_output_gate(open_model(TINY)), [1, 3]))
     settings = {"max_running_requests": 2, "num_pages": 8, "page_size": 16, "max_model_len": 64}

@@ -12,7 +12,7 @@ import ling3
 FROZEN = Path(__file__).parent / "frozen"
 
 
-@pytest.fixture(scope="module", params=["tiny-like", "flash-like", "no-bound"])
+@pytest.fixture(scope="module", params=["tiny-like", pytest.param("flash-like", marks=pytest.mark.slow), "no-bound"])
 def case(request):
     """A model in fp32, and what transformers made of the same checkpoint."""
     expected = safetensors.numpy.load_file(FROZEN / f"{request.param}.safetensors")

@@ -98,6 +98,7 @@ def test_it_answers_problems_it_has_not_seen(model, tokenizer):
     assert np.mean(right) >= 0.9
 
 
+@pytest.mark.slow
 def test_it_works_step_by_step_and_stops(model, tokenizer):
     problem = exam(1)[0]
     (reply,) = ling3.generate(model, [tokenizer.encode(ask(problem, worked_examples(1)[0]))], max_tokens=64)

@@ -16,7 +16,9 @@ SPAN = Span(jnp.zeros(2, jnp.int32), jnp.full(2, 21, jnp.int32))
 ROUNDING = 3e-5
 
 
-@pytest.fixture(scope="module", params=[FLASH, UNBOUNDED], ids=["flash", "unbounded"])
+@pytest.fixture(
+    scope="module", params=[FLASH, pytest.param(UNBOUNDED, marks=pytest.mark.slow)], ids=["flash", "unbounded"]
+)
 def traced(request):
     model = open_model(request.param)
     return model, ling3.trace(model, TOKENS)

@@ -96,6 +96,7 @@ def test_excess_load_is_the_share_of_choices_less_the_fair_share():
     np.testing.assert_allclose(excess_load(chosen, 4), np.array([3, 2, 1, 0]) / 6 - 0.25, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_balanced_model_has_the_same_logits_and_gradients_and_reports_its_load():
     model, batch = fresh(), next(counting_batches())
     twin = balanced(model)
@@ -115,6 +116,7 @@ def test_a_balanced_model_has_the_same_logits_and_gradients_and_reports_its_load
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_one_step_moves_each_bias_against_its_load():
     model, batch = fresh(), next(counting_batches())
     loads = expert_biases(gradient_of(balanced(model), batch))

@@ -1,7 +1,5 @@
 """Gated multi-head latent attention: full attention whose cache is one low-rank latent per token."""
 
-from collections.abc import Callable
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from ling3.layers.gate import gate_projection, output_gate
 from ling3.layers.linear import Constant, Linear
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
-from ling3.ops.attention import BLOCK, Expand, block_attention, paged_attention
+from ling3.ops.attention import BLOCK, block_attention, latent_attention, paged_attention
 from ling3.ops.precision import exact, wide
 
 
@@ -102,19 +100,10 @@ class MLA(eqx.Module):
         entries = self.entries(x, positions)
         state = None if state is None else state.append(entries, span)
 
-        def attend(
-            q: Float[Array, "batch heads rows width"],
-            row_positions: Int32[Array, "batch rows"],
-            expand: Expand,
-            value: int,
-        ) -> Float[Array, "batch heads rows value"]:
-            if state is None:
-                held = jnp.pad(entries, ((0, 0), (0, -seq % BLOCK), (0, 0)))
-                return block_attention(q, row_positions - span.start[:, None], held, span.length, expand, value)
-            length = span.start + span.length
-            return paged_attention(q, row_positions, state.entries, state.table, length, expand, value)
-
-        pre_o_proj = (self._absorbed if seq == 1 else self._expanded)(q_nope, q_rope, positions, attend)
+        if state is not None and seq == 1:
+            pre_o_proj = self._absorbed(q_nope, q_rope, positions, state, span)
+        else:
+            pre_o_proj = self._expanded(q_nope, q_rope, positions, entries if state is None else state, span)
         return self.output(pre_o_proj.astype(x.dtype), self.output_gate(x)), state
 
     def queries(
@@ -160,11 +149,12 @@ class MLA(eqx.Module):
         q_nope: Float[Array, "batch seq heads nope"],
         q_rope: Float[Array, "batch seq heads rope"],
         positions: Int32[Array, "batch seq"],
-        attend: Callable[..., Float[Array, "batch heads seq value"]],
+        held: LatentCache | Float[Array, "batch seq entry"],
+        span: Span,
     ) -> Float[Array, "batch seq heads value"]:
-        """Attention over keys and values of every head, expanded from the latents block by block."""
+        """Attention over keys and values of every head, expanded block by block from a cache or the span's entries."""
         q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
-        heads = q.shape[1]
+        heads, seq = q.shape[1:3]
         value = self.kv_b_proj.weight.shape[0] // heads - self.nope
 
         def expand(block):
@@ -174,28 +164,30 @@ class MLA(eqx.Module):
             k_rope = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:-1], self.rope))
             return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
-        return rearrange(attend(q, positions, expand, value), "b h s v -> b s h v")
+        if isinstance(held, LatentCache):
+            length = span.start + span.length
+            o = paged_attention(q, positions, held.entries, held.table, length, expand, value)
+        else:
+            blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))
+            o = block_attention(q, positions - span.start[:, None], blocks, span.length, expand, value)
+        return rearrange(o, "b h s v -> b s h v")
 
     def _absorbed(
         self,
-        q_nope: Float[Array, "batch seq heads nope"],
-        q_rope: Float[Array, "batch seq heads rope"],
-        positions: Int32[Array, "batch seq"],
-        attend: Callable[..., Float[Array, "batch 1 seq*heads entry"]],
-    ) -> Float[Array, "batch seq heads value"]:
+        q_nope: Float[Array, "batch 1 heads nope"],
+        q_rope: Float[Array, "batch 1 heads rope"],
+        positions: Int32[Array, "batch 1"],
+        state: LatentCache,
+        span: Span,
+    ) -> Float[Array, "batch 1 heads value"]:
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
         heads = q_nope.shape[2]
         w_uk, w_uv = self._absorbed_weights(heads)
         q_latent = _per_head("hrn,hnl->hrl", q_nope, w_uk).astype(q_nope.dtype)
-        q = rearrange(jnp.concatenate([q_latent, q_rope], axis=-1), "b s h d -> b 1 (s h) d")
-
-        def expand(block):
-            # The whole entry serves as value too: summing k_rope as well costs less than cutting it off every block.
-            entries = block.astype(q.dtype)[:, None]
-            return entries, entries
-
-        summed = attend(q, jnp.repeat(positions, heads, axis=1), expand, self.entry)
-        o_latent = rearrange(summed[..., : -self.rope].astype(q_nope.dtype), "b 1 (s h) l -> b s h l", h=heads)
+        q = jnp.concatenate([q_latent, q_rope], axis=-1)[:, 0]
+        length = span.start + span.length
+        summed = latent_attention(q, jnp.repeat(positions, heads, axis=1), state.entries, state.table, length)
+        o_latent = summed[:, None, :, : -self.rope].astype(q_nope.dtype)
         return _per_head("hrl,hvl->hrv", o_latent, w_uv)
 
     def _absorbed_weights(

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
+from ling3.ops.operator import Operator
 from ling3.ops.precision import exact, wide
 
 # Keys per step of `block_attention`: fixed, so that sums run in the same order whatever the context.
@@ -55,6 +56,7 @@ def block_attention(
     return _finish(lax.fori_loop(0, entries.shape[1] // BLOCK, step, _empty(q, value)))
 
 
+@Operator
 def paged_attention(
     q: Float[Array, "batch heads rows width"],
     row_positions: Int32[Array, "batch rows"],
@@ -103,6 +105,29 @@ def paged_attention(
 
     o = _finish(lax.fori_loop(0, turn_ends[-1], turn, _empty(q, value)))
     return o[jnp.argsort(order)]
+
+
+@Operator
+def latent_attention(
+    q: Float[Array, "batch rows entry"],
+    row_positions: Int32[Array, "batch rows"],
+    pages: Float[Array, "pages page entry"],
+    table: Int32[Array, "batch columns"],
+    length: Int32[Array, " batch"],
+) -> Float[Array, "batch rows entry"]:
+    """The same over the entries themselves, each of them key and value in one, for all heads: a decode step's."""
+    return paged_attention(q[:, None], row_positions, pages, table, length, as_both(q.dtype), q.shape[-1])[:, 0]
+
+
+def as_both(dtype: DTypeLike) -> Expand:
+    """Entries as keys and as values, in `dtype`."""
+
+    def expand(block):
+        # The whole entry serves as value too: summing k_rope as well costs less than cutting it off every block.
+        entries = block.astype(dtype)[:, None]
+        return entries, entries
+
+    return expand
 
 
 Carry = tuple[

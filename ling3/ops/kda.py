@@ -66,6 +66,7 @@ def recurrent_kda(
     return jnp.moveaxis(o, 0, 1), state
 
 
+@Operator
 def chunk_kda(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],

@@ -41,6 +41,7 @@ def test_a_model_is_cut_only_where_it_has_something():
     assert not [name for name in names(dense) if "MLA" in name or "experts" in name]
 
 
+@pytest.mark.slow
 def test_every_line_is_a_model_that_differs():
     model = open_model(TINY)
     tokens = jnp.asarray(jax.random.randint(jax.random.key(0), (2, 9), 0, TINY.vocab_size), jnp.int32)
@@ -65,6 +66,7 @@ def test_what_is_cut_already_is_not_cut_again():
     assert not [ablation.name for ablation in ablations(bare) if "gate" in ablation.name]
 
 
+@pytest.mark.slow
 def test_the_perplexity_is_that_of_the_solutions_alone(nano):
     model, tokenizer = nano
     rows, valid, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 64))
@@ -82,6 +84,7 @@ def test_the_perplexity_is_that_of_the_solutions_alone(nano):
     assert solution_perplexity(model, tokenizer) == pytest.approx(np.exp(-total / count), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_whole_model_answers_and_the_gateless_does_not(report):
     whole, gateless = report.rows
     assert whole.name == "whole" and gateless.name == "KDA: no output gate"
@@ -99,6 +102,7 @@ def test_an_answer_counts_by_its_last_number(nano):
     assert _right(*nano, prompts, [other]) == [False]
 
 
+@pytest.mark.slow
 def test_it_is_shown_as_table_json_and_picture(report, tmp_path):
     console = rich.console.Console(width=120, record=True)
     console.print(report)
@@ -131,6 +135,7 @@ def test_what_cannot_be_measured_is_said_first(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_what_was_found(report, tmp_path, capsys, monkeypatch):
     asked = {}
 

@@ -36,6 +36,7 @@ def test_soak():
     assert '"differences": []' in found.summary()
 
 
+@pytest.mark.slow
 def test_an_answer_that_depends_on_company_is_found(monkeypatch):
     """Tokens that are the run's own only in slot 0, which a run that is alone has."""
     take = Run.take
