@@ -20,8 +20,10 @@ from benchmarks.registry import Absent, Setting, Side, Trial, milliseconds
 from ling3.layers.moe import Router
 from ling3.ops.attention import attention, latent_attention, paged_attention
 from ling3.ops.experts import block_experts, dense_experts
+from ling3.ops.experts_kernel import grouped_experts
 from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda
 from ling3.ops.kda_step_kernel import fused_kda_step
+from ling3.ops.latent_attention_kernel import fused_latent_attention
 
 LOWER_BOUND = -5.0
 PAGE = 256
@@ -83,9 +85,17 @@ def _in_place(step: Callable[..., Any], token: list[Array], state: Array) -> tup
 
 
 def mla_decode(
-    setting: Setting, batch: int, context: int, heads: int, latent: int, rope: int, dtype: Any, calls: int = 1
+    setting: Setting,
+    batch: int,
+    context: int,
+    heads: int,
+    latent: int,
+    rope: int,
+    dtype: Any,
+    calls: int = 1,
+    kernel: bool = False,
 ) -> Trial:
-    """One token's attention over pages of latents, absorbed: every head's query on the same keys and values."""
+    """One token's attention over pages of latents, absorbed; with `kernel` the fused one too, interpreted off a GPU."""
     rng, entry = np.random.default_rng(0), latent + rope
     columns = -(-context // PAGE)
     pages = _normal(rng, (batch * columns, PAGE, entry), dtype)
@@ -95,8 +105,9 @@ def mla_decode(
     positions = jnp.full((batch, heads), context - 1, jnp.int32)
     length = jnp.full(batch, context, jnp.int32)
 
-    def over_pages(q: Array, positions: Array, pages: Array, table: Array, length: Array) -> Array:
-        return latent_attention(q[:, 0], positions, pages, table, length)[:, None]
+    def over_pages(attend: Callable[..., Array]) -> Call:
+        inputs = q[:, 0], positions, pages, table, length
+        return _call(lambda *inputs: attend(*inputs)[:, None], *inputs)
 
     def in_a_row(q: Array, entries: Array) -> Array:
         keys = entries.astype(jnp.float32)[:, None]
@@ -104,9 +115,11 @@ def mla_decode(
 
     entries = jax.block_until_ready(pages[table].reshape(batch, -1, entry)[:, :context])
     specification = _call(in_a_row, q, entries)
+    fused = functools.partial(fused_latent_attention, interpret=not setting.gpu)
     sides = [
-        ("ling3, latent_attention", _call(over_pages, q, positions, pages, table, length)),
+        ("ling3, latent_attention", over_pages(latent_attention)),
         *_peers(lambda: torch_peers.attention_over_latents(q, entries, setting.gpu)),
+        *([("ling3, fused_latent_attention", over_pages(fused))] if kernel else []),
         ("ling3, attention", specification),
     ]
     about = {"batch": batch, "context": context, "heads": heads, "entry": entry, "page": PAGE, "dtype": str(q.dtype)}
@@ -152,9 +165,17 @@ def mla_prefill(
 
 
 def experts(
-    setting: Setting, tokens: int, count: int, top_k: int, hidden: int, intermediate: int, dtype: Any, calls: int = 1
+    setting: Setting,
+    tokens: int,
+    count: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    dtype: Any,
+    calls: int = 1,
+    kernel: bool = False,
 ) -> Trial:
-    """The routed experts on tokens that each chose another handful."""
+    """The routed experts on tokens that each chose another handful; `kernel` as for `mla_decode`."""
     rng = np.random.default_rng(0)
     shapes = {
         "gate_proj": (count, intermediate, hidden),
@@ -172,10 +193,12 @@ def experts(
     specification = _call(functools.partial(dense_experts, limit=0.0), *arrays)
     # `block_experts` takes its limit by place: it says by place what is not differentiated.
     ours = _call(lambda *arrays: block_experts(*arrays, 0.0), *arrays)
+    grouped = _call(lambda *arrays: grouped_experts(*arrays, 0.0, interpret=not setting.gpu), *arrays)
     sides = [
         ("ling3, block_experts", ours),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=True)),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=False)),
+        *([("ling3, grouped_experts", grouped)] if kernel else []),
     ]
     about = {"tokens": tokens, "experts": count, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
     return _trial(setting, sides, specification, about | {"dtype": str(arrays[0].dtype)}, calls, tokens=tokens)

@@ -71,15 +71,17 @@ def mla_decode(setting: Setting) -> Trial:
     """Absorbed, over pages; torch's lie in a row."""
     batch, context = setting.size(full=(16, 8192), toy=(2, 300))
     calls = setting.size(full=CALLS, toy=1)
-    return operators.mla_decode(setting, batch, context, dtype=jnp.bfloat16, calls=calls, **_latent(setting))
+    return operators.mla_decode(
+        setting, batch, context, dtype=jnp.bfloat16, calls=calls, kernel=True, **_latent(setting)
+    )
 
 
 def _experts(setting: Setting, tokens: int) -> Trial:
     sizes = setting.size(
         full={"count": 128, "top_k": 8, "hidden": 1536, "intermediate": 512},
-        toy={"count": 8, "top_k": 2, "hidden": 64, "intermediate": 32},
+        toy={"count": 8, "top_k": 2, "hidden": 64, "intermediate": 64},
     )
-    return operators.experts(setting, tokens, dtype=jnp.bfloat16, **sizes)
+    return operators.experts(setting, tokens, dtype=jnp.bfloat16, kernel=True, **sizes)
 
 
 @case("gpu/experts-16", "One MoE layer's routed experts, 16 tokens, against torch's grouped matmul.")

@@ -19,6 +19,7 @@ from benchmarks.record import where
 from benchmarks.registry import CASES, Absent, Case, Line, Setting, Side, Trial, Wrong, case, chosen
 from benchmarks.run import run
 from ling3.ops.experts import block_experts
+from ling3.ops.operator import Operator
 
 ROOT = pathlib.Path(cases.__file__).parent.parent
 
@@ -203,6 +204,16 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         suite.main(only=("growth/memory",), quick=True, out=tmp_path, scratch=tmp_path)
     assert ended.value.code == 1
+
+
+def test_kernels_take_their_operators_places_on_a_gpu_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks"])
+    installed = []
+    monkeypatch.setattr(
+        Operator, "install", lambda self, platform, kernel: installed.append((platform, kernel.__name__))
+    )
+    suite.main(only=("growth/memory",), quick=True, kernels=True, out=tmp_path, scratch=tmp_path)
+    assert installed == [("gpu", name) for name in ("fused_kda_step", "grouped_experts", "fused_latent_attention")]
 
 
 def test_a_command_is_repeated_without_this_machine_s_directories(monkeypatch):

@@ -1,0 +1,126 @@
+"""A decode step's attention over pages of latents as one kernel: what is remembered is read once, where it lies.
+
+Written for an accelerator, in Pallas, and not installed: so far it has run in Pallas' interpreter alone, and no time
+was taken. With a GPU at hand: `Operator.install("gpu", fused_latent_attention)`, and hold it to its twin before its
+time.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int32
+
+from ling3.ops.precision import exact, wide
+
+SPLIT = 1024
+"""Positions to a program, so that one long row fills more of a GPU: fixed, for sums of the same order at any length."""
+TILE = 32
+"""Positions that are read at a time; a page holds a multiple of it."""
+
+
+def fused_latent_attention(
+    q: Float[Array, "batch rows entry"],
+    row_positions: Int32[Array, "batch rows"],
+    pages: Float[Array, "pages page entry"],
+    table: Int32[Array, "batch columns"],
+    length: Int32[Array, " batch"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "batch rows entry"]:
+    """`attention.latent_attention`: softmax(q kᵀ) k over each row's own pages, float32 or wider. Not differentiable.
+
+    A program takes SPLIT positions of one row into a running softmax (FlashDecoding's split, arXiv 2311.01282, §2); the
+    splits are joined by their largest scores. Programs past a row's length end at once. `rows` is a power of two on a
+    GPU, and 16 of them fill its matrix hardware; `entry` is cut into powers of two, 576 into 512 and 64.
+    """
+    batch, rows, entry = q.shape
+    page, columns = pages.shape[1], table.shape[1]
+    if page % TILE:
+        raise ValueError(f"a page holds {page} positions, expected a multiple of {TILE}")
+    splits = -(-columns * page // SPLIT)
+    dtype = wide(q.dtype)
+    own = pl.BlockSpec((None, None, rows), lambda b, s: (b, s, 0))
+    top, total, sums = pl.pallas_call(
+        functools.partial(_program, _powers_of_two(entry), page),
+        out_shape=(
+            *(jax.ShapeDtypeStruct((batch, splits, rows), dtype) for _ in range(2)),
+            jax.ShapeDtypeStruct((batch, splits, rows, entry), dtype),
+        ),
+        grid=(batch, splits),
+        in_specs=[
+            pl.BlockSpec((None, rows, entry), lambda b, s: (b, 0, 0)),
+            pl.BlockSpec((None, rows), lambda b, s: (b, 0)),
+            pl.BlockSpec(memory_space=pl.ANY),
+            pl.BlockSpec(memory_space=pl.ANY),
+            pl.BlockSpec((1,), lambda b, s: (b,)),
+        ],
+        out_specs=(own, own, pl.BlockSpec((None, None, rows, entry), lambda b, s: (b, s, 0, 0))),
+        interpret=interpret,
+        name="latent_attention",
+        compiler_params=None if interpret else _compiler_params(),
+    )(q, row_positions, pages, table, length)
+    share = jnp.exp(top - _finite(jnp.max(top, axis=1, keepdims=True)))
+    total = jnp.sum(share * total, axis=1)
+    sums = jnp.sum(share[..., None] * sums, axis=1)
+    return sums / jnp.maximum(total, jnp.finfo(dtype).tiny)[..., None]
+
+
+def _program(parts, page, q, row_positions, pages, table, length, top, total, sums):
+    """SPLIT positions of one row: q [rows, entry], row_positions [rows]; the others are whole."""
+    row, split = pl.program_id(0), pl.program_id(1)
+    rows, dtype = q.shape[0], top.dtype
+    end, last = length[0], row_positions[...]
+    queries = [q[:, part] for part in parts]
+
+    def tile(i, carry):
+        top, total, sums = carry
+        first = split * SPLIT + i * TILE
+        positions = first + jnp.arange(TILE, dtype=jnp.int32)
+        place = jnp.minimum(table[row, first // page], pages.shape[0] - 1), pl.ds(first % page, TILE)
+        # What lies where nothing was written may be NaN, and 0 · NaN is NaN.
+        entries = [jnp.where((positions < end)[:, None], pages[*place, part], 0).astype(q.dtype) for part in parts]
+        scores = sum(_product(x, y, 1) for x, y in zip(queries, entries, strict=True))
+        allowed = (positions[None] <= last[:, None]) & (positions < end)[None]
+        scores = jnp.where(allowed, scores, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights = jnp.exp(scores - _finite(new_top)[:, None])
+        rescale = jnp.exp(top - _finite(new_top))
+        shares = weights.astype(q.dtype)
+        sums = [rescale[:, None] * x + _product(shares, y, 0) for x, y in zip(sums, entries, strict=True)]
+        return new_top, rescale * total + jnp.sum(weights, axis=1), sums
+
+    tiles = jnp.clip((end - split * SPLIT + TILE - 1) // TILE, 0, SPLIT // TILE)
+    nothing = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), [jnp.zeros_like(x, dtype) for x in queries]
+    top[...], total[...], found = lax.fori_loop(0, tiles, tile, nothing)
+    for part, x in zip(parts, found, strict=True):
+        sums[:, part] = x
+
+
+def _product(x, y, inner):
+    """x times y over y's axis `inner`, summed in float32 or wider."""
+    dimensions = (((1,), (inner,)), ((), ()))
+    return lax.dot_general(x, y, dimensions, precision=exact(x.dtype), preferred_element_type=wide(x.dtype))
+
+
+def _finite(top):
+    return jnp.where(jnp.isfinite(top), top, 0)
+
+
+def _powers_of_two(size: int) -> tuple[pl.Slice, ...]:
+    """Slices of `size` numbers, each as many as a power of two, the largest first."""
+    parts, start = [], 0
+    for bit in reversed(range(size.bit_length())):
+        if size & 1 << bit:
+            parts.append(pl.ds(start, 1 << bit))
+            start += 1 << bit
+    return tuple(parts)
+
+
+def _compiler_params():
+    # Newer releases of jax mean to drop Triton: whoever does not compile for it need not have it.
+    from jax.experimental.pallas import triton  # noqa: PLC0415
+
+    return triton.CompilerParams(num_warps=8)
