@@ -61,7 +61,7 @@ def whole_step(model: ling3.Ling3ForCausalLM, rows: int, columns: int, pages: in
 
     def timed(context: int) -> float:
         nonlocal pool
-        where = Rows(jnp.arange(rows, dtype=jnp.int32), _table(rows, columns, pages, context))
+        where = Rows(jnp.arange(rows, dtype=jnp.int32), _table(rows, columns, pages, context), in_place=True)
         seconds = []
         for _ in range(CALLS):
             pool = _at(pool, context)

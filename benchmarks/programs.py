@@ -1,4 +1,4 @@
-"""The engine's two programs, lowered from shapes alone: no weight and no memory is allocated."""
+"""The two programs of `ling3.generate`, lowered from shapes alone: no weight and no memory is allocated."""
 
 from typing import Any
 

@@ -45,7 +45,7 @@ def run(case: Case, setting: Setting, rounds: int | None = None, note: Note = la
         record |= {"axis": trial.axis, "lines": _lines(trial, values)}
     else:
         record["times_faster_than"] = _ratios(trial, values)
-    return record | _outcome(case, setting, record)
+    return record | _outcome(case, setting, trial, record)
 
 
 def _checked(side: Side, note: Note) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def _lines(trial: Trial, values: list[list[float]]) -> dict[str, Any]:
     return found
 
 
-def _outcome(case: Case, setting: Setting, record: dict[str, Any]) -> dict[str, Any]:
-    """What is wanted of the case, and whether it is so. Toy sizes have no verdict."""
+def _outcome(case: Case, setting: Setting, trial: Trial, record: dict[str, Any]) -> dict[str, Any]:
+    """What is wanted of the case, and whether it is so. Toy sizes have no verdict, nor has a race without its peer."""
     first = record["sides"][0]
     for kind in ("wrong", "failed", "absent"):
         if kind in first:
@@ -120,8 +120,11 @@ def _outcome(case: Case, setting: Setting, record: dict[str, Any]) -> dict[str, 
     wanted = {"times_faster": case.wanted, "at_most": case.limit}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     verdicts = []
-    if case.wanted is not None and record.get("times_faster_than"):
-        verdicts.append(next(iter(record["times_faster_than"].values()))["median"] >= case.wanted)
+    if case.wanted is not None:
+        ratio = record.get("times_faster_than", {}).get(trial.sides[1].name)
+        if ratio is None:
+            return {"outcome": "measured", "wanted": wanted, "why": f"{trial.sides[1].name} has no number"}
+        verdicts.append(ratio["median"] >= case.wanted)
     if case.limit is not None:
         verdicts.append(first["values"]["median"] <= case.limit)
     outcome = ("met" if all(verdicts) else "missed") if judged and verdicts else "measured"

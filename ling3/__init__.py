@@ -6,7 +6,7 @@ from jaxtyping import install_import_hook as _install_import_hook
 
 from ling3 import checks as _checks  # noqa: F401
 
-# Shapes and types are checked in every session.
+# Shapes and types are checked in every session, but for the command line's without --debug.
 _install_import_hook("ling3", "ling3.checks.checked")
 
 from ling3 import ablate  # noqa: E402

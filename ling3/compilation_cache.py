@@ -8,7 +8,8 @@ one's own. Entries are code, so that the directory has to be the user's alone. S
     LING3_COMPILATION_CACHE=/some/where    keeps programs there
     (unset)                                keeps them in `ling3/programs` of the user's cache directory
 
-Whoever has told JAX already, by JAX_COMPILATION_CACHE_DIR, `jax.config` or JAX_ENABLE_COMPILATION_CACHE, is obeyed.
+Whoever has told JAX already, by JAX_COMPILATION_CACHE_DIR, `jax.config` or JAX_ENABLE_COMPILATION_CACHE, is obeyed,
+and so are bounds of their own for what is kept.
 """
 
 import os
@@ -16,15 +17,22 @@ import pathlib
 import sys
 from typing import Any
 
+import filelock
 import jax
 
 VARIABLE = "LING3_COMPILATION_CACHE"
 LARGEST = 2**30
 """Bytes that the directory may grow to; what was used longest ago goes first."""
+# What is set, and JAX's own default: only that is replaced. Many small programs take as long as a large one.
+BOUNDS = {
+    "jax_compilation_cache_max_size": (LARGEST, -1),
+    "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
+    "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
+}
 
 
 def switch_on() -> pathlib.Path | None:
-    """Makes JAX keep what it compiles from now on, in every thread; the directory, or None if nothing is kept there.
+    """Makes JAX keep all that this process compiles from now on; the directory, or None where JAX stays as it is.
 
     A directory that cannot be made or written, or that others may write, is not used: that is no error. ValueError if
     the variable is neither `off` nor an absolute path.
@@ -39,11 +47,11 @@ def switch_on() -> pathlib.Path | None:
     directory = pathlib.Path(wanted) if wanted else default_directory()
     if directory is None or not _made(directory):
         return None
+    _drop_halves(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_compilation_cache_max_size", LARGEST)
-    # Many small programs take as long as a large one.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for name, (value, default) in BOUNDS.items():
+        if _told(name) == default:
+            jax.config.update(name, value)
     return directory
 
 
@@ -57,6 +65,20 @@ def default_directory() -> pathlib.Path | None:
     except RuntimeError:
         return None
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "ling3" / "programs"
+
+
+def _drop_halves(directory: pathlib.Path) -> None:
+    """Removes entries whose writing was broken off: JAX would find no time of use beside them, and keep nothing more.
+
+    Under JAX's own lock; if another process holds it, the next one will see to it.
+    """
+    try:
+        with filelock.FileLock(directory / ".lockfile", timeout=0):
+            for entry in directory.glob("*-cache"):
+                if not entry.with_name(entry.name.removesuffix("-cache") + "-atime").exists():
+                    entry.unlink(missing_ok=True)
+    except (filelock.Timeout, OSError):
+        pass
 
 
 def _told(name: str) -> Any:

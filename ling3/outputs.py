@@ -137,4 +137,4 @@ class Stats:
     prefill_calls: int
     decode_calls: int
     compile_seconds: float
-    """Waited for programs to be compiled: in `warmup`, and after one for the first token alone."""
+    """Waited in `warmup`, and after one for the first token alone in the first decode call: mostly for compilation."""

@@ -31,7 +31,8 @@ class Rows(eqx.Module):
 
     A slot past the pool's last is a row without a request; a page past the last is no page. With `in_place` there is a
     row for every slot and each of them is its own slot's or nobody's: then no state is taken out and put back, which
-    accelerators gain by. The slot of a row that is nobody's stays as it is, whoever it belongs to.
+    accelerators gain by. The slot of a row that is nobody's stays as it is, whoever it belongs to: its newest token is
+    computed for nothing, and leaves a state unchanged wherever that token's numbers are finite.
     """
 
     slots: Int32[Array, " rows"] | None

@@ -346,7 +346,7 @@ class Engine:
     # Around it
 
     def warmup(self, first_token: bool = False) -> None:
-        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C waits for the next one.
+        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C waits for those begun.
 
         With `first_token` only what a request's first token needs: it comes sooner, and the second waits for the rest.
         """

@@ -20,6 +20,17 @@ code = cli.main(["generate", "nano", "-p", "Sam has 3 pens.", "--max-tokens", "4
 print(json.dumps([events["compile_requests_use_cache"], events["cache_hits"]]), file=sys.stderr)
 sys.exit(code)
 """
+SMALL = """
+import jax
+from ling3 import compilation_cache
+compilation_cache.switch_on()
+
+@jax.jit
+def triple(x):
+    return 3 * x
+
+assert triple(2) == 6
+"""
 
 
 @pytest.fixture
@@ -33,6 +44,8 @@ def untold(monkeypatch):
     )
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
+    for name, (_, default) in compilation_cache.BOUNDS.items():
+        jax.config.update(name, default)
     monkeypatch.delenv(compilation_cache.VARIABLE)
     yield
     for name, value in before.items():
@@ -60,6 +73,28 @@ def test_the_second_process_compiles_nothing(tmp_path):
     assert programs <= 12, "six programs of the engine, and few for what it begins with"
     assert texts[0] == texts[1]
     assert (tmp_path / "programs").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_process_that_was_killed_as_it_wrote_costs_the_next_nothing(tmp_path):
+    """JAX writes an entry and then the time of its use, and cannot do without the second."""
+    programs = tmp_path / "programs"
+    programs.mkdir(mode=0o700)
+    (programs / "jit_half-0123-cache").write_bytes(b"half")
+    command = [sys.executable, "-W", "error", "-c", SMALL]
+    done = subprocess.run(command, env=environment(programs), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    kept = {path.name for path in programs.glob("jit*")}
+    assert "jit_half-0123-cache" not in kept and any(name.startswith("jit_triple") for name in kept)
+
+
+def test_bounds_of_ones_own_are_kept(untold, monkeypatch, tmp_path):
+    monkeypatch.setenv(compilation_cache.VARIABLE, str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 5.0)
+    jax.config.update("jax_compilation_cache_max_size", 10**6)
+    assert compilation_cache.switch_on() == tmp_path
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 5.0
+    assert jax.config.jax_compilation_cache_max_size == 10**6
+    assert compilation_cache.switch_on() is None, "JAX has been told now"
 
 
 def test_it_is_the_users_cache_directory(untold, monkeypatch, tmp_path):

@@ -84,7 +84,7 @@ def compile_decode(setting: Setting) -> Trial:
     return _compiled(setting, "decode")
 
 
-@case("start/compile-prefill", "Trace and compile a prefill step of 512 tokens of it.", limit=60.0, rounds=1)
+@case("start/compile-prefill", "Trace and compile a prefill step of 2,048 tokens of it.", limit=60.0, rounds=1)
 def compile_prefill(setting: Setting) -> Trial:
     """The same for a prompt's chunk."""
     return _compiled(setting, "prefill")

@@ -57,7 +57,7 @@ class Embedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq {self.weight.shape[1]}"]:
         """One row of the table per token id."""
-        known = tokens.reshape(-1)[0] > jnp.iinfo(tokens.dtype).min  # as every id is
+        known = tokens.reshape(-1)[0] > jnp.iinfo(tokens.dtype).min  # as every id is, which are signed
         return read_in_place(lambda: self.weight[tokens], self.weight.dtype, known)
 
 

@@ -26,7 +26,8 @@ class MLA(eqx.Module):
         y = dense(sigmoid(g_proj(x)) · o)                             the gate in float32, one number per head
 
     Only `[latent | rope(k_rope)]` is remembered. Many tokens at once expand keys and values from it; a single token
-    absorbs `kv_b_proj` into query and output instead (q_nope W_uk, then W_uv), the same numbers without the expansion.
+    over a cache absorbs `kv_b_proj` into query and output instead (q_nope W_uk, then W_uv), the same numbers without
+    the expansion.
 
     Without `g_proj` there is no output gate; with `rope_theta` None nothing is rotated, and positions do not matter.
     """

@@ -76,7 +76,7 @@ def _block_experts(
     tokens, top_k = chosen.shape
     experts, dtype = gate_proj.shape[0], wide(x.dtype)
     block = _block_rows(tokens, top_k, experts, x.dtype)
-    groups = _grouped(chosen, experts)
+    groups = Groups.of(chosen, experts)
     blocks = -(-groups.counts // block)
     stacks = (gate_proj, up_proj, down_proj)
 
@@ -120,12 +120,19 @@ def _block_experts(
     return functools.reduce(jnp.add, (out[:, j] for j in range(top_k)))
 
 
-class _Groups(NamedTuple):
-    """The rows `token · top_k + j` of a choice, sorted by expert and then by token."""
+class Groups(NamedTuple):
+    """The rows `token · top_k + j` of a choice, sorted by expert and then by token; those of no expert come last."""
 
     order: Int32[Array, " rows"]
     starts: Int32[Array, " experts"]
     counts: Int32[Array, " experts"]
+
+    @staticmethod
+    def of(chosen: Int32[Array, "tokens top_k"], experts: int) -> "Groups":
+        """Those of a choice. An index that is no expert stands for none."""
+        flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
+        counts = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
+        return Groups(jnp.argsort(flat, stable=True).astype(jnp.int32), jnp.cumsum(counts) - counts, counts)
 
     def rows(
         self, expert: Int32[Array, " blocks"], index: Int32[Array, " blocks"], block: int
@@ -134,12 +141,6 @@ class _Groups(NamedTuple):
         offsets = index[:, None] * block + jnp.arange(block, dtype=jnp.int32)[None]
         rows = self.order.at[self.starts[expert][:, None] + offsets].get(mode="clip")
         return jnp.where(offsets < self.counts[expert][:, None], rows, self.order.shape[0])
-
-
-def _grouped(chosen: Int32[Array, "tokens top_k"], experts: int) -> _Groups:
-    flat = chosen.reshape(-1)
-    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
-    return _Groups(jnp.argsort(flat, stable=True).astype(jnp.int32), jnp.cumsum(counts) - counts, counts)
 
 
 def _block_rows(tokens: int, top_k: int, experts: int, dtype: jnp.dtype) -> int:

@@ -1,8 +1,4 @@
-"""The chosen experts' feed-forward as two kernels over blocks of rows: no weight is gathered, none is read for nobody.
-
-Written for an accelerator, in Pallas, and not installed: so far it has run in Pallas' interpreter alone, and no time
-was taken. With a GPU at hand: `Operator.install("gpu", grouped_experts)`, and hold it to its twin before its time.
-"""
+"""The chosen experts' feed-forward as two kernels over blocks of rows: no weight is gathered, or read for nobody."""
 
 import functools
 
@@ -12,7 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops.experts import swiglu
+from ling3.ops.experts import Groups, swiglu
+from ling3.ops.operator import triton_params
 from ling3.ops.precision import exact, wide
 
 ROWS = 16
@@ -62,18 +59,15 @@ def _layout(
     chosen: Int32[Array, "tokens top_k"], experts: int
 ) -> tuple[Int32[Array, " blocks"], Int32[Array, " rows"]]:
     """Each block's expert (`experts` for nobody's) and each row's place in the blocks (past the last for no expert)."""
-    flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
-    rows = flat.shape[0]
+    groups, rows = Groups.of(chosen, experts), chosen.size
     blocks = min(rows, experts + rows // ROWS)
-    counts = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)[:experts]
-    ends = jnp.cumsum(-(-counts // ROWS))
+    own = -(-groups.counts // ROWS)
+    ends = jnp.cumsum(own)
     owner = jnp.searchsorted(ends, jnp.arange(blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
-    order = jnp.argsort(flat, stable=True)
-    rank = jnp.zeros(rows, jnp.int32).at[order].set(jnp.arange(rows, dtype=jnp.int32))
-    kept = jnp.minimum(flat, experts - 1)
-    first = ends[kept] - -(-counts[kept] // ROWS)
-    place = first * ROWS + rank - (jnp.cumsum(counts) - counts)[kept]
-    return owner, jnp.where(flat < experts, place, blocks * ROWS)
+    rank = jnp.zeros(rows, jnp.int32).at[groups.order].set(jnp.arange(rows, dtype=jnp.int32))
+    expert = jnp.clip(chosen, 0, experts - 1).reshape(-1)
+    place = (ends - own)[expert] * ROWS + rank - groups.starts[expert]
+    return owner, jnp.where(expert == chosen.reshape(-1), place, blocks * ROWS)
 
 
 def _over_blocks(owner, kernel, x, stacks, dtype, *, interpret):
@@ -91,7 +85,7 @@ def _over_blocks(owner, kernel, x, stacks, dtype, *, interpret):
         out_specs=pl.BlockSpec((ROWS, COLUMNS), lambda i, j: (i, j)),
         interpret=interpret,
         name=f"experts_{len(stacks)}",
-        compiler_params=None if interpret else _compiler_params(),
+        compiler_params=None if interpret else triton_params(warps=4),
     )(owner, x, *stacks)
 
 
@@ -125,10 +119,3 @@ def _gate_and_up(limit, gate, up):
 
 def _down(y):
     return y
-
-
-def _compiler_params():
-    # Newer releases of jax mean to drop Triton: whoever does not compile for it need not have it.
-    from jax.experimental.pallas import triton  # noqa: PLC0415
-
-    return triton.CompilerParams(num_warps=4)

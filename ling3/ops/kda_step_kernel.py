@@ -1,13 +1,11 @@
-"""One token of the KDA recurrence as one kernel: a state is read once, and written where it lay.
-
-Written for an accelerator, in Pallas, and not installed: so far it has run in Pallas' interpreter alone, and no time
-was taken. With a GPU at hand: `Operator.install("gpu", fused_kda_step)`, and hold it to its twin before its time.
-"""
+"""One token of the KDA recurrence as one kernel: a state is read once, and written where it lay."""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
+
+from ling3.ops.operator import triton_params
 
 VALUES = 32
 """Columns of a state to a program. They do not meet in the recurrence, so that one row's heads fill more of a GPU."""
@@ -48,7 +46,7 @@ def fused_kda_step(
         input_output_aliases={5: 1},
         interpret=interpret,
         name="kda_step",
-        compiler_params=None if interpret else _compiler_params(),
+        compiler_params=None if interpret else triton_params(warps=WARPS),
     )(q, k, v, g, beta[..., None], state)
     return o, new
 
@@ -61,10 +59,3 @@ def _kernel(q, k, v, g, beta, state, o, new):
     written = decayed + write * u[None]
     new[...] = written
     o[...] = jnp.sum(q[...][:, None] * written, axis=0)
-
-
-def _compiler_params():
-    # Newer releases of jax mean to drop Triton: whoever does not compile for it need not have it.
-    from jax.experimental.pallas import triton  # noqa: PLC0415
-
-    return triton.CompilerParams(num_warps=WARPS)

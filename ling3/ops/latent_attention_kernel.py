@@ -1,9 +1,4 @@
-"""A decode step's attention over pages of latents as one kernel: what is remembered is read once, where it lies.
-
-Written for an accelerator, in Pallas, and not installed: so far it has run in Pallas' interpreter alone, and no time
-was taken. With a GPU at hand: `Operator.install("gpu", fused_latent_attention)`, and hold it to its twin before its
-time.
-"""
+"""A decode step's attention over pages of latents as one kernel: what is remembered is read once, where it lies."""
 
 import functools
 
@@ -13,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
+from ling3.ops.operator import triton_params
 from ling3.ops.precision import exact, wide
 
 SPLIT = 1024
@@ -60,7 +56,7 @@ def fused_latent_attention(
         out_specs=(own, own, pl.BlockSpec((None, None, rows, entry), lambda b, s: (b, s, 0, 0))),
         interpret=interpret,
         name="latent_attention",
-        compiler_params=None if interpret else _compiler_params(),
+        compiler_params=None if interpret else triton_params(warps=8),
     )(q, row_positions, pages, table, length)
     share = jnp.exp(top - _finite(jnp.max(top, axis=1, keepdims=True)))
     total = jnp.sum(share * total, axis=1)
@@ -117,10 +113,3 @@ def _powers_of_two(size: int) -> tuple[pl.Slice, ...]:
             parts.append(pl.ds(start, 1 << bit))
             start += 1 << bit
     return tuple(parts)
-
-
-def _compiler_params():
-    # Newer releases of jax mean to drop Triton: whoever does not compile for it need not have it.
-    from jax.experimental.pallas import triton  # noqa: PLC0415
-
-    return triton.CompilerParams(num_warps=8)

@@ -1,8 +1,13 @@
-"""An operator: a plain function that specifies it, and per platform the kernel that may run in its place."""
+"""An operator: a plain function that specifies it, and per platform the kernel that may run in its place.
+
+The `*_kernel.py` beside it are written for a GPU, in Pallas for Triton, and none is installed: so far they have run in
+Pallas' interpreter alone, and no time was taken. With a GPU at hand: hold a kernel to its twin there, take both times,
+and `Operator.install("gpu", kernel)`.
+"""
 
 import functools
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
@@ -37,3 +42,11 @@ class Operator(Generic[P, R]):
         else:
             self._kernels[platform] = kernel
         jax.clear_caches()
+
+
+def triton_params(warps: int) -> Any:
+    """How a kernel is compiled for a GPU: by Triton, with so many warps to a program."""
+    # Newer releases of jax mean to drop Triton: whoever does not compile for it need not have it.
+    from jax.experimental.pallas import triton  # noqa: PLC0415
+
+    return triton.CompilerParams(num_warps=warps)

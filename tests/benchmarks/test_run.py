@@ -71,6 +71,15 @@ def test_what_is_wanted(tmp_path, wanted, outcome):
     assert recorded(trial, Setting("full", tmp_path), **wanted)["outcome"] == outcome
 
 
+@pytest.mark.parametrize("error", [Absent("no such package"), Wrong("off by 3")])
+def test_without_its_peer_a_race_is_not_won(tmp_path, error):
+    """Another form of ours is not what was to be outrun."""
+    others = [Side("theirs", lambda: 6.0, fails(error)), Side("ours, slowly", lambda: 9.0, lambda: "same")]
+    trial = Trial([Side("ours", lambda: 2.0, lambda: "same"), *others])
+    record = recorded(trial, Setting("full", tmp_path), wanted=3.0)
+    assert record["outcome"] == "measured" and record["why"] == "theirs has no number"
+
+
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [(Wrong("off by 3"), "wrong"), (Absent("no such package"), "absent"), (OSError("broken"), "failed")],

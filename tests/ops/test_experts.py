@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ling3.ops import experts as experts_module
 from ling3.ops.experts import block_experts, dense_experts, swiglu
 
 BLOCKS = jax.jit(block_experts, static_argnums=6)
@@ -92,14 +93,20 @@ def test_no_dense_expansion_is_compiled():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("tokens", [5, 16, 64])
-def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype):
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype, monkeypatch):
     """A full choice goes by rounds, a single token's among rows without one by blocks."""
     x, chosen, *rest = case(tokens, 32, 2, dtype, hidden=640, intermediate=160)
-    whole = BLOCKS(x, chosen, *rest, 0.0)
+    monkeypatch.setattr(experts_module, "TURNS", 1)  # rounds from a quarter of the experts on
+    block = experts_module._block_rows(tokens, 2, 32, x.dtype)
+    turns = -(-np.bincount(np.asarray(chosen).reshape(-1), minlength=32) // block)
+    assert experts_module.EXPERTS * turns.sum() > 32 * turns.max(), "the full choice goes by rounds"
+    assert experts_module.EXPERTS * 2 <= 32, "and a single token's by blocks"
+    forms = jax.jit(lambda *x: block_experts(*x, 0.0))
+    whole = forms(x, chosen, *rest)
     nobody = jnp.full_like(chosen, 32)
     for row in (0, tokens - 1):
-        alone = BLOCKS(x, nobody.at[row].set(chosen[row]), *rest, 0.0)
+        alone = forms(x, nobody.at[row].set(chosen[row]), *rest)
         np.testing.assert_array_equal(alone[row], whole[row])
         assert not np.any(np.delete(np.asarray(alone), row, axis=0))
 
@@ -111,6 +118,15 @@ def test_no_expert_is_converted_before_it_is_needed(tokens):
     memory = jax.jit(lambda *a: block_experts(*a, 0.0)).lower(*x).compile().memory_analysis()
     converted, activations = 2 * x[3].nbytes, tokens * 2 * 256 * 4
     assert memory.temp_size_in_bytes < converted / 2 + 4 * activations
+
+
+@pytest.mark.parametrize("outside", [-1, 32, 2**31 - 1])
+def test_what_is_no_expert_stands_for_none(outside):
+    x, chosen, *rest = case(40, 32, 2)
+    holes = chosen.at[::3, 0].set(outside).at[5].set(outside)
+    expected = DENSE(x, holes, *rest, 0.0)
+    np.testing.assert_allclose(BLOCKS(x, holes, *rest, 0.0), expected, atol=3e-5)
+    assert np.any(np.asarray(expected[0])) and not np.any(np.asarray(expected[5]))
 
 
 def test_the_clamp_is_after_the_silu():

@@ -92,7 +92,7 @@ EXPERTS = jax.jit(functools.partial(grouped_experts, interpret=True), static_arg
 def choice(tokens, top_k=3, experts=5, hidden=128, intermediate=64, dtype=jnp.float32):
     """x, chosen experts (some of them none, some rows two alike), weights, and the experts."""
     draw = np.random.default_rng(tokens)
-    chosen = jnp.asarray(draw.integers(0, experts + 1, size=(tokens, top_k)), jnp.int32)
+    chosen = jnp.asarray(draw.integers(-1, experts + 1, size=(tokens, top_k)), jnp.int32)
     shapes = ((tokens, hidden), (tokens, top_k), (experts, intermediate, hidden), (experts, intermediate, hidden))
     x, weights, gate, up, down = (
         jnp.asarray(0.3 * draw.normal(size=shape), dtype) for shape in (*shapes, (experts, hidden, intermediate))

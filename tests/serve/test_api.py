@@ -16,6 +16,7 @@ from small_engine import ENDS, PAGES, SETTINGS, SLOTS, answer, balanced, engine,
 import ling3
 from ling3 import SamplingParams
 from ling3.cache import KDAState
+from ling3.pool import decode
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 CHAT = [{"role": "user", "content": "hi"}]
@@ -582,6 +583,27 @@ def test_nothing_is_compiled_after_warmup(caplog):
     assert served.stats().finished["error"] == 1
     assert [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()] == []
     assert served._loop.runner.programs == programs
+
+
+def test_the_first_token_does_not_wait_for_decode_to_be_compiled():
+    """After a warmup for it alone: the second waits, once, and the time is told."""
+    served = engine(num_pages=PAGES + 2)  # shapes that no other test has
+    served.warmup(first_token=True)
+    warmed, decodes = served.stats().compile_seconds, decode._cache_size()
+    assert warmed > 0
+    served.submit(PROMPTS[0], GREEDY)
+    first = []
+    while not first:
+        first = served.step()
+    assert [len(delta.token_ids) for delta in first] == [1]
+    assert decode._cache_size() == decodes and served.stats().compile_seconds == warmed
+    while served.has_work:
+        served.step()
+    assert decode._cache_size() == decodes + 1
+    told = served.stats().compile_seconds
+    assert told > warmed
+    served.generate(PROMPTS, GREEDY)
+    assert served.stats().compile_seconds == told
 
 
 def test_an_engine_that_is_left_gives_its_memory_back():
