@@ -142,6 +142,19 @@ def test_narrow_weights_are_widened_nowhere():
     assert memory.temp_size_in_bytes < 4 * model.lm_head.weight.size
 
 
+def test_a_prefill_s_temporaries_are_one_layer_s():
+    """Nothing is written for a later one while an earlier one is at work: no zeros for its experts' results."""
+
+    def temporaries(layers):
+        model = ling3.init(dataclasses.replace(TINY, num_hidden_layers=layers), key=jax.random.key(0))
+        pool, rows = pool_of(model, 1, 32), Rows(None, jnp.arange(32, dtype=jnp.int32)[None])
+        tokens = (jnp.zeros((1, 512), jnp.int32), jnp.full(1, 512, jnp.int32), jnp.ones(1, bool))
+        return prefill.lower(model, rows, *tokens, pool).compile().memory_analysis().temp_size_in_bytes
+
+    results = 512 * TINY.num_experts_per_tok * TINY.hidden_size * 4
+    assert temporaries(9) - temporaries(5) < 4 * results / 2
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [

@@ -110,7 +110,9 @@ def _block_experts(
 
         return lax.fori_loop(0, jnp.max(blocks), turn, out)
 
-    out = jnp.zeros((tokens * top_k, x.shape[1]), dtype)
+    # Zeros that no compiler knows to be zeros before the choice is there: a model's prefill would otherwise begin with
+    # those of all its layers, and keep them all.
+    out = jnp.full((tokens * top_k, x.shape[1]), groups.counts[0] < 0, dtype)
     if block > FEW_ROWS or EXPERTS * tokens * top_k <= TURNS * experts:  # then it can never be rounds
         out = by_blocks(out)
     else:
