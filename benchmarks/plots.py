@@ -56,7 +56,7 @@ def _ratios(axes: Axes, records: Sequence[Record]) -> None:
             names.append(f"{record['name']}: {name}")
             row += 1
     most = max(ratio["most"] for record in records for ratio in record["times_faster_than"].values())
-    if most > 30:
+    if most > 10:
         axes.set_xscale("log")
         axes.set_xlim(right=3 * most)
         axes.xaxis.set_major_formatter(_plain)
