@@ -153,7 +153,7 @@ def _block_rows(tokens: int, top_k: int, experts: int, dtype: jnp.dtype) -> int:
     if tokens == 1 and dtype != jnp.bfloat16:
         return 1
     average = tokens * top_k / experts
-    return next((block for block, most in ((4, 1.0), (8, 2.0), (16, 8.0)) if average <= most), 64)
+    return next((block for block, most in ((4, 1.0), (8, 2.0), (16, 8.0), (32, 24.0)) if average <= most), 64)
 
 
 def _forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit):
