@@ -28,7 +28,7 @@ RUN = {
 
 
 def process() -> int:
-    """`main` as a process of its own, whose first token comes in three quarters of the time.
+    """`main` as a process of its own, whose first token comes in four fifths of the time.
 
     What is imported stays, so the garbage collector need not look through it again. And the package's functions do not
     check the types of each other's arguments, except with --debug: what a user types is checked by the commands.
