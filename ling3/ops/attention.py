@@ -115,7 +115,11 @@ def latent_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
 ) -> Float[Array, "batch rows entry"]:
-    """The same over the entries themselves, each of them key and value in one, for all heads: a decode step's."""
+    """A decode step's, absorbed: softmax(q entriesᵀ) entries over each row's pages, float32 or wider.
+
+    An entry is key and value in one and for all heads (DeepSeek-V2, arXiv 2405.04434, §2.1.2): `rows` are the heads'
+    queries of one token, already scaled. Pages, table, `length` and what a query sees are those of `paged_attention`.
+    """
     return paged_attention(q[:, None], row_positions, pages, table, length, as_both(q.dtype), q.shape[-1])[:, 0]
 
 
