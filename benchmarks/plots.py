@@ -51,7 +51,7 @@ def _ratios(axes: Axes, records: Sequence[Record]) -> None:
             axes.barh(row, ratio["median"], height=0.6, color=BLUE if i == 0 else SKY)
             axes.plot(ratio["all"], [row] * len(ratio["all"]), "o", color=BLACK, markersize=2.5)
             axes.text(max(ratio["all"]), row, f"  {ratio['median']:.2f} ×", va="center", fontsize=8)
-            if i == 0 and wanted is not None:
+            if wanted is not None and name == record["sides"][1]["name"]:
                 axes.plot([wanted, wanted], [row - 0.4, row + 0.4], color=ORANGE, linewidth=2)
             names.append(f"{record['name']}: {name}")
             row += 1
