@@ -80,7 +80,7 @@ def test_a_process_that_was_killed_as_it_wrote_costs_the_next_nothing(tmp_path):
     programs = tmp_path / "programs"
     programs.mkdir(mode=0o700)
     (programs / "jit_half-0123-cache").write_bytes(b"half")
-    command = [sys.executable, "-W", "error", "-c", SMALL]
+    command = [sys.executable, "-W", "error::UserWarning", "-c", SMALL]
     done = subprocess.run(command, env=environment(programs), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     kept = {path.name for path in programs.glob("jit*")}
