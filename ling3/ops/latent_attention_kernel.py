@@ -28,9 +28,9 @@ def fused_latent_attention(
 ) -> Float[Array, "batch rows entry"]:
     """`attention.latent_attention`: softmax(q kᵀ) k over each row's own pages, float32 or wider. Not differentiable.
 
-    A program takes SPLIT positions of one row into a running softmax (as in Flash-Decoding, Dao et al. 2023); the splits
-    are joined by their largest scores. Programs past a row's length end at once. `rows` is a power of two on a
-    GPU, and 16 of them fill its matrix hardware; `entry` is cut into powers of two, 576 into 512 and 64.
+    A program takes SPLIT positions of one row into a running softmax (as in Flash-Decoding, Dao et al. 2023); the
+    splits are joined by their largest scores. Programs past a row's length end at once. `rows` is a power of two on
+    a GPU, and 16 of them fill its matrix hardware; `entry` is cut into powers of two, 576 into 512 and 64.
     """
     batch, rows, entry = q.shape
     page, columns = pages.shape[1], table.shape[1]
