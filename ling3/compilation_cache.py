@@ -2,7 +2,7 @@
 
 JAX keeps them if it is told a directory; here is which, and that it is told. An entry's key is made of the program, its
 options, the versions of JAX and XLA, and the device with its instruction set: no other machine's program is taken for
-one's own. Entries are code, so that the directory has to be the user's alone. Several processes may share it.
+one's own. Several processes may share the directory.
 
     LING3_COMPILATION_CACHE=off            keeps nothing
     LING3_COMPILATION_CACHE=/some/where    keeps programs there
@@ -14,11 +14,12 @@ and so are bounds of their own for what is kept.
 
 import os
 import pathlib
-import sys
 from typing import Any
 
 import filelock
 import jax
+
+from ling3 import user_cache
 
 VARIABLE = "LING3_COMPILATION_CACHE"
 LARGEST = 2**30
@@ -44,8 +45,8 @@ def switch_on() -> pathlib.Path | None:
         return None
     if wanted and not pathlib.Path(wanted).is_absolute():
         raise ValueError(f"{VARIABLE} is {wanted!r}, expected off or the absolute path of a directory")
-    directory = pathlib.Path(wanted) if wanted else default_directory()
-    if directory is None or not _made(directory):
+    directory = pathlib.Path(wanted) if wanted else user_cache.directory("programs")
+    if directory is None or not user_cache.made(directory):
         return None
     _drop_halves(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
@@ -53,18 +54,6 @@ def switch_on() -> pathlib.Path | None:
         if _told(name) == default:
             jax.config.update(name, value)
     return directory
-
-
-def default_directory() -> pathlib.Path | None:
-    """`ling3/programs` in the user's cache directory, which each platform has elsewhere; None without a home."""
-    named = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    if named and pathlib.Path(named).is_absolute():
-        return pathlib.Path(named) / "ling3" / "programs"
-    try:
-        home = pathlib.Path.home()
-    except RuntimeError:
-        return None
-    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "ling3" / "programs"
 
 
 def _drop_halves(directory: pathlib.Path) -> None:
@@ -84,15 +73,3 @@ def _drop_halves(directory: pathlib.Path) -> None:
 def _told(name: str) -> Any:
     """JAX's configuration, whose names type checkers do not know."""
     return getattr(jax.config, name)
-
-
-def _made(directory: pathlib.Path) -> bool:
-    """Whether the directory is there, if need be from now on, is the user's own, and can be written."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError:
-        return False
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-        return False
-    return os.access(directory, os.W_OK | os.X_OK)

@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 os.environ["HF_HUB_OFFLINE"] = "1"
 # The processes that tests start write nothing into the user's cache.
 os.environ["LING3_COMPILATION_CACHE"] = "off"
+os.environ["LING3_NATIVE"] = "off"
 
 import hypothesis
 import jax

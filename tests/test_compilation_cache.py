@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from ling3 import compilation_cache
+from ling3 import compilation_cache, user_cache
 
 # What a process compiles: requests to the cache and hits in it, counted by JAX's own events.
 GENERATE = """
@@ -122,7 +122,7 @@ def test_each_platform_has_it_elsewhere(monkeypatch, tmp_path, platform, variabl
         monkeypatch.setenv(*variable)
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(pathlib.Path, "home", lambda: tmp_path)
-    assert compilation_cache.default_directory() == tmp_path / expected
+    assert user_cache.directory("programs") == tmp_path / expected
 
 
 def test_no_home_is_no_error(untold, monkeypatch):

@@ -2,11 +2,13 @@
 
 `dense_experts` runs every expert on every token: the specification, and what is differentiated. `block_experts` sorts
 the rows by expert and runs only the experts that were chosen, each on its own rows; its gradient is that of the dense
-form. Rows go through `down(silu(gate x) · up x)`, or with a limit L > 0 through
+form. On a CPU that has a C++ compiler its rows go through a kernel (`experts_cpu`), which has no copy of an expert to
+make. Rows go through `down(silu(gate x) · up x)`, or with a limit L > 0 through
 `down(min(silu(gate x), L) · clip(up x, -L, L))` (Ling-3.0-flash).
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from ling3.ops import experts_cpu
 from ling3.ops.in_place import read_in_place
 from ling3.ops.matmul import FEW_ROWS, matmul_transposed
 from ling3.ops.operator import Operator
@@ -54,7 +57,25 @@ def dense_experts(
     return jnp.matmul(hidden, down, precision=exact(x.dtype), preferred_element_type=dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A form of `dense_experts` with that one's gradient."""
+
+    def forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit):
+        y = form(x, chosen, weights, gate_proj, up_proj, down_proj, limit)
+        return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
+
+    def backward(limit, inputs, dy):
+        x, chosen, *weights = inputs
+        _, pull = jax.vjp(lambda x, *weights: dense_experts(x, chosen, *weights, limit=limit), x, *weights)
+        dx, *dweights = pull(dy)
+        return dx, None, *dweights
+
+    differentiable = jax.custom_vjp(form, nondiff_argnums=(6,))
+    differentiable.defvjp(forward, backward)
+    return differentiable
+
+
+@_differentiated_as_dense
 def _block_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
@@ -118,8 +139,32 @@ def _block_experts(
     else:
         turns = jnp.sum(blocks, dtype=jnp.int32)
         out = lax.cond(EXPERTS * turns > TURNS * experts * jnp.max(blocks), by_rounds, by_blocks, out)
-    out = out.reshape(tokens, top_k, -1) * weights.astype(dtype)[..., None]
-    return functools.reduce(jnp.add, (out[:, j] for j in range(top_k)))
+    return _weighted(weights, out)
+
+
+@_differentiated_as_dense
+def _native_experts(
+    x: Float[Array, "tokens hidden"],
+    chosen: Int32[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    gate_proj: Float[Array, "experts intermediate hidden"],
+    up_proj: Float[Array, "experts intermediate hidden"],
+    down_proj: Float[Array, "experts hidden intermediate"],
+    limit: float,
+) -> Float[Array, "tokens hidden"]:
+    """The same by the CPU's own kernel, where it suits."""
+    if not experts_cpu.suits(x, chosen, gate_proj):
+        return _block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit)
+    groups = Groups.of(chosen, gate_proj.shape[0])
+    return _weighted(weights, experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit))
+
+
+def _weighted(
+    weights: Float[Array, "tokens top_k"], rows: Float[Array, "tokens*top_k hidden"]
+) -> Float[Array, "tokens hidden"]:
+    """Each token's rows times their weights, summed in top-k order."""
+    rows = rows.reshape(*weights.shape, -1) * weights.astype(rows.dtype)[..., None]
+    return functools.reduce(jnp.add, (rows[:, j] for j in range(weights.shape[1])))
 
 
 class Groups(NamedTuple):
@@ -156,17 +201,4 @@ def _block_rows(tokens: int, top_k: int, experts: int, dtype: jnp.dtype) -> int:
     return next((block for block, most in ((4, 1.0), (8, 2.0), (16, 8.0), (32, 24.0)) if average <= most), 64)
 
 
-def _forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit):
-    y = _block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit)
-    return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
-
-
-def _backward(limit, inputs, dy):
-    x, chosen, *weights = inputs
-    _, pull = jax.vjp(lambda x, *weights: dense_experts(x, chosen, *weights, limit=limit), x, *weights)
-    dx, *dweights = pull(dy)
-    return dx, None, *dweights
-
-
-_block_experts.defvjp(_forward, _backward)
-block_experts = Operator(_block_experts)
+block_experts = Operator(_block_experts, cpu=_native_experts)

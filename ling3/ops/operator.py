@@ -1,8 +1,8 @@
 """An operator: a plain function that specifies it, and per platform the kernel that may run in its place.
 
-The `*_kernel.py` beside it are written for a GPU, in Pallas for Triton, and none is installed: so far they have run in
-Pallas' interpreter alone, and no time was taken. With a GPU at hand: hold a kernel to its twin there, take both times,
-and `Operator.install("gpu", kernel)`.
+On a CPU the experts have one from the start (`experts_cpu`). The `*_kernel.py` beside it are written for a GPU, in Pallas
+for Triton, and none is installed: so far they have run in Pallas' interpreter alone, and no time was taken. With a GPU at
+hand: hold a kernel to its twin there, take both times, and `Operator.install("gpu", kernel)`.
 """
 
 import functools
@@ -23,9 +23,10 @@ class Operator(Generic[P, R]):
     same shapes and dtypes, values to the last bits of float32, every row's bits the same whoever its neighbours are.
     """
 
-    def __init__(self, plain: Callable[P, R]):
+    def __init__(self, plain: Callable[P, R], **kernels: Callable[P, R]):
+        """`kernels` are installed from the start, by platform."""
         self.plain = plain
-        self._kernels: dict[str, Callable[P, R]] = {}
+        self._kernels = kernels
         functools.update_wrapper(self, plain)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

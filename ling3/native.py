@@ -1,0 +1,115 @@
+"""Kernels in C++, compiled on the machine that they run on, when they are first wanted, and kept.
+
+A kernel is one source file beside its operator, against the headers of XLA's foreign function interface that jaxlib
+carries. It is compiled for the very processor by the C++ compiler that is there (the variable CXX, else `c++`); where
+none is, operators run in their plain form, as they do where the compiler fails. A library's name has a hash of all that
+it was made from: no other machine's or version's is taken for one's own.
+
+    LING3_NATIVE=off            compiles nothing, and loads nothing
+    LING3_NATIVE=/some/where    keeps libraries there
+    (unset)                     keeps them in `ling3/native` of the user's cache directory
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+
+import jax
+import jaxlib.version
+
+from ling3 import user_cache
+
+VARIABLE = "LING3_NATIVE"
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
+LONGEST = 300.0
+"""Seconds after which a compiler is given up."""
+
+
+@functools.cache
+def target(source: pathlib.Path, handler: str) -> str | None:
+    """The name by which `jax.ffi.ffi_call` finds `handler` of a C++ file on a CPU; None where it cannot be had.
+
+    The first call on a machine compiles the file, which takes seconds. A file that does not compile is a RuntimeWarning
+    the first time, and not tried again. ValueError if the variable is neither `off` nor an absolute path.
+    """
+    library, key = _library(source)
+    if library is None:
+        return None
+    name = f"ling3_{handler}_{key}"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, handler)), platform="cpu")
+    return name
+
+
+@functools.cache
+def _library(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
+    """The library made from a source, if need be now, and the hash in its name."""
+    compiler, directory = _compiler(), _directory()
+    if directory is None or not compiler or (processor := _processor(compiler)) is None:
+        return None, ""
+    made_from = (source.read_bytes(), processor, jaxlib.version.__version__.encode(), repr((compiler, FLAGS)).encode())
+    key = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
+    library = directory / f"{source.stem}-{key}.so"
+    failed = library.with_suffix(".failed")
+    if not library.exists() and failed.exists():
+        return None, ""
+    try:
+        if not library.exists():
+            _compile(compiler, source, library)
+        return ctypes.CDLL(str(library)), key
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    with contextlib.suppress(OSError):
+        library.unlink(missing_ok=True)
+        failed.write_text(said)
+    warnings.warn(
+        f"{source.name} could not be compiled by {shlex.join(compiler)}, and its operator runs in its plain form, "
+        f"slower: {failed} has the compiler's words. Remove that file to try again; {VARIABLE}=off compiles nothing.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None, ""
+
+
+def _compiler() -> list[str]:
+    """The command of a C++ compiler; empty if there is none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    return named or [found for found in [shutil.which("c++")] if found]
+
+
+def _directory() -> pathlib.Path | None:
+    """Where libraries are kept; None if they are not wanted, or there is no place that is the user's alone."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted == "off":
+        return None
+    if wanted and not pathlib.Path(wanted).is_absolute():
+        raise ValueError(f"{VARIABLE} is {wanted!r}, expected off or the absolute path of a directory")
+    directory = pathlib.Path(wanted) if wanted else user_cache.directory("native")
+    return directory if directory is not None and user_cache.made(directory) else None
+
+
+def _processor(compiler: list[str]) -> bytes | None:
+    """What the compiler says of itself and of this machine's instructions; None if it does not know them."""
+    command = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=LONGEST).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _compile(compiler: list[str], source: pathlib.Path, library: pathlib.Path) -> None:
+    """Compiles a source; the library is there whole or not at all. Raises what `subprocess.run` does."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as aside:
+        made = pathlib.Path(aside) / library.name
+        command = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), str(source), "-o", str(made)]
+        subprocess.run(command, capture_output=True, check=True, timeout=LONGEST)
+        made.replace(library)

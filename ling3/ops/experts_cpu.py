@@ -1,0 +1,59 @@
+"""The experts' rows on a CPU, by a kernel in C++ (`experts_cpu.cc`) that reads each expert's weights where they lie.
+
+XLA copies an expert before it multiplies it, as its products take no index. On two cores that makes one token's experts
+take twice as long as their weights take to read.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from ling3 import native
+
+SOURCE = pathlib.Path(__file__).with_suffix(".cc")
+LEAST = 2**24
+"""Bytes of a layer's gate projections below which a compiler is not worth waiting for."""
+
+
+def suits(
+    x: Float[Array, "tokens hidden"],
+    chosen: Int32[Array, "tokens top_k"],
+    gate_proj: Float[Array, "experts intermediate hidden"],
+) -> bool:
+    """Whether the kernel is to run: for float32, and for bfloat16 up to one row per expert on average.
+
+    For more rows in bfloat16 processors have products of their own, and XLA uses them.
+    """
+    if gate_proj.size * gate_proj.dtype.itemsize < LEAST or x.dtype != gate_proj.dtype:
+        return False
+    if x.dtype == jnp.bfloat16 and chosen.size > gate_proj.shape[0]:
+        return False
+    return x.dtype in (jnp.float32, jnp.bfloat16) and native.target(SOURCE, "experts") is not None
+
+
+def expert_rows(
+    x: Float[Array, "tokens hidden"],
+    order: Int32[Array, " rows"],
+    starts: Int32[Array, " experts"],
+    counts: Int32[Array, " experts"],
+    gate_proj: Float[Array, "experts intermediate hidden"],
+    up_proj: Float[Array, "experts intermediate hidden"],
+    down_proj: Float[Array, "experts hidden intermediate"],
+    limit: float,
+) -> Float32[Array, "rows hidden"]:
+    """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert; zeros where it has none.
+
+    `order` has the rows sorted by expert, those of none last; expert e has `counts[e]` of them from `starts[e]` on.
+    Sums are in float32; between the two products a row has x's dtype. A row's bits depend on its own values alone.
+    """
+    name = native.target(SOURCE, "experts")
+    assert name is not None, "`suits` said so"
+    shapes = (
+        jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), jnp.float32),
+        jax.ShapeDtypeStruct((order.shape[0], gate_proj.shape[1]), x.dtype),
+    )
+    call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
+    return call(x, order, starts, counts, gate_proj, up_proj, down_proj, limit=np.float32(limit))[0]

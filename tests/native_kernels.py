@@ -1,0 +1,34 @@
+"""The kernels in C++, for tests: compiled once for all of them, and for arrays of any size."""
+
+import contextlib
+import pathlib
+import shutil
+
+import jax
+import pytest
+
+from ling3 import native
+from ling3.ops import experts_cpu
+
+KEPT = pathlib.Path(__file__).parent.parent / ".jax_cache" / "native"
+HAS_COMPILER = bool(native._compiler()) and shutil.which(native._compiler()[0]) is not None
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
+
+
+def forget():
+    """What is known of libraries, and every program compiled."""
+    native.target.cache_clear()
+    native._library.cache_clear()
+    jax.clear_caches()
+
+
+@contextlib.contextmanager
+def installed():
+    """Inside, `block_experts` runs on its kernel, whatever the size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.VARIABLE, str(KEPT))
+        patch.setattr(experts_cpu, "LEAST", 0)
+        forget()
+        assert native.target(experts_cpu.SOURCE, "experts") is not None
+        yield
+    forget()

@@ -1,0 +1,167 @@
+"""The kernel for a CPU is the operator: values, gradients, bits, and its reading of weights where they lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_cases import by_hand, case
+from native_kernels import installed, needs_compiler
+from tiny import FLASH, TINY, open_model
+
+import ling3
+from ling3 import native
+from ling3.ops import experts_cpu
+from ling3.ops.experts import block_experts, dense_experts
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_kernel():
+    with installed():
+        yield
+
+
+KERNEL = jax.jit(block_experts, static_argnums=6)
+
+
+def test_it_is_what_runs():
+    text = KERNEL.lower(*case(3, 4, 2), 0.0).as_text()
+    assert "ling3_experts_" in text and "dot" not in text
+
+
+# Sizes at, below and beside the kernel's registers, blocks of 32 rows and tasks of 64.
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden", "intermediate"),
+    [
+        (1, 2, 1, 1, 1),
+        (1, 9, 3, 48, 64),
+        (2, 3, 2, 33, 67),
+        (7, 4, 4, 16, 4),
+        (70, 3, 2, 130, 70),
+        (200, 5, 1, 64, 129),
+    ],
+)
+def test_it_is_the_sum_over_chosen_experts(tokens, experts, top_k, hidden, intermediate, limit):
+    x = case(tokens, experts, top_k, hidden=hidden, intermediate=intermediate)
+    expected, terms = by_hand(*x, limit), by_hand(*x, limit, absolute=True)
+    assert np.all(np.abs(np.asarray(KERNEL(*x, limit)) - expected) <= 3e-6 * terms.max() + 1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+def test_bfloat16_weights_are_summed_in_float32(tokens):
+    x = case(tokens, 8, 2, jnp.bfloat16, hidden=100, intermediate=70)
+    assert "ling3_experts_" in KERNEL.lower(*x, 0.0).as_text()
+    y = KERNEL(*x, 0.0)
+    assert y.dtype == jnp.float32
+    error = np.abs(np.asarray(y, np.float64) - by_hand(*x, 0.0))
+    # Only the hidden activations are rounded, each by at most 2^-9 of itself; the float32 sums are the rest.
+    assert np.all(error <= 2**-9 * by_hand(*x, 0.0, absolute=True) + 1e-3)
+
+
+def test_bfloat16_is_rounded_to_the_nearest_even():
+    """One input, one hidden unit, a weight of one on the way out: what comes is the rounded hidden value."""
+    x = jnp.asarray([[1.0], [-1.0], [3.0], [1.5]], jnp.bfloat16)
+    gate, up = jnp.full((8, 1, 1), 1.0, jnp.bfloat16), jnp.full((8, 1, 1), 1.2, jnp.bfloat16)
+    chosen, one = jnp.arange(4, dtype=jnp.int32)[:, None], jnp.ones((4, 1), jnp.float32)
+    y = KERNEL(x, chosen, one, gate, up, jnp.ones((8, 1, 1), jnp.bfloat16), 0.0)
+    wide = np.asarray(x, np.float32)
+    hidden = jnp.asarray(wide / (1 + np.exp(-wide)) * (np.asarray(up[0], np.float32) * wide))
+    np.testing.assert_array_equal(y, hidden.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_rows_bits_are_its_own(dtype):
+    """Whoever its neighbours are, how many they are, and at whatever place."""
+    x, chosen, weights, *stacks = case(16, 32, 2, dtype, hidden=200, intermediate=72)
+    chosen = chosen.at[:9].set(chosen[0])  # nine rows through the same experts: two groups of four, and one
+    whole = KERNEL(x, chosen, weights, *stacks, 0.0)
+    for rows in ([0], [8], [3, 15], list(range(15, -1, -1))):
+        some = jnp.asarray(rows)
+        np.testing.assert_array_equal(KERNEL(x[some], chosen[some], weights[some], *stacks, 0.0), whole[some])
+
+
+@pytest.mark.parametrize("outside", [-1, 32, 2**31 - 1])
+def test_what_is_no_expert_stands_for_none(outside):
+    x, chosen, *rest = case(40, 32, 2)
+    holes = chosen.at[::3, 0].set(outside).at[5].set(outside)
+    y = KERNEL(x, holes, *rest, 0.0)
+    np.testing.assert_allclose(y, dense_experts(x, holes, *rest, 0.0), atol=3e-5)
+    assert np.any(np.asarray(y[0])) and not np.any(np.asarray(y[5]))
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_nan_stays_in_its_row(dtype, limit):
+    x, *rest = case(5, 8, 1, dtype)
+    y = np.asarray(KERNEL(x.at[2, 3].set(jnp.nan), *rest, limit))
+    assert np.all(np.isnan(y[2])) and np.all(np.isfinite(np.delete(y, 2, axis=0)))
+
+
+def test_gradients_are_the_dense_forms():
+    x, chosen, *rest = case(20, 6, 2)
+
+    def scalar(form, x, *rest):
+        return jnp.sum(jnp.sin(form(x, chosen, *rest, 0.5)))
+
+    fast = jax.jit(jax.grad(lambda *a: scalar(block_experts, *a), argnums=tuple(range(5))))(x, *rest)
+    slow = jax.jit(jax.grad(lambda *a: scalar(dense_experts, *a), argnums=tuple(range(5))))(x, *rest)
+    for a, b in zip(fast, slow, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+        assert np.any(np.asarray(b))
+
+
+def test_it_maps_over_batches():
+    x, chosen, weights, *stacks = case(6, 8, 2)
+    apart = [a.reshape(2, 3, *a.shape[1:]) for a in (x, chosen, weights)]
+    mapped = jax.jit(jax.vmap(lambda *a: block_experts(*a, *stacks, 0.0)))(*apart)
+    np.testing.assert_array_equal(mapped.reshape(6, -1), KERNEL(x, chosen, weights, *stacks, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_no_weight_is_copied(dtype):
+    x = case(8, 64, 2, dtype, hidden=256, intermediate=64)
+    memory = KERNEL.lower(*x, 0.0).compile().memory_analysis()
+    rows = 8 * 2
+    assert memory.temp_size_in_bytes < 4 * rows * (256 + 64) * 4 < 64 * 256 * dtype.dtype.itemsize * 8
+
+
+class TestWhereItDoesNotSuit:
+    def test_many_rows_of_bfloat16_have_the_processors_own_products(self):
+        assert "ling3_experts_" not in KERNEL.lower(*case(5, 8, 2, jnp.bfloat16), 0.0).as_text()
+
+    def test_other_dtypes(self):
+        assert "ling3_experts_" not in KERNEL.lower(*case(3, 4, 2, jnp.float16), 0.0).as_text()
+
+    def test_small_weights_are_not_worth_a_compiler(self, monkeypatch):
+        monkeypatch.setattr(experts_cpu, "LEAST", 2**24)
+        program = jax.jit(lambda *a: block_experts(*a, 0.0))
+        assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
+
+    def test_without_a_compiler(self, monkeypatch):
+        monkeypatch.setattr(native, "target", lambda source, handler: None)
+        program = jax.jit(lambda *a: block_experts(*a, 0.0))
+        assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
+
+
+class TestModel:
+    @pytest.mark.parametrize("config", [TINY, FLASH], ids=["tiny", "flash"])
+    def test_its_logits_are_the_plain_forms(self, config, monkeypatch):
+        model = open_model(config)
+        tokens = jax.random.randint(jax.random.key(1), (2, 40), 0, config.vocab_size, jnp.int32)
+        seen = jax.jit(lambda m, t: m(t))(model, tokens)
+        monkeypatch.setattr(native, "target", lambda source, handler: None)
+        np.testing.assert_allclose(seen, jax.jit(lambda m, t: m(t) + 0.0)(model, tokens), atol=2e-5)
+
+    def test_the_engines_promise(self):
+        """Alone, and among others: the same bits."""
+        draw = np.random.default_rng(0)
+        prompts = [draw.integers(3, TINY.vocab_size, size=int(n)).tolist() for n in draw.integers(1, 60, size=9)]
+        params = [ling3.SamplingParams(max_tokens=12, temperature=t % 2, seed=t, logprobs=0) for t in range(9)]
+        settings = {"max_running_requests": 4, "page_size": 16, "num_pages": 30, "max_model_len": 96}
+        engine = ling3.Engine(open_model(TINY), None, chunked_prefill_size=32, token_paddings=(16, 32), **settings)
+        together = engine.generate(prompts, params)
+        for prompt, own, answer in zip(prompts, params, together, strict=True):
+            alone = engine.generate([prompt], [own])[0]
+            assert (alone.token_ids, alone.logprobs) == (answer.token_ids, answer.logprobs)

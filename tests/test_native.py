@@ -1,0 +1,140 @@
+"""Kernels in C++ are compiled once for a machine, and never stand in the way."""
+
+import os
+import pathlib
+import stat
+import warnings
+
+import pytest
+from native_kernels import forget, needs_compiler
+
+from ling3 import native
+
+# The smallest handler there is.
+SOURCE = """
+#include "xla/ffi/api/ffi.h"
+static xla::ffi::Error Nothing() { return xla::ffi::Error::Success(); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(nothing, Nothing, xla::ffi::Ffi::Bind());
+"""
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """The directory in which libraries are kept."""
+    forget()
+    directory = tmp_path / "native"
+    monkeypatch.setenv(native.VARIABLE, str(directory))
+    yield directory
+    forget()
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "nothing.cc"
+    path.write_text(f"{SOURCE}// {tmp_path}: a process may load a library of this name once\n")
+    return path
+
+
+def compiler_of(tmp_path, monkeypatch, script):
+    """A compiler that is a shell script."""
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    monkeypatch.setenv("CXX", str(path))
+
+
+@needs_compiler
+def test_a_source_is_compiled_once(kept, source, monkeypatch):
+    name = native.target(source, "nothing")
+    (library,) = kept.iterdir()
+    assert name == f"ling3_nothing_{library.stem.removeprefix('nothing-')}"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    forget()
+
+    def never(*arguments):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(native, "_compile", never)
+    assert native.target(source, "nothing") == name
+
+
+@needs_compiler
+def test_another_source_is_another_library(kept, source):
+    name = native.target(source, "nothing")
+    forget()
+    source.write_text(source.read_text() + "// changed\n")
+    assert native.target(source, "nothing") not in (name, None)
+    assert len(list(kept.iterdir())) == 2
+
+
+@needs_compiler
+def test_what_does_not_compile_is_said_once(kept, source):
+    source.write_text("this is no C++")
+    with pytest.warns(RuntimeWarning, match=r"nothing\.cc could not be compiled by .*\.failed has .*LING3_NATIVE=off"):
+        assert native.target(source, "nothing") is None
+    (failed,) = kept.iterdir()
+    assert failed.suffix == ".failed" and "error" in failed.read_text()
+    forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.target(source, "nothing") is None
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded_is_no_error(kept, source, monkeypatch):
+    monkeypatch.setattr(native, "_compile", lambda compiler, source, library: library.write_bytes(b"half of it"))
+    with pytest.warns(RuntimeWarning, match="its operator runs in its plain form"):
+        assert native.target(source, "nothing") is None
+    (failed,) = kept.iterdir()
+    assert failed.suffix == ".failed" and "file too short" in failed.read_text()
+
+
+def test_a_compiler_that_breaks_down_leaves_nothing_half_done(kept, source, tmp_path, monkeypatch):
+    broken = 'case "$*" in *-dM*) exit 0;; esac; for last; do :; done; echo half > "$last"; echo no room >&2; exit 3'
+    compiler_of(tmp_path, monkeypatch, broken)
+    with pytest.warns(RuntimeWarning, match=r"nothing\.cc could not be compiled by .*compiler"):
+        assert native.target(source, "nothing") is None
+    (failed,) = kept.iterdir()
+    assert failed.suffix == ".failed" and failed.read_text() == "no room\n"
+
+
+@pytest.mark.parametrize("script", ["exit 1", None], ids=["knows no native", "is not there"])
+def test_without_a_compiler_there_is_none(kept, source, tmp_path, monkeypatch, script):
+    if script is None:
+        monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
+    else:
+        compiler_of(tmp_path, monkeypatch, script)
+    assert native.target(source, "nothing") is None
+    assert not list(kept.iterdir())
+
+
+def test_no_compiler_on_the_path(kept, source, tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native.target(source, "nothing") is None
+
+
+@pytest.mark.parametrize("wanted", ["off", "relative"])
+def test_off_is_off_and_a_relative_path_is_refused(kept, source, monkeypatch, wanted):
+    monkeypatch.setenv(native.VARIABLE, wanted)
+    if wanted == "off":
+        assert native.target(source, "nothing") is None
+    else:
+        with pytest.raises(ValueError, match="LING3_NATIVE is 'relative', expected off or the absolute path"):
+            native.target(source, "nothing")
+    assert not kept.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners here")
+def test_a_directory_that_others_may_write_is_not_used(kept, source):
+    kept.mkdir()
+    kept.chmod(0o777)
+    assert native.target(source, "nothing") is None
+    assert not list(kept.iterdir())
+
+
+def test_it_is_the_users_cache_directory(monkeypatch, tmp_path):
+    monkeypatch.delenv(native.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert native._directory() == pathlib.Path(tmp_path) / "ling3" / "native"
