@@ -1,8 +1,8 @@
 """An operator: a plain function that specifies it, and per platform the kernel that may run in its place.
 
-On a CPU the experts have one from the start (`experts_cpu`). The `*_kernel.py` beside it are written for a GPU, in Pallas
-for Triton, and none is installed: so far they have run in Pallas' interpreter alone, and no time was taken. With a GPU at
-hand: hold a kernel to its twin there, take both times, and `Operator.install("gpu", kernel)`.
+On a CPU the experts have one from the start (`experts_cpu`). The `*_kernel.py` beside it are written for a GPU, in
+Pallas for Triton, and none is installed: so far they have run in Pallas' interpreter alone, and no time was taken. With
+a GPU at hand: hold a kernel to its twin there, take both times, and `Operator.install("gpu", kernel)`.
 """
 
 import functools
