@@ -36,11 +36,14 @@ def kda_step(
 
     The state is read once for both products, since S^T q after the write is (exp(g) S)^T q + (q·k) u.
     """
-    decayed = jnp.exp(g)[..., None, :] * jnp.stack([k, q], axis=-2)
+    decay = jnp.exp(g)
+    decayed = decay[..., None, :] * jnp.stack([k, q], axis=-2)
     read = jnp.einsum("bhrk,bhkv->bhrv", decayed, state, precision=lax.Precision.HIGHEST)
     u = beta[..., None] * (v - read[..., 0, :])
     o = read[..., 1, :] + jnp.sum(q * k, axis=-1, keepdims=True) * u
-    return o, jnp.exp(g)[..., None] * state + k[..., None] * u[..., None, :]
+    # Without the barrier XLA's CPU backend would compute all three anew for every number of the state.
+    decay, k, u = lax.optimization_barrier((decay, k, u))
+    return o, decay[..., None] * state + k[..., None] * u[..., None, :]
 
 
 def recurrent_kda(
