@@ -193,11 +193,13 @@ def experts(
     specification = _call(functools.partial(dense_experts, limit=0.0), *arrays)
     # `block_experts` takes its limit by place: it says by place what is not differentiated.
     ours = _call(lambda *arrays: block_experts(*arrays, 0.0), *arrays)
+    plain = _call(lambda *arrays: block_experts.plain(*arrays, 0.0), *arrays)
     grouped = _call(lambda *arrays: grouped_experts(*arrays, 0.0, interpret=not setting.gpu), *arrays)
     sides = [
         ("ling3, block_experts", ours),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=True)),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=False)),
+        ("ling3, without a kernel", plain),
         *([("ling3, grouped_experts", grouped)] if kernel else []),
     ]
     about = {"tokens": tokens, "experts": count, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}

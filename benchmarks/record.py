@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from ling3 import native
 from ling3.bench_report import machine
+from ling3.ops import experts_cpu
 
 # Okabe and Ito's colours, told apart by the colour-blind; markers and dashes tell them apart in print.
 BLACK, BLUE, ORANGE, GREEN, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#56B4E9"
@@ -25,14 +27,18 @@ PEERS = ("torch", "transformers", "flash-linear-attention", "triton")
 
 
 def where(module: str = "benchmarks") -> dict[str, Any]:
-    """The command that is running, as it is repeated, and the machine with what is installed."""
+    """The command that is running, as it is repeated, and the machine with what is installed.
+
+    `native` is the kernel in C++ that large experts run on, "none" where it could not be compiled or is switched off.
+    """
     versions = {}
     for name in PEERS:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    where = {"command": shlex.join(["python", "-m", module, *_arguments()]), "machine": machine() | versions}
+    kernels = {"native": native.target(experts_cpu.SOURCE, "experts") or "none"}
+    where = {"command": shlex.join(["python", "-m", module, *_arguments()]), "machine": machine() | versions | kernels}
     return where | {"commit": commit} if (commit := _commit()) else where
 
 

@@ -118,7 +118,7 @@ def test_a_wrong_operator_is_caught(toy, monkeypatch):
     def unweighted(x, chosen, weights, *rest):
         return block_experts(x, chosen, jnp.ones_like(weights), *rest)
 
-    monkeypatch.setattr(operators, "block_experts", unweighted)
+    monkeypatch.setattr(operators, "block_experts", Operator(unweighted))
     record = run(CASES["operators/experts-8"], toy, rounds=1)
     assert record["outcome"] == "wrong" and "values" not in record["sides"][0]
 
