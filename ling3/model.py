@@ -169,7 +169,7 @@ class Ling3ForCausalLM(eqx.Module):
         if last:
             hidden = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
         fits = (length >= 0) & (length <= seq) & (cache.length + length <= cache.capacity())
-        # What is no number before the head is none after it, and a vocabulary is longer than a hidden state.
+        # NaN in a hidden state makes all its logits NaN, and masking it touches fewer numbers than masking those.
         logits = self.lm_head(jnp.where(fits[:, None, None], hidden, jnp.nan), jnp.float32)
         return logits, Cache(tuple(state for state in states if state is not None), cache.length + length)
 

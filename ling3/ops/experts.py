@@ -2,9 +2,9 @@
 
 `dense_experts` runs every expert on every token: the specification, and what is differentiated. `block_experts` sorts
 the rows by expert and runs only the experts that were chosen, each on its own rows; its gradient is that of the dense
-form. On a CPU that has a C++ compiler its rows go through a kernel (`experts_cpu`), which has no copy of an expert to
-make. Rows go through `down(silu(gate x) · up x)`, or with a limit L > 0 through
-`down(min(silu(gate x), L) · clip(up x, -L, L))` (Ling-3.0-flash).
+form. On a CPU with a C++ compiler a kernel (`experts_cpu`) does so where it is the faster one. Rows go through
+`down(silu(gate x) · up x)`, or with a limit L > 0 through `down(min(silu(gate x), L) · clip(up x, -L, L))`
+(Ling-3.0-flash).
 """
 
 import functools
@@ -153,7 +153,7 @@ def _native_experts(
     limit: float,
 ) -> Float[Array, "tokens hidden"]:
     """The same by the CPU's own kernel, where it suits."""
-    if not experts_cpu.suits(x, chosen, gate_proj):
+    if not experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
         return _block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit)
     groups = Groups.of(chosen, gate_proj.shape[0])
     return _weighted(weights, experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit))

@@ -2,7 +2,7 @@
 // every 32 rows it has.
 //
 // Every number is a sum in one fixed order, whatever is computed beside it: a row's bits depend on nothing but the row
-// and its expert.
+// and its expert. So products are added by `fused` alone, and nothing else may be contracted (-ffp-contract=off).
 
 #include <algorithm>
 #include <atomic>
@@ -13,6 +13,12 @@
 #include <memory>
 #include <thread>
 #include <vector>
+
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
@@ -28,7 +34,7 @@ constexpr int LANES = 8, WEIGHTS = 4, ROWS = 2;
 #else
 constexpr int LANES = 4, WEIGHTS = 4, ROWS = 4;
 #endif
-// Rows of an expert that go through a piece of its weights together: both stay in a core's cache.
+// Rows that go through a piece of their expert's weights together: both stay in a core's cache.
 constexpr int BLOCK = 32;
 // Rows of a weight that make a task.
 constexpr int PIECE = 64;
@@ -43,19 +49,31 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// a · b + c, rounded once where the processor can.
+inline Lanes fused(Lanes a, Lanes b, Lanes c) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
 inline Lanes load(const float* at) { return *reinterpret_cast<const LooseLanes*>(at); }
 
 inline Lanes load(const BFloat16* at) {
   return (Lanes)(__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(at), Words) << 16);
 }
 
-inline float widened(float x) { return x; }
-
-inline float widened(BFloat16 x) {
-  const uint32_t word = uint32_t(x.bits) << 16;
-  float y;
-  std::memcpy(&y, &word, sizeof y);
-  return y;
+// The first `count` numbers from `at` on, and zeros after them.
+template <class T>
+inline Lanes load_some(const T* at, int64_t count) {
+  T some[LANES] = {};
+  std::memcpy(some, at, count * sizeof(T));
+  return load(some);
 }
 
 inline void narrow(float x, float* to) { *to = x; }
@@ -72,71 +90,58 @@ inline void narrow(float x, BFloat16* to) {
 }
 
 // y[r][c] = weights[r] · rows[c]: LANES sums over every LANES-th product, then their sum.
-template <int W, int R, class T>
-inline void tile(const T* weights, const T* const* rows, int64_t inner, float (&y)[WEIGHTS][ROWS]) {
-  Lanes sums[W][R] = {};
-  int64_t i = 0;
-  for (; i + LANES <= inner; i += LANES) {
+template <int R, class T>
+inline void tile(const T* const* weights, const T* const* rows, int64_t inner, float (&y)[WEIGHTS][ROWS]) {
+  Lanes sums[WEIGHTS][R] = {};
+  auto add = [&](auto loaded) {
     Lanes row[R];
 #pragma GCC unroll 4
-    for (int c = 0; c < R; c++) row[c] = load(rows[c] + i);
+    for (int c = 0; c < R; c++) row[c] = loaded(rows[c]);
 #pragma GCC unroll 4
-    for (int r = 0; r < W; r++) {
-      const Lanes weight = load(weights + r * inner + i);
+    for (int r = 0; r < WEIGHTS; r++) {
+      const Lanes weight = loaded(weights[r]);
 #pragma GCC unroll 4
-      for (int c = 0; c < R; c++) sums[r][c] += weight * row[c];
+      for (int c = 0; c < R; c++) sums[r][c] = fused(weight, row[c], sums[r][c]);
     }
-  }
-  for (int r = 0; r < W; r++) {
+  };
+  int64_t i = 0;
+  for (; i + LANES <= inner; i += LANES) add([i](const T* at) { return load(at + i); });
+  if (i < inner) add([i, inner](const T* at) { return load_some(at + i, inner - i); });
+  for (int r = 0; r < WEIGHTS; r++) {
     for (int c = 0; c < R; c++) {
-      float sum = 0;
-      for (int lane = 0; lane < LANES; lane++) sum += sums[r][c][lane];
-      for (int64_t j = i; j < inner; j++) sum += widened(weights[r * inner + j]) * widened(rows[c][j]);
-      y[r][c] = sum;
+      y[r][c] = 0;
+      for (int lane = 0; lane < LANES; lane++) y[r][c] += sums[r][c][lane];
     }
   }
 }
 
-template <int W, class T>
-inline void tiles(const T* weights, const T* const* rows, int64_t count, int64_t inner, float (&y)[WEIGHTS][ROWS]) {
-  switch (count) {
-    case 1: return tile<W, 1>(weights, rows, inner, y);
-    case 2: return tile<W, 2>(weights, rows, inner, y);
-#if !defined(__AVX__) || defined(__AVX512F__)
-    case 3: return tile<W, 3>(weights, rows, inner, y);
-    case 4: return tile<W, 4>(weights, rows, inner, y);
-#endif
-  }
-}
-
-// put(row, outer, x[row] · weight[outer]) for the weight's rows from `begin` to `end`.
+// put(row, outer, x[row] · weight[outer]) for `count` rows and the weight's rows from `begin` to `end`.
 template <class T, class Put>
-void multiply(const T* weight, int64_t begin, int64_t end, int64_t inner, const std::vector<const T*>& x, Put put) {
-  const int64_t count = x.size();
+void multiply(const T* weight, int64_t begin, int64_t end, int64_t inner, const T* const* x, int64_t count, Put put) {
   float y[WEIGHTS][ROWS];
-  for (int64_t block = 0; block < count; block += BLOCK) {
-    const int64_t last = std::min<int64_t>(block + BLOCK, count);
-    for (int64_t outer = begin; outer < end;) {
-      const int64_t taken = outer + WEIGHTS <= end ? WEIGHTS : 1;
-      for (int64_t row = block; row < last; row += ROWS) {
-        const int64_t some = std::min<int64_t>(ROWS, last - row);
-        if (taken == 1) {
-          tiles<1>(weight + outer * inner, &x[row], some, inner, y);
-        } else {
-          tiles<WEIGHTS>(weight + outer * inner, &x[row], some, inner, y);
-        }
-        for (int64_t r = 0; r < taken; r++) {
-          for (int64_t c = 0; c < some; c++) put(row + c, outer + r, y[r][c]);
-        }
+  for (int64_t outer = begin; outer < end; outer += WEIGHTS) {
+    // Past the end, the last one again.
+    const T* weights[WEIGHTS];
+    for (int r = 0; r < WEIGHTS; r++) weights[r] = weight + std::min(outer + r, end - 1) * inner;
+    for (int64_t row = 0; row < count; row += ROWS) {
+      const int some = int(std::min<int64_t>(ROWS, count - row));
+      switch (some) {
+        case 1: tile<1>(weights, x + row, inner, y); break;
+        case 2: tile<2>(weights, x + row, inner, y); break;
+        case 3: tile<std::min(3, ROWS)>(weights, x + row, inner, y); break;
+        default: tile<ROWS>(weights, x + row, inner, y);
       }
-      outer += taken;
+      for (int64_t r = 0; r < std::min<int64_t>(WEIGHTS, end - outer); r++) {
+        for (int c = 0; c < some; c++) put(row + c, outer + r, y[r][c]);
+      }
     }
   }
 }
 
 // task(0) to task(total - 1), on this thread and those of the pool that have nothing else to do. Nobody waits for a
-// thread that has not begun, so that a pool whose threads all wait here still comes to an end.
-void each(ffi::ThreadPool& pool, int64_t total, const std::function<void(int64_t)>& task) {
+// thread that has not begun, so that a pool whose threads all wait here still comes to an end. An exception here would
+// take away what helpers work on: there is none.
+void each(ffi::ThreadPool& pool, int64_t total, const std::function<void(int64_t)>& task) noexcept {
   struct Progress {
     std::atomic<int64_t> next{0}, done{0};
   };
@@ -183,37 +188,49 @@ void run(ffi::ThreadPool& pool, const Sizes& sizes, const Groups& groups, const 
     if (groups.counts[e]) busy.push_back(e);
     rows += groups.counts[e];
   }
+  // In the order of the groups: each row's own x, and its numbers between the two products.
+  std::vector<const T*> in(rows), middle(rows);
+  for (int64_t r = 0; r < rows; r++) {
+    in[r] = x + groups.order[r] / sizes.top_k * hidden;
+    middle[r] = between + r * intermediate;
+  }
   // Rows of no expert come last in the order.
   for (int64_t r = rows; r < sizes.tokens * sizes.top_k; r++) {
-    std::fill_n(out + int64_t(groups.order[r]) * hidden, hidden, 0.0f);
+    std::fill_n(out + groups.order[r] * hidden, hidden, 0.0f);
   }
   const int64_t first = pieces_of(intermediate), second = pieces_of(hidden);
   each(pool, busy.size() * first, [&](int64_t task) {
     const int64_t e = busy[task / first], begin = task % first * PIECE, end = std::min(begin + PIECE, intermediate);
-    const int64_t start = groups.starts[e], count = groups.counts[e], width = end - begin;
-    std::vector<const T*> own(count);
-    for (int64_t r = 0; r < count; r++) own[r] = x + groups.order[start + r] / sizes.top_k * hidden;
-    std::vector<float> gates(count * width);
-    multiply(gate + e * intermediate * hidden, begin, end, hidden, own,
-             [&](int64_t r, int64_t i, float value) { gates[r * width + i - begin] = value; });
-    multiply(up + e * intermediate * hidden, begin, end, hidden, own, [&](int64_t r, int64_t i, float value) {
-      narrow(swiglu(gates[r * width + i - begin], value, limit), between + (start + r) * intermediate + i);
-    });
+    const int64_t last = groups.starts[e] + groups.counts[e];
+    for (int64_t row = groups.starts[e]; row < last; row += BLOCK) {
+      const int64_t some = std::min<int64_t>(BLOCK, last - row);
+      float gates[BLOCK][PIECE];
+      multiply(gate + e * intermediate * hidden, begin, end, hidden, &in[row], some,
+               [&](int64_t r, int64_t i, float value) { gates[r][i - begin] = value; });
+      multiply(up + e * intermediate * hidden, begin, end, hidden, &in[row], some,
+               [&](int64_t r, int64_t i, float value) {
+                 narrow(swiglu(gates[r][i - begin], value, limit), between + (row + r) * intermediate + i);
+               });
+    }
   });
   each(pool, busy.size() * second, [&](int64_t task) {
     const int64_t e = busy[task / second], begin = task % second * PIECE, end = std::min(begin + PIECE, hidden);
-    const int64_t start = groups.starts[e], count = groups.counts[e];
-    std::vector<const T*> own(count);
-    for (int64_t r = 0; r < count; r++) own[r] = between + (start + r) * intermediate;
-    multiply(down + e * hidden * intermediate, begin, end, intermediate, own, [&](int64_t r, int64_t h, float value) {
-      out[int64_t(groups.order[start + r]) * hidden + h] = value;
-    });
+    const int64_t last = groups.starts[e] + groups.counts[e];
+    for (int64_t row = groups.starts[e]; row < last; row += BLOCK) {
+      multiply(down + e * hidden * intermediate, begin, end, intermediate, &middle[row],
+               std::min<int64_t>(BLOCK, last - row), [&](int64_t r, int64_t h, float value) {
+                 out[groups.order[row + r] * hidden + h] = value;
+               });
+    }
   });
 }
 
 ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> starts,
                    ffi::Buffer<ffi::S32> counts, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
                    float limit, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> between) {
+  for (ffi::AnyBuffer* weight : {&gate, &up, &down}) {
+    if (weight->element_type() != x.element_type()) return ffi::Error::InvalidArgument("x and weights differ in dtype");
+  }
   const int64_t tokens = x.dimensions()[0];
   const Sizes sizes{tokens, int64_t(order.dimensions()[0]) / std::max<int64_t>(tokens, 1), gate.dimensions()[0],
                     gate.dimensions()[1], gate.dimensions()[2]};

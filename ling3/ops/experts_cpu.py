@@ -1,7 +1,7 @@
 """The experts' rows on a CPU, by a kernel in C++ (`experts_cpu.cc`) that reads each expert's weights where they lie.
 
-XLA copies an expert before it multiplies it, as its products take no index. On two cores that makes one token's experts
-take twice as long as their weights take to read.
+XLA copies an expert before it multiplies it, as its products take no index: on two cores, one token's experts took
+twice as long as their weights take to read.
 """
 
 import pathlib
@@ -22,16 +22,21 @@ def suits(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
     gate_proj: Float[Array, "experts intermediate hidden"],
+    up_proj: Float[Array, "experts intermediate hidden"],
+    down_proj: Float[Array, "experts hidden intermediate"],
 ) -> bool:
-    """Whether the kernel is to run: for float32, and for bfloat16 up to one row per expert on average.
+    """Whether the kernel is to run: for large float32 weights, and bfloat16 up to one row per expert on average.
 
-    For more rows in bfloat16 processors have products of their own, and XLA uses them.
+    For more rows some processors have bfloat16 products of their own, which XLA uses: the bound was measured on one.
     """
-    if gate_proj.size * gate_proj.dtype.itemsize < LEAST or x.dtype != gate_proj.dtype:
+    dtypes = {a.dtype for a in (x, gate_proj, up_proj, down_proj)}
+    if dtypes not in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.bfloat16)}):
+        return False
+    if gate_proj.size * gate_proj.dtype.itemsize < LEAST:
         return False
     if x.dtype == jnp.bfloat16 and chosen.size > gate_proj.shape[0]:
         return False
-    return x.dtype in (jnp.float32, jnp.bfloat16) and native.target(SOURCE, "experts") is not None
+    return native.target(SOURCE, "experts") is not None
 
 
 def expert_rows(

@@ -41,8 +41,8 @@ def kda_step(
     read = jnp.einsum("bhrk,bhkv->bhrv", decayed, state, precision=lax.Precision.HIGHEST)
     u = beta[..., None] * (v - read[..., 0, :])
     o = read[..., 1, :] + jnp.sum(q * k, axis=-1, keepdims=True) * u
-    # Without the barrier XLA's CPU backend would compute all three anew for every number of the state.
-    decay, k, u = lax.optimization_barrier((decay, k, u))
+    if jax.default_backend() == "cpu":  # where XLA would compute all three anew for every number of the state
+        decay, k, u = lax.optimization_barrier((decay, k, u))
     return o, decay[..., None] * state + k[..., None] * u[..., None, :]
 
 
