@@ -16,10 +16,9 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ co
 
 
 def forget():
-    """What is known of libraries, and every program compiled."""
+    """What is known of libraries."""
     native.target.cache_clear()
     native._library.cache_clear()
-    jax.clear_caches()
 
 
 @contextlib.contextmanager
@@ -29,6 +28,8 @@ def installed():
         patch.setenv(native.VARIABLE, str(KEPT))
         patch.setattr(experts_cpu, "LEAST", 0)
         forget()
+        jax.clear_caches()
         assert native.target(experts_cpu.SOURCE, "experts") is not None
         yield
     forget()
+    jax.clear_caches()

@@ -179,6 +179,7 @@ class TestModel:
         assert "ling3_experts_" not in program.lower(model, tokens).as_text()
         np.testing.assert_allclose(seen, program(model, tokens), atol=2e-5)
 
+    @pytest.mark.slow
     def test_the_engines_promise(self):
         """Alone, and among others: the same bits."""
         draw = np.random.default_rng(0)
