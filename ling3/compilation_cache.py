@@ -12,7 +12,6 @@ Whoever has told JAX already, by JAX_COMPILATION_CACHE_DIR, `jax.config` or JAX_
 and so are bounds of their own for what is kept.
 """
 
-import os
 import pathlib
 from typing import Any
 
@@ -40,13 +39,8 @@ def switch_on() -> pathlib.Path | None:
     """
     if _told("jax_compilation_cache_dir") is not None or not _told("jax_enable_compilation_cache"):
         return None
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted == "off":
-        return None
-    if wanted and not pathlib.Path(wanted).is_absolute():
-        raise ValueError(f"{VARIABLE} is {wanted!r}, expected off or the absolute path of a directory")
-    directory = pathlib.Path(wanted) if wanted else user_cache.directory("programs")
-    if directory is None or not user_cache.made(directory):
+    directory = user_cache.directory(VARIABLE, "programs")
+    if directory is None:
         return None
     _drop_halves(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))

@@ -53,7 +53,7 @@ def target(source: pathlib.Path, handler: str) -> str | None:
 @functools.cache
 def _library(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
     """The library made from a source, if need be now, and the hash in its name."""
-    directory = _directory()
+    directory = user_cache.directory(VARIABLE, "native")
     if directory is None or not (compiler := _compiler()) or (processor := _processor(compiler)) is None:
         return None, ""
     try:
@@ -102,17 +102,6 @@ def _compiler() -> list[str]:
     if found is None or (sys.platform == "darwin" and _output(["xcode-select", "-p"]) is None):
         return []
     return [found]
-
-
-def _directory() -> pathlib.Path | None:
-    """Where libraries are kept; None if they are not wanted, or there is no place that is the user's alone."""
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted == "off":
-        return None
-    if wanted and not pathlib.Path(wanted).is_absolute():
-        raise ValueError(f"{VARIABLE} is {wanted!r}, expected off or the absolute path of a directory")
-    directory = pathlib.Path(wanted) if wanted else user_cache.directory("native")
-    return directory if directory is not None and user_cache.made(directory) else None
 
 
 def _processor(compiler: list[str]) -> bytes | None:

@@ -122,7 +122,7 @@ def test_each_platform_has_it_elsewhere(monkeypatch, tmp_path, platform, variabl
         monkeypatch.setenv(*variable)
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(pathlib.Path, "home", lambda: tmp_path)
-    assert user_cache.directory("programs") == tmp_path / expected
+    assert user_cache._default("programs") == tmp_path / expected
 
 
 def test_no_home_is_no_error(untold, monkeypatch):

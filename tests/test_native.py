@@ -8,7 +8,7 @@ import warnings
 import pytest
 from native_kernels import forget, needs_compiler
 
-from ling3 import native
+from ling3 import native, user_cache
 
 # The smallest handler there is.
 SOURCE = """
@@ -181,4 +181,4 @@ def test_it_is_the_users_cache_directory(monkeypatch, tmp_path):
     monkeypatch.delenv(native.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
-    assert native._directory() == pathlib.Path(tmp_path) / "ling3" / "native"
+    assert user_cache.directory(native.VARIABLE, "native") == pathlib.Path(tmp_path) / "ling3" / "native"
