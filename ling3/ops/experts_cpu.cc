@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__FMA__)
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
