@@ -1,7 +1,10 @@
-"""Random experts with a choice among them, and what they give, term by term."""
+"""Random experts with a choice among them, what they give, term by term, and laws of every form of them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ling3.ops.experts import block_experts, dense_experts
 
 
 def case(tokens, experts, top_k, dtype=jnp.float32, hidden=8, intermediate=6, seed=0):
@@ -26,3 +29,26 @@ def by_hand(x, chosen, weights, gate, up, down, limit, absolute=False):
                 g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
             y[t] += weights[t, j] * (np.abs(down[e]) @ np.abs(g * u) if absolute else down[e] @ (g * u))
     return y
+
+
+def check_gradients():
+    """Those of `block_experts`, in the form that is installed, are the dense form's."""
+    x, chosen, *rest = case(20, 6, 2)
+
+    def scalar(form, x, *rest):
+        return jnp.sum(jnp.sin(form(x, chosen, *rest, 0.5)))
+
+    fast = jax.jit(jax.grad(lambda *a: scalar(block_experts, *a), argnums=tuple(range(5))))(x, *rest)
+    slow = jax.jit(jax.grad(lambda *a: scalar(dense_experts, *a), argnums=tuple(range(5))))(x, *rest)
+    for a, b in zip(fast, slow, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+        assert np.any(np.asarray(b))
+
+
+def check_no_expert(form, outside):
+    """An index outside the experts stands for none: nothing is added for it."""
+    x, chosen, *rest = case(40, 32, 2)
+    holes = chosen.at[::3, 0].set(outside).at[5].set(outside)
+    y = form(x, holes, *rest, 0.0)
+    np.testing.assert_allclose(y, dense_experts(x, holes, *rest, 0.0), atol=3e-5)
+    assert np.any(np.asarray(y[0])) and not np.any(np.asarray(y[5]))

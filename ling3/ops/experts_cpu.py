@@ -49,10 +49,11 @@ def expert_rows(
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
 ) -> Float32[Array, "rows hidden"]:
-    """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert; zeros where it has none.
+    """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert, where it `suits`; zeros for no expert.
 
     `order` has the rows sorted by expert, those of none last; expert e has `counts[e]` of them from `starts[e]` on.
-    Sums are in float32; between the two products a row has x's dtype. A row's bits depend on its own values alone.
+    swiglu is that of `experts`, with its `limit`. Sums are in float32; between the two products a row has x's dtype. A
+    row's bits depend on its own values and its expert's alone.
     """
     name = native.target(SOURCE, "experts")
     assert name is not None, "`suits` said so"

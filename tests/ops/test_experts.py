@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import by_hand, case
+from expert_cases import by_hand, case, check_gradients, check_no_expert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,16 +38,7 @@ def test_one_expert_may_take_everything(tokens):
 
 
 def test_gradients_are_the_dense_forms():
-    x, chosen, *rest = case(20, 6, 2)
-
-    def scalar(form, x, *rest):
-        return jnp.sum(jnp.sin(form(x, chosen, *rest, 0.5)))
-
-    fast = jax.jit(jax.grad(lambda *a: scalar(block_experts, *a), argnums=tuple(range(5))))(x, *rest)
-    slow = jax.jit(jax.grad(lambda *a: scalar(dense_experts, *a), argnums=tuple(range(5))))(x, *rest)
-    for a, b in zip(fast, slow, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-        assert np.any(np.asarray(b))
+    check_gradients()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 70])
@@ -99,11 +90,7 @@ def test_no_expert_is_converted_before_it_is_needed(tokens):
 
 @pytest.mark.parametrize("outside", [-1, 32, 2**31 - 1])
 def test_what_is_no_expert_stands_for_none(outside):
-    x, chosen, *rest = case(40, 32, 2)
-    holes = chosen.at[::3, 0].set(outside).at[5].set(outside)
-    expected = DENSE(x, holes, *rest, 0.0)
-    np.testing.assert_allclose(BLOCKS(x, holes, *rest, 0.0), expected, atol=3e-5)
-    assert np.any(np.asarray(expected[0])) and not np.any(np.asarray(expected[5]))
+    check_no_expert(BLOCKS, outside)
 
 
 def test_the_clamp_is_after_the_silu():

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import by_hand, case
+from expert_cases import by_hand, case, check_gradients, check_no_expert
 from native_kernels import installed, needs_compiler
 from tiny import FLASH, TINY, open_model
 
 import ling3
 from ling3 import native
 from ling3.ops import experts_cpu
-from ling3.ops.experts import block_experts, dense_experts
+from ling3.ops.experts import block_experts
 
 pytestmark = needs_compiler
 
@@ -98,11 +98,7 @@ def test_a_rows_bits_are_its_own(busy, dtype):
 
 @pytest.mark.parametrize("outside", [-1, 32, 2**31 - 1])
 def test_what_is_no_expert_stands_for_none(outside):
-    x, chosen, *rest = case(40, 32, 2)
-    holes = chosen.at[::3, 0].set(outside).at[5].set(outside)
-    y = KERNEL(x, holes, *rest, 0.0)
-    np.testing.assert_allclose(y, dense_experts(x, holes, *rest, 0.0), atol=3e-5)
-    assert np.any(np.asarray(y[0])) and not np.any(np.asarray(y[5]))
+    check_no_expert(KERNEL, outside)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5])
@@ -114,16 +110,7 @@ def test_a_nan_stays_in_its_row(dtype, limit):
 
 
 def test_gradients_are_the_dense_forms():
-    x, chosen, *rest = case(20, 6, 2)
-
-    def scalar(form, x, *rest):
-        return jnp.sum(jnp.sin(form(x, chosen, *rest, 0.5)))
-
-    fast = jax.jit(jax.grad(lambda *a: scalar(block_experts, *a), argnums=tuple(range(5))))(x, *rest)
-    slow = jax.jit(jax.grad(lambda *a: scalar(dense_experts, *a), argnums=tuple(range(5))))(x, *rest)
-    for a, b in zip(fast, slow, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-        assert np.any(np.asarray(b))
+    check_gradients()
 
 
 def test_it_maps_over_batches():
