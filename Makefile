@@ -10,8 +10,9 @@ TABLES := tests/parity/test_closeness.py tests/parity/test_bfloat16.py
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
 
+# Programs are compiled without most optimizations here, in about half the time; every other target optimizes.
 test: .venv/installed-test
-	$(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -1,10 +1,20 @@
 """The strict session every test runs in."""
 
 import gc
+import importlib.metadata
 import os
 import pathlib
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+# Where programs are compiled without most optimizations, the older emitters compile faster still; jax 0.11 has none.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        "--xla_cpu_use_fusion_emitters=false"
+        if "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ and importlib.metadata.version("jaxlib") < "0.11"
+        else "",
+    ]
+)
 os.environ["HF_HUB_OFFLINE"] = "1"
 # The processes that tests start write nothing into the user's cache.
 os.environ["LING3_COMPILATION_CACHE"] = "off"
@@ -18,7 +28,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Workers of one run, and later runs, share what was compiled.
-jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent.parent / ".jax_cache"))
+PROGRAMS = pathlib.Path(os.environ.get("LING3_TEST_PROGRAMS", pathlib.Path(__file__).parent.parent / ".jax_cache"))
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # The same examples every time: in float32 a rare draw falls on a tie between experts, which rounding alone decides.
 hypothesis.settings.register_profile("ling3", derandomize=True, deadline=None, print_blob=True)
