@@ -12,12 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from benchmarks import cases, report
 from benchmarks.registry import CASES, Case, Setting, chosen
 from benchmarks.run import run
-from ling3.ops.attention import latent_attention
-from ling3.ops.experts import block_experts
-from ling3.ops.experts_kernel import grouped_experts
-from ling3.ops.kda import kda_step
-from ling3.ops.kda_step_kernel import fused_kda_step
-from ling3.ops.latent_attention_kernel import fused_latent_attention
 
 __all__ = ["cases", "main"]
 
@@ -44,7 +38,7 @@ def main(
         quick: toy sizes, for seeing that everything runs.
         rounds: how often each side is measured (otherwise each case's own number).
         show: list the cases, and measure nothing.
-        kernels: put the Pallas kernels into their operators' places on a GPU: ling3's sides then run on them.
+        kernels: on a GPU, run ling3's models on the Pallas kernels.
         out: the directory for a JSON file and a picture of each group.
         scratch: the directory for random checkpoints and caches, which are kept; the largest checkpoint has 3 GB.
     """
@@ -58,22 +52,20 @@ def main(
         for case in wanted:
             print(f"{case.name}: {case.question}")
         return
-    if kernels:
-        kda_step.install("gpu", fused_kda_step)
-        block_experts.install("gpu", grouped_experts)
-        latent_attention.install("gpu", fused_latent_attention)
-    records = run_all(wanted, quick, rounds, out, scratch)
+    records = run_all(wanted, quick, rounds, out, scratch, kernels)
     Console(width=None if sys.stdout.isatty() else 160).print(report.table(records))
     if any(record["outcome"] in ("wrong", "failed") for record in records):
         sys.exit(1)
 
 
-def run_all(wanted: list[Case], quick: bool, rounds: int | None, out: Path, scratch: Path) -> list[report.Record]:
+def run_all(
+    wanted: list[Case], quick: bool, rounds: int | None, out: Path, scratch: Path, kernels: bool = False
+) -> list[report.Record]:
     """The records of the cases, each written to `out` as soon as it is there.
 
     Cases of the group gpu run at full size on a GPU alone. One setting for each scale keeps what its cases share.
     """
-    settings = {scale: Setting(scale, scratch) for scale in ("full", "toy")}
+    settings = {scale: Setting(scale, scratch, kernels) for scale in ("full", "toy")}
     records = []
     with _progress() as progress:
         task = progress.add_task("", total=len(wanted))

@@ -32,8 +32,8 @@ from matplotlib.figure import Figure
 
 import ling3
 from benchmarks.record import BLACK, BLUE, ORANGE, spread, write
-from ling3.cache import KDAState, LatentCache, Span
-from ling3.layers.kda import KDA
+from ling3.cache import Span
+from ling3.execution import Execution
 from ling3.pool import Pool, Rows, decode
 from ling3.runner import Runner, Shapes
 
@@ -66,7 +66,7 @@ def whole_step(model: ling3.Ling3ForCausalLM, rows: int, columns: int, pages: in
         for _ in range(CALLS):
             pool = _at(pool, context)
             begin = time.perf_counter()
-            _, pool = decode(model, where, steps, pool)
+            _, pool = decode(model, where, steps, pool, Execution.default())
             jax.block_until_ready(pool.length)
             seconds.append(time.perf_counter() - begin)
         return 1e3 * min(seconds) / STEPS
@@ -80,14 +80,7 @@ def layers_apart(model: ling3.Ling3ForCausalLM, kind: str, rows: int, columns: i
         layer.attention for i, layer in enumerate(model.model.layers) if model.config.attention_kind(i) == kind
     )
     pages = rows * columns
-    memories = _random(
-        tuple(
-            layer.init_state(rows, jnp.float32)
-            if isinstance(layer, KDA)
-            else jnp.zeros((pages, PAGE, layer.entry), jnp.float32)
-            for layer in layers
-        )
-    )
+    memories = _random(tuple(layer.empty_state(rows, pages, PAGE, jnp.float32) for layer in layers))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((rows, 1, model.config.hidden_size)), jnp.float32)
 
     def timed(context: int) -> float:
@@ -110,12 +103,12 @@ def _attend(layers: Any, x: Array, table: Array, start: Array, memories: Any) ->
 
     def step(i, carry):
         x, memories = carry
-        span, after = Span(start + jnp.asarray(i, jnp.int32), jnp.ones_like(start)), []
+        span = Span(start + jnp.asarray(i, jnp.int32), jnp.ones_like(start), table, Execution.default())
+        after = []
         for layer, memory in zip(layers, memories, strict=True):
-            state = memory if isinstance(memory, KDAState) else LatentCache(memory, table)
-            y, state = layer(x, state, span)
+            y, state = layer(x, memory, span)
             x = x + y
-            after.append(state.entries if isinstance(state, LatentCache) else state)
+            after.append(state)
         return x * lax.rsqrt(jnp.mean(x * x)), tuple(after)
 
     return lax.fori_loop(0, STEPS, step, (x, memories))

@@ -17,8 +17,9 @@ from jaxtyping import Array
 from benchmarks import torch_peers
 from benchmarks.oracles import BFLOAT16, FLOAT32, close, is_specification
 from benchmarks.registry import Absent, Setting, Side, Trial, milliseconds
+from ling3.execution import Execution
 from ling3.layers.moe import Router
-from ling3.ops.attention import attention, latent_attention, paged_attention
+from ling3.ops.attention import Expansion, attention, latent_attention, paged_attention
 from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.experts_kernel import grouped_experts
 from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda
@@ -52,7 +53,10 @@ def kda_one_step(setting: Setting, batch: int, heads: int, width: int, calls: in
     *token, state = (x[:, 0] if name != "state" else x for name, x in inputs.items())
     fused = functools.partial(fused_kda_step, interpret=not setting.gpu)
     sides = [
-        ("ling3, kda_step", *_in_place(kda_step, token, state)),
+        (
+            "ling3, kda_step",
+            *_in_place(functools.partial(kda_step, lowering=Execution.default().lowering), token, state),
+        ),
         *((name, run, run) for name, run in _peers(lambda: torch_peers.kda(inputs, setting.gpu, steps=True))),
         *([("ling3, fused_kda_step", *_in_place(fused, token, state))] if kernel else []),
     ]
@@ -146,7 +150,8 @@ def mla_prefill(
         return jnp.concatenate([both[..., :nope], k_rope], axis=-1), both[..., nope:]
 
     def over_pages(q: Array, pages: Array, weight: Array, length: Array) -> Array:
-        return paged_attention(q, positions, pages, table, length, lambda block: expanded(block, weight), value)
+        expansion = Expansion(weight, heads, nope, Execution.default().lowering)
+        return paged_attention(q, positions, pages, table, length, expansion)
 
     def in_a_row(q: Array, entries: Array, weight: Array) -> Array:
         k, v = expanded(entries.astype(jnp.float32), weight.astype(jnp.float32))
@@ -191,12 +196,12 @@ def experts(
     }
     arrays = tuple(inputs.values())
     specification = _call(functools.partial(dense_experts, limit=0.0), *arrays)
-    # `block_experts` takes its limit by place: it says by place what is not differentiated.
-    ours = _call(lambda *arrays: block_experts(*arrays, 0.0), *arrays)
-    plain = _call(lambda *arrays: block_experts.plain(*arrays, 0.0), *arrays)
+    execution = Execution.default()
+    ours = _call(lambda *arrays: execution.experts(*arrays, 0.0, execution.lowering), *arrays)
+    plain = _call(lambda *arrays: block_experts(*arrays, 0.0, execution.lowering), *arrays)
     grouped = _call(lambda *arrays: grouped_experts(*arrays, 0.0, interpret=not setting.gpu), *arrays)
     sides = [
-        ("ling3, block_experts", ours),
+        ("ling3, experts", ours),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=True)),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=False)),
         ("ling3, without a kernel", plain),

@@ -15,6 +15,11 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
+from ling3.execution import Execution
+from ling3.ops.experts_kernel import grouped_experts
+from ling3.ops.kda_step_kernel import fused_kda_step
+from ling3.ops.latent_attention_kernel import fused_latent_attention
+
 Scale = Literal["full", "toy"]
 T = TypeVar("T")
 
@@ -123,12 +128,13 @@ def chosen(globs: Sequence[str]) -> list[Case]:
 
 
 class Setting:
-    """Where a case runs: at which sizes, on which backend, with which room for scratch files."""
+    """Where a case runs: at which sizes, on which backend and kernels, with which room for scratch files."""
 
-    def __init__(self, scale: Scale, scratch: Path):
+    def __init__(self, scale: Scale, scratch: Path, kernels: bool = False):
         self.scale: Scale = scale
         self.scratch = scratch
         self.backend = jax.default_backend()
+        self.execution = on_kernels() if kernels and self.gpu else Execution.default()
         self._kept: tuple[Any, Any] | None = None
 
     def size(self, *, full: T, toy: T) -> T:
@@ -147,6 +153,16 @@ class Setting:
             gc.collect()
             self._kept = key, make()
         return self._kept[1]
+
+
+def on_kernels() -> Execution:
+    """A GPU's execution on the Pallas kernels."""
+    return dataclasses.replace(
+        Execution.default("gpu"),
+        kda_step=fused_kda_step,
+        latent_attention=fused_latent_attention,
+        experts=grouped_experts,
+    )
 
 
 def milliseconds(run: Callable[[], Any], calls: int = 1) -> Callable[[], float]:

@@ -10,9 +10,10 @@ from ling3 import checks as _checks  # noqa: F401
 _install_import_hook("ling3", "ling3.checks.checked")
 
 from ling3 import ablate  # noqa: E402
-from ling3.cache import Cache, KDAState, LatentCache  # noqa: E402
+from ling3.cache import Cache, KDAState, Paged  # noqa: E402
 from ling3.checkpoint import CheckpointError, load, save  # noqa: E402
 from ling3.config import ConfigError, Ling3Config  # noqa: E402
+from ling3.execution import Execution  # noqa: E402
 from ling3.generate import generate  # noqa: E402
 from ling3.model import Ling3ForCausalLM, init  # noqa: E402
 from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings  # noqa: E402
@@ -29,11 +30,12 @@ __all__ = [
     "ConfigError",
     "Delta",
     "Engine",
+    "Execution",
     "KDAState",
-    "LatentCache",
     "Ling3Config",
     "Ling3ForCausalLM",
     "Logprob",
+    "Paged",
     "QueueFull",
     "RequestOutput",
     "SamplingParams",

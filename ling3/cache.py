@@ -1,18 +1,40 @@
-"""What a running Ling-3 remembers: states of fixed size for its KDA layers, growing latents for its MLA layers."""
+"""What a running model remembers: arrays with a row for each sequence, and arrays that lie in pages.
+
+A mixer's state is any pytree of the two: `Paged` nodes lie in pages, all other arrays have a row per slot. The engine
+knows no more of a layer than that.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PyTree
+
+from ling3.execution import PLAIN, Execution
+from ling3.recorder import SILENT, Recorder
 
 
 class Span(eqx.Module):
     """Which tokens of a right-padded `[batch, seq]` are new: `length[b]` of row b, the first at position `start[b]`.
 
-    Positions are absolute and count from 0; whatever stands after `length[b]` in a row is padding.
+    Positions are absolute and count from 0; whatever stands after `length[b]` in a row is padding. `table[b, i]` is the
+    page with row b's positions [page·i, page·(i+1)) in every paged array; a number that is no page stands for none.
+    `execution` is how the pass runs, and `recorder` takes down what happens in it.
     """
 
     start: Int32[Array, " batch"]
     length: Int32[Array, " batch"]
+    table: Int32[Array, "batch columns"] | None = None
+    execution: Execution = eqx.field(static=True, default=PLAIN)
+    recorder: Recorder = eqx.field(static=True, default=SILENT)
+
+    @staticmethod
+    def whole(batch: int, seq: int, execution: Execution = PLAIN, recorder: Recorder = SILENT) -> "Span":
+        """Whole sequences of `seq` tokens, from position 0 on and without a cache."""
+        zeros = jnp.zeros(batch, jnp.int32)
+        return Span(zeros, jnp.full(batch, seq, jnp.int32), None, execution, recorder)
 
     def positions(self, seq: int) -> Int32[Array, "batch seq"]:
         """The absolute position of each column."""
@@ -22,6 +44,49 @@ class Span(eqx.Module):
         """Which columns are tokens and not padding."""
         return jnp.arange(seq, dtype=jnp.int32)[None] < self.length[:, None]
 
+    def within(self, name: str) -> "Span":
+        """The same span for a part of the model, under whose name the recorder files what it is given."""
+        if self.recorder is SILENT:
+            return self
+        return Span(self.start, self.length, self.table, self.execution, self.recorder.within(name))
+
+
+class Paged(eqx.Module):
+    """An array of a state that lies in pages: `entries[p, i]` is entry i of page p, whoever's page it is.
+
+    An entry stands for `tokens` consecutive tokens, so a page of the engine's `page_size` tokens has
+    page_size / tokens entries. Which pages are whose, and in which order, `Span.table` says.
+    """
+
+    entries: Float[Array, "pages page *entry"]
+    tokens: int = eqx.field(static=True, default=1)
+
+    @staticmethod
+    def empty(pages: int, page_size: int, entry: tuple[int, ...], dtype: Any, tokens: int = 1) -> "Paged":
+        """Zeros for so many pages of `page_size` tokens. ValueError if an entry's tokens do not divide that."""
+        if page_size % tokens:
+            raise ValueError(f"page_size is {page_size}, expected a multiple of {tokens}, the tokens of an entry")
+        return Paged(jnp.zeros((pages, page_size // tokens, *entry), dtype), tokens)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.entries.shape[1] * self.tokens
+
+    def append(self, new: Float[Array, "batch seq *entry"], span: Span) -> "Paged":
+        """With an entry for each of the span's tokens; padding, and what has no page, is dropped."""
+        if self.tokens != 1:
+            raise ValueError(f"an entry stands for {self.tokens} tokens here, and `append` brings one entry per token")
+        assert span.table is not None, "a span over a paged array has a table"
+        seq, (pages, page) = new.shape[1], self.entries.shape[:2]
+        positions = span.positions(seq)
+        column = positions // page
+        kept = span.valid(seq) & (column < span.table.shape[1])
+        owner = jnp.take_along_axis(span.table, jnp.minimum(column, span.table.shape[1] - 1), axis=1)
+        owner = jnp.where(kept, owner, pages)
+        new = new.astype(self.entries.dtype)
+        return Paged(self.entries.at[owner, positions % page].set(new, mode="drop"), self.tokens)
+
 
 class KDAState(eqx.Module):
     """One KDA layer's memory, the same size after any number of tokens."""
@@ -30,45 +95,51 @@ class KDAState(eqx.Module):
     conv: Float[Array, "batch tail channels"]  # the last taps - 1 projections before the convolution: q | k | v
 
 
-class LatentCache(eqx.Module):
-    """One MLA layer's memory: per token the normalised latent and the rotated shared key, `[latent | rope]`.
-
-    Entries lie in pages, and `table[b, i]` is the page that holds row b's positions [page·i, page·(i+1)). A number that
-    is no page stands for none: what is written there is dropped.
-    """
-
-    entries: Float[Array, "pages page entry"]
-    table: Int32[Array, "batch columns"]
-
-    @staticmethod
-    def empty(batch: int, max_length: int, page_size: int, entry: int, dtype: DTypeLike) -> "LatentCache":
-        """Room for `max_length` tokens in each row, rounded up to whole pages, each row's pages its own."""
-        columns = -(-max_length // page_size)
-        table = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
-        return LatentCache(jnp.zeros((batch * columns, page_size, entry), dtype), table)
-
-    def append(self, new: Float[Array, "batch seq entry"], span: Span) -> "LatentCache":
-        """The cache with the span's tokens at their positions; padding, and what has no page, is dropped."""
-        seq, (pages, page_size, _) = new.shape[1], self.entries.shape
-        positions = span.positions(seq)
-        column = positions // page_size
-        kept = span.valid(seq) & (column < self.table.shape[1])
-        page = jnp.take_along_axis(self.table, jnp.minimum(column, self.table.shape[1] - 1), axis=1)
-        page = jnp.where(kept, page, pages)
-        new = new.astype(self.entries.dtype)
-        return LatentCache(self.entries.at[page, positions % page_size].set(new, mode="drop"), self.table)
-
-    def capacity(self) -> int:
-        """How many tokens a row has room for."""
-        return self.table.shape[1] * self.entries.shape[1]
+State = PyTree
+"""A mixer's memory: a pytree of arrays with a row per slot and of `Paged` nodes."""
 
 
 class Cache(eqx.Module):
-    """The memory of a whole model: one entry per attention, and how many tokens each row holds."""
+    """The memory of a whole model: one state per mixer, how many tokens each row holds, and the block table."""
 
-    layers: tuple[KDAState | LatentCache, ...]
+    layers: tuple[State, ...]
     length: Int32[Array, " batch"]
+    table: Int32[Array, "batch columns"]
 
     def capacity(self) -> int:
-        """How many tokens a row has room for; without an MLA layer, as many as positions can count."""
-        return min((layer.capacity() for layer in self.layers if isinstance(layer, LatentCache)), default=2**31 - 1)
+        """How many tokens a row has room for; without a paged array, as many as positions can count."""
+        sizes = [paged.page_size for paged in pages_of(self.layers)]
+        return self.table.shape[1] * min(sizes) if sizes else 2**31 - 1
+
+
+def is_paged(node: object) -> bool:
+    """True for an array that lies in pages."""
+    return isinstance(node, Paged)
+
+
+def pages_of(states: State) -> tuple[Paged, ...]:
+    """The paged arrays of some states."""
+    return tuple(node for node in jax.tree.leaves(states, is_leaf=is_paged) if is_paged(node))
+
+
+def slots_of(states: State) -> State:
+    """The states without their paged arrays, which are None: what a slot holds."""
+    return jax.tree.map(lambda node: None if is_paged(node) else node, states, is_leaf=is_paged)
+
+
+def map_slots(function: Callable[..., Array], states: State, *others: State) -> State:
+    """`function` of each array with a row per slot; paged arrays stay as they are in `states`."""
+    return jax.tree.map(
+        lambda node, *rest: node if is_paged(node) else function(node, *rest), states, *others, is_leaf=is_paged
+    )
+
+
+def map_pages(function: Callable[..., Array], states: State, *others: State) -> State:
+    """`function` of the entries of each paged array; arrays with a row per slot stay as they are in `states`."""
+
+    def mapped(node: Any, *rest: Any) -> Any:
+        if not is_paged(node):
+            return node
+        return Paged(function(node.entries, *(paged.entries for paged in rest)), node.tokens)
+
+    return jax.tree.map(mapped, states, *others, is_leaf=is_paged)

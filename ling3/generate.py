@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from ling3 import compilation_cache
+from ling3.execution import Execution
 from ling3.model import Ling3ForCausalLM
 from ling3.ops.attention import BLOCK
 from ling3.params import SamplingParams, check_prompt, check_room
@@ -36,6 +37,7 @@ def generate(
     seed: Any = 0,
     stop_token_ids: Iterable[Any] = (),
     ignore_eos: bool = False,
+    execution: Execution | None = None,
 ) -> list[list[int]]:
     """The new token ids of each prompt, all prompts in one batch, whatever their lengths.
 
@@ -43,7 +45,7 @@ def generate(
     (which `ignore_eos` disregards); that token is the last of the row. A checkpoint may name more ends than its config:
     `stop_token_ids=tokenizer.eos_token_ids` has them all. Temperature 0 is greedy; otherwise row b draws from seed + b.
     `Engine` does the same for requests that come and go, with text, stop strings, penalties and log-probabilities.
-    What is compiled is kept for later processes, as `ling3.compilation_cache` says.
+    `execution` is how the model runs, by default as suits the platform. What is compiled is kept for later processes, as `ling3.compilation_cache` says.
 
     Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context, before any work;
     FloatingPointError if the model's logits are not numbers.
@@ -64,11 +66,15 @@ def generate(
     ids = [check_prompt(prompt, config.vocab_size, f"prompt {i}") for i, prompt in enumerate(prompts)]
     for i, prompt in enumerate(ids):
         check_room(prompt, params.max_tokens, config.max_position_embeddings, f"prompt {i}")
-    return _run(model, ids, params, stops) if ids else []
+    return _run(model, ids, params, stops, execution or Execution.default()) if ids else []
 
 
 def _run(
-    model: Ling3ForCausalLM, prompts: list[list[int]], params: SamplingParams, stops: Sequence[int]
+    model: Ling3ForCausalLM,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    stops: Sequence[int],
+    execution: Execution,
 ) -> list[list[int]]:
     batch, longest = len(prompts), max(map(len, prompts))
     columns = -(-_round_up(longest + params.max_tokens, SMALLEST_CHUNK) // BLOCK)
@@ -88,11 +94,13 @@ def _run(
             chunk = prompt[start : start + width]
             tokens[row, : len(chunk)], lengths[row] = chunk, len(chunk)
         end = np.asarray([start < len(prompt) <= start + width for prompt in prompts])
-        choice, pool = prefill(model, rows, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(end), pool)
+        choice, pool = prefill(
+            model, rows, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(end), pool, execution
+        )
         _append(news, np.where(end, np.asarray(choice.token), -1)[:, None])
         start += width
     while not bool(jnp.all(pool.done)):
-        choice, pool = decode(model, rows, jnp.asarray(DECODE_STEPS, jnp.int32), pool)
+        choice, pool = decode(model, rows, jnp.asarray(DECODE_STEPS, jnp.int32), pool, execution)
         _append(news, np.asarray(choice.token))
     return news
 

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ling3 import hub, shards
-from ling3.cache import KDAState, LatentCache
+from ling3.cache import KDAState, pages_of, slots_of
 from ling3.config import Ling3Config
 from ling3.model import Ling3ForCausalLM
 from ling3.safetensors_file import DTYPES, CheckpointError
@@ -213,20 +213,15 @@ def _rows(tree: Ling3ForCausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
 
 
 def _memory(tree: Ling3ForCausalLM, dtype: DTypeLike) -> Memory:
-    """From the shapes of the model's own caches: what 1,024 more tokens add, and what does not depend on them."""
-    one, two = (
-        eqx.filter_eval_shape(lambda model, n=n: model.init_cache(1, n, dtype), tree).layers for n in (1024, 2048)
-    )
-    states = [state for state in one if isinstance(state, KDAState)]
+    """From the shapes of the model's own states: what a page of 1,024 tokens takes, and what a slot does."""
+    states = eqx.filter_eval_shape(lambda model: model.empty_states(1, 1, 1024, dtype), tree)
+    conv = [state.conv for state in states if isinstance(state, KDAState)]
+    conv_bytes = sum(map(_bytes, conv))
     return Memory(
-        cache_per_token=(_latents(two) - _latents(one)) // 1024,
-        recurrent_state_per_sequence=sum(_bytes(state.recurrent) for state in states),
-        conv_state_per_sequence=sum(_bytes(state.conv) for state in states),
+        cache_per_token=sum(_bytes(paged.entries) for paged in pages_of(states)) // 1024,
+        recurrent_state_per_sequence=sum(map(_bytes, jax.tree.leaves(slots_of(states)))) - conv_bytes,
+        conv_state_per_sequence=conv_bytes,
     )
-
-
-def _latents(layers: Iterable[KDAState | LatentCache]) -> int:
-    return sum(_bytes(state.entries) for state in layers if isinstance(state, LatentCache))
 
 
 def _bytes(array: Any) -> int:

@@ -5,14 +5,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32, PRNGKeyArray
 
-from ling3.cache import Cache, KDAState, LatentCache, Span
+from ling3.cache import Cache, Span, State
 from ling3.config import Ling3Config
+from ling3.execution import Execution
 from ling3.layers.kda import KDA
 from ling3.layers.linear import Embedding, Linear
 from ling3.layers.mla import MLA
 from ling3.layers.mlp import MLP
 from ling3.layers.moe import MoE
 from ling3.layers.norm import RMSNorm
+from ling3.ops.attention import BLOCK
 
 
 class DecoderLayer(eqx.Module):
@@ -45,20 +47,19 @@ class DecoderLayer(eqx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "batch seq hidden"], state: KDAState | LatentCache | None, span: Span
-    ) -> tuple[Float[Array, "batch seq hidden"], KDAState | LatentCache | None]:
+        self, x: Float[Array, "batch seq hidden"], state: State | None, span: Span
+    ) -> tuple[Float[Array, "batch seq hidden"], State | None]:
         """The residual stream after this layer, and the layer's memory after the span."""
         h = x
         if self.attention is not None:
-            attended, state = self.attention(
-                self.input_layernorm(x),
-                state,  # pyright: ignore[reportArgumentType] -- a layer is given back its own kind of memory
-                span,
-            )
+            with jax.named_scope("attention"):
+                attended, state = self.attention(self.input_layernorm(x), state, span.within("attention"))
+            span.recorder(attended=attended)
             h = x + attended
-        normed = self.post_attention_layernorm(h)
-        y = self.mlp(normed, span.valid(x.shape[1])) if isinstance(self.mlp, MoE) else self.mlp(normed)
-        return h + y, state
+        with jax.named_scope("mlp"):
+            added = self.mlp(self.post_attention_layernorm(h), span.within("mlp"))
+        span.recorder(added=added, residual=h + added)
+        return h + added, state
 
 
 class Ling3Model(eqx.Module):
@@ -83,19 +84,21 @@ class Ling3Model(eqx.Module):
     def __call__(
         self,
         tokens: Int[Array, "batch seq"],
-        states: tuple[KDAState | LatentCache | None, ...],
+        states: tuple[State | None, ...],
         span: Span,
-    ) -> tuple[Float[Array, "batch seq hidden"], tuple[KDAState | LatentCache | None, ...]]:
+    ) -> tuple[Float[Array, "batch seq hidden"], tuple[State | None, ...]]:
         """The normed hidden state of each token, and every attention's memory after the span."""
-        x = self.word_embeddings(tokens)
+        x = self.word_embeddings(tokens, span.execution)
+        span.recorder(embeddings=x)
         memory, after = iter(states), []
-        for layer in self.layers:
-            if layer.attention is None:
-                x, _ = layer(x, None, span)
-            else:
-                x, state = layer(x, next(memory), span)
-                after.append(state)
-        return self.norm(x), tuple(after)
+        for i, layer in enumerate(self.layers):
+            has_memory = layer.attention is not None
+            with jax.named_scope(f"layers.{i}"):
+                x, state = layer(x, next(memory) if has_memory else None, span.within(f"layers.{i}"))
+            after += [state] if has_memory else []
+        hidden = self.norm(x)
+        span.recorder(hidden=hidden)
+        return hidden, tuple(after)
 
     @property
     def attentions(self) -> tuple[KDA | MLA, ...]:
@@ -114,19 +117,25 @@ class Ling3ForCausalLM(eqx.Module):
     config: Ling3Config = eqx.field(static=True)
 
     @eqx.filter_jit
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float32[Array, "batch seq vocab"]:
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], execution: Execution | None = None
+    ) -> Float32[Array, "batch seq vocab"]:
         """The logits after each token of each sequence, from position 0 on. Compiled once per shape.
 
         Differentiable in reverse mode (the experts' fast form has no forward mode).
 
-        Ids must lie in [0, vocab): this is not checked here, and JAX would read another row. ValueError for no tokens.
+        `execution` is how it runs, by default as suits the platform. Ids must lie in [0, vocab): this is not checked
+        here, and JAX would read another row. ValueError for no tokens.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
-        span = Span(jnp.zeros(batch, jnp.int32), jnp.full(batch, seq, jnp.int32))
+        return self.watched(tokens, Span.whole(batch, seq, Execution.default() if execution is None else execution))
+
+    def watched(self, tokens: Int[Array, "batch seq"], span: Span) -> Float32[Array, "batch seq vocab"]:
+        """The same over a span of whole sequences, whose recorder sees what passes."""
         hidden, _ = self.model(tokens, (None,) * len(self.model.attentions), span)
-        return self.lm_head(hidden, jnp.float32)
+        return self.lm_head(hidden, span.execution, jnp.float32)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None) -> Cache:
         """An empty memory for `batch` rows of up to `max_length` tokens.
@@ -136,13 +145,14 @@ class Ling3ForCausalLM(eqx.Module):
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch is {batch} and max_length {max_length}, expected at least 1 of each")
         dtype = self.model.word_embeddings.weight.dtype if dtype is None else dtype
-        states = (
-            attention.init_state(batch, dtype)
-            if isinstance(attention, KDA)
-            else attention.init_state(batch, max_length, dtype)
-            for attention in self.model.attentions
-        )
-        return Cache(tuple(states), jnp.zeros(batch, jnp.int32))
+        columns = -(-max_length // BLOCK)
+        table = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
+        states = self.empty_states(batch, batch * columns, BLOCK, dtype)
+        return Cache(states, jnp.zeros(batch, jnp.int32), table)
+
+    def empty_states(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> tuple[State, ...]:
+        """The memory of every mixer before the first token, for so many rows and pages of `page_size` tokens."""
+        return tuple(mixer.empty_state(slots, pages, page_size, dtype) for mixer in self.model.attentions)
 
     @eqx.filter_jit
     def step(
@@ -152,6 +162,7 @@ class Ling3ForCausalLM(eqx.Module):
         lengths: Int32[Array, " batch"] | None = None,
         *,
         last: bool = False,
+        execution: Execution | None = None,
     ) -> tuple[Float32[Array, "batch out vocab"], Cache]:
         """Continue each row of `cache` with its next tokens; returns their logits and the cache with them in it.
 
@@ -164,14 +175,15 @@ class Ling3ForCausalLM(eqx.Module):
         if 0 in (batch, seq):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
         length = jnp.full(batch, seq, jnp.int32) if lengths is None else lengths
-        span = Span(cache.length, length)
+        execution = Execution.default() if execution is None else execution
+        span = Span(cache.length, length, cache.table, execution)
         hidden, states = self.model(tokens, cache.layers, span)
         if last:
             hidden = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
         fits = (length >= 0) & (length <= seq) & (cache.length + length <= cache.capacity())
         # NaN in a hidden state makes all its logits NaN, and masking it touches fewer numbers than masking those.
-        logits = self.lm_head(jnp.where(fits[:, None, None], hidden, jnp.nan), jnp.float32)
-        return logits, Cache(tuple(state for state in states if state is not None), cache.length + length)
+        logits = self.lm_head(jnp.where(fits[:, None, None], hidden, jnp.nan), execution, jnp.float32)
+        return logits, Cache(states, cache.length + length, cache.table)
 
 
 def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Ling3ForCausalLM:

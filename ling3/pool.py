@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from ling3.cache import Cache, KDAState, LatentCache
-from ling3.layers.kda import KDA
+from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
+from ling3.execution import Execution
 from ling3.model import Ling3ForCausalLM
 from ling3.sampling import Choice, Sampling, choose, counted, ends
 
@@ -43,7 +43,7 @@ class Rows(eqx.Module):
 class Pool(eqx.Module):
     """Everything that the running requests remember. Donated to every call, so that each updates it in place."""
 
-    layers: tuple[KDAState | Float[Array, "pages page entry"], ...]  # KDA: [slots, …]; MLA: pages, whoever's they are
+    layers: tuple[State, ...]  # with a row per slot, or paged
     length: Int32[Array, " slots"]  # tokens in the caches
     token: Int32[Array, " slots"]  # the newest token, not yet in the caches
     until: Int32[Array, " slots"]  # tokens of prompt and output together at which the row ends
@@ -68,10 +68,8 @@ class Pool(eqx.Module):
             length, done = jnp.where(slots < size, self.length, 0), self.done | (slots >= size)
             return Pool(self.layers, length, self.token, self.until, done, self.sampling)
         kept = jnp.minimum(slots, size - 1)
-        layers = tuple(jax.tree.map(lambda x: x[kept], x) if isinstance(x, KDAState) else x for x in self.layers)
-        length, token, until, done, sampling = jax.tree.map(
-            lambda x: x[kept], (self.length, self.token, self.until, self.done, self.sampling)
-        )
+        parts = (self.layers, self.length, self.token, self.until, self.done, self.sampling)
+        layers, length, token, until, done, sampling = map_slots(lambda x: x[kept], parts)
         return Pool(layers, length, token, until, done | (slots >= size), sampling)
 
     def put(self, rows: Rows, view: "Pool") -> "Pool":
@@ -87,9 +85,7 @@ class Pool(eqx.Module):
         def placed(pool, new):
             return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), pool, new)
 
-        layers = tuple(
-            placed(x, y) if isinstance(x, KDAState) else y for x, y in zip(self.layers, view.layers, strict=True)
-        )
+        layers = map_slots(lambda new, old: old.at[slots].set(new, mode="drop"), view.layers, self.layers)
         length, token, done = placed((self.length, self.token, self.done), (view.length, view.token, view.done))
         sampling = self.sampling
         if sampling.adjustments is not None and view.sampling.adjustments is not None:
@@ -99,15 +95,13 @@ class Pool(eqx.Module):
 
     def cache(self, table: Int32[Array, "slots columns"]) -> Cache:
         """What the model's forward pass takes."""
-        layers = tuple(x if isinstance(x, KDAState) else LatentCache(x, table) for x in self.layers)
-        return Cache(layers, self.length)
+        return Cache(self.layers, self.length, table)
 
     def after(self, cache: Cache, token: Int32[Array, " slots"], chosen: Bool[Array, " slots"]) -> "Pool":
         """The pool with the forward pass's memory, and where one was `chosen` the row's next token."""
-        layers = tuple(x.entries if isinstance(x, LatentCache) else x for x in cache.layers)
         done = ends(token, self.sampling, cache.length) | (cache.length + 1 >= self.until)
         return Pool(
-            layers,
+            cache.layers,
             cache.length,
             jnp.where(chosen, token, self.token),
             self.until,
@@ -119,7 +113,7 @@ class Pool(eqx.Module):
 class Arrival(eqx.Module):
     """What a slot is filled with: a request that begins, or one that goes on where it was."""
 
-    states: tuple[KDAState, ...]  # one row each; zeros at the beginning
+    states: tuple[State, ...]  # one row of each, and nothing paged; zeros at the beginning
     length: Int32[Array, ""]
     token: Int32[Array, ""]
     until: Int32[Array, ""]
@@ -128,16 +122,9 @@ class Arrival(eqx.Module):
 
 
 @eqx.filter_jit
-def new_memory(
-    model: Ling3ForCausalLM, slots: int, pages: int, page_size: int, dtype: DTypeLike
-) -> tuple[KDAState | Float[Array, "pages page entry"], ...]:
+def new_memory(model: Ling3ForCausalLM, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> tuple[State, ...]:
     """What a pool's layers hold before the first request."""
-    return tuple(
-        attention.init_state(slots, dtype)
-        if isinstance(attention, KDA)
-        else jnp.zeros((pages, page_size, attention.entry), dtype)
-        for attention in model.model.attentions
-    )
+    return model.empty_states(slots, pages, page_size, dtype)
 
 
 def cache_dtype(model: Ling3ForCausalLM) -> jnp.dtype:
@@ -149,7 +136,7 @@ def cache_dtype(model: Ling3ForCausalLM) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" and dtype.itemsize < 4 else dtype
 
 
-@functools.partial(jax.jit, donate_argnames="pool")
+@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
 def prefill(
     model: Ling3ForCausalLM,
     rows: Rows,
@@ -157,16 +144,19 @@ def prefill(
     lengths: Int32[Array, " rows"],
     end: Bool[Array, " rows"],
     pool: Pool,
+    execution: Execution,
 ) -> tuple[Choice, Pool]:
     """Bring each row's next `lengths` prompt tokens into the caches; the rows that `end` their prompt get a token."""
     view = pool.take(rows)
-    logits, cache = model.step(tokens, view.cache(rows.table), lengths, last=True)
+    logits, cache = model.step(tokens, view.cache(rows.table), lengths, last=True, execution=execution)
     choice = choose(logits[:, 0], view.sampling, cache.length)
     return choice, pool.put(rows, view.after(cache, choice.token, end))
 
 
-@functools.partial(jax.jit, donate_argnames="pool")
-def decode(model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool) -> tuple[Choice, Pool]:
+@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
+def decode(
+    model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool, execution: Execution
+) -> tuple[Choice, Pool]:
     """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
     view = pool.take(rows)
 
@@ -177,7 +167,9 @@ def decode(model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: P
     def step(carry):
         i, out, view = carry
         active = ~view.done
-        logits, cache = model.step(view.token[:, None], view.cache(rows.table), active.astype(jnp.int32))
+        logits, cache = model.step(
+            view.token[:, None], view.cache(rows.table), active.astype(jnp.int32), execution=execution
+        )
         choice = choose(logits[:, 0], view.sampling, cache.length)
         view = view.after(cache, choice.token, active)
         choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(active, choice.token, -1))
@@ -191,12 +183,7 @@ def decode(model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: P
 @functools.partial(jax.jit, donate_argnames="pool")
 def arrive(slot: Int32[Array, ""], arrival: Arrival, pool: Pool) -> Pool:
     """Fill a slot; whatever an earlier request left in it is gone."""
-    states = iter(arrival.states)
-
-    def placed(x, y):
-        return x.at[slot].set(y[0].astype(x.dtype))
-
-    layers = tuple(jax.tree.map(placed, x, next(states)) if isinstance(x, KDAState) else x for x in pool.layers)
+    layers = map_slots(lambda x, y: x.at[slot].set(y[0].astype(x.dtype)), pool.layers, arrival.states)
     return Pool(
         layers,
         pool.length.at[slot].set(arrival.length),
@@ -208,24 +195,22 @@ def arrive(slot: Int32[Array, ""], arrival: Arrival, pool: Pool) -> Pool:
 
 
 @jax.jit
-def depart(slot: Int32[Array, ""], pool: Pool) -> tuple[KDAState, ...]:
+def depart(slot: Int32[Array, ""], pool: Pool) -> tuple[State, ...]:
     """The states of a slot, one row each, for an `Arrival` later."""
-    return tuple(jax.tree.map(lambda x: x[slot][None], x) for x in pool.layers if isinstance(x, KDAState))
+    return jax.tree.map(lambda x: x[slot][None], slots_of(pool.layers))
 
 
 @jax.jit
-def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Float[Array, "moved page entry"], ...]:
-    """What lies in some pages of every MLA layer; a number past the last page reads anything."""
-    return tuple(x.at[pages].get(mode="clip") for x in pool.layers if not isinstance(x, KDAState))
+def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Float[Array, "moved page *entry"], ...]:
+    """What lies in some pages of every paged array; a number past the last page reads anything."""
+    return tuple(paged.entries.at[pages].get(mode="clip") for paged in pages_of(pool.layers))
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
 def write_pages(
-    pages: Int32[Array, " moved"], contents: tuple[Float[Array, "moved page entry"], ...], pool: Pool
+    pages: Int32[Array, " moved"], contents: tuple[Float[Array, "moved page *entry"], ...], pool: Pool
 ) -> Pool:
     """And back, into these pages; a number past the last page is dropped."""
     new = iter(contents)
-    layers = tuple(
-        x if isinstance(x, KDAState) else x.at[pages].set(next(new).astype(x.dtype), mode="drop") for x in pool.layers
-    )
+    layers = map_pages(lambda x: x.at[pages].set(next(new).astype(x.dtype), mode="drop"), pool.layers)
     return eqx.tree_at(lambda p: p.layers, pool, layers)

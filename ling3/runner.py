@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from ling3.cache import KDAState
+from ling3.cache import State, pages_of, slots_of
+from ling3.execution import Execution
 from ling3.model import Ling3ForCausalLM
 from ling3.params import MAX_STOP_IDS, SamplingParams
 from ling3.pool import (
@@ -55,15 +56,16 @@ class Shapes:
 class Saved:
     """A preempted run's memory, on the host."""
 
-    states: tuple[KDAState, ...]
-    pages: tuple[tuple[Float[np.ndarray, "moved page entry"], ...], ...]
+    states: tuple[State, ...]
+    pages: tuple[tuple[Float[np.ndarray, "moved page *entry"], ...], ...]
 
 
 class Runner:
     """Owns the pool. Every method returns at once; what it returns is awaited by reading it."""
 
-    def __init__(self, model: Ling3ForCausalLM, shapes: Shapes):
+    def __init__(self, model: Ling3ForCausalLM, shapes: Shapes, execution: Execution | None = None):
         self.model, self.shapes = model, shapes
+        self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # that calls and `warmup` have waited for
         self.decode_waits = False  # for being compiled, until there is nothing else to do
         self.dtype = cache_dtype(model)
@@ -76,9 +78,8 @@ class Runner:
         sampling = dataclasses.replace(sampling, adjustments=_adjustments(shapes.slots, vocab))
         self.pool = Pool.empty(self.model, sampling, shapes.pages, shapes.page_size, self.dtype)
         self._unadjusted = _adjustments(1, vocab)
-        states = (x for x in self.pool.layers if isinstance(x, KDAState))
-        self._fresh = jax.tree.map(lambda x: _zeros(x, 1), tuple(states))
-        self._no_pages = tuple(_zeros(x, PAGES_MOVED) for x in self.pool.layers if not isinstance(x, KDAState))
+        self._fresh = jax.tree.map(lambda x: _zeros(x, 1), slots_of(self.pool.layers))
+        self._no_pages = tuple(_zeros(paged.entries, PAGES_MOVED) for paged in pages_of(self.pool.layers))
 
     def arrive(self, run: Run) -> None:
         """Fills the run's slot: from nothing, or from what was saved of it."""
@@ -115,14 +116,14 @@ class Runner:
         padded[0, : len(tokens)] = tokens
         end = run.prefilled + len(tokens) == len(run.prompt)
         inputs = jax.device_put((padded, np.asarray([len(tokens)], np.int32), np.asarray([end])))
-        choice, self.pool = prefill(self.model, self._rows([run], 1), *inputs, self.pool)
+        choice, self.pool = prefill(self.model, self._rows([run], 1), *inputs, self.pool, self.execution)
         return choice
 
     def decode(self, runs: Sequence[Run], steps: int) -> tuple[Choice, Sequence[int]]:
         """Up to `steps` more tokens for each run, `[rows, DECODE_STEPS]`, and which row is whose."""
         rows = smallest(self.shapes.rows, len(runs))
         begin = time.perf_counter()
-        choice, self.pool = decode(self.model, self._rows(runs, rows), _int(steps), self.pool)
+        choice, self.pool = decode(self.model, self._rows(runs, rows), _int(steps), self.pool, self.execution)
         if self.decode_waits:
             self.decode_waits = False
             self.compile_seconds += time.perf_counter() - begin
@@ -138,35 +139,43 @@ class Runner:
         try:
             # The compiled program stays with the lowered one, where the call finds it.
             programs = [
-                (name, function, inputs, compilers.submit(function.lower(*inputs, self.pool).compile))
-                for name, function, inputs in self._nothing()
+                (name, function, inputs, compilers.submit(function.lower(*inputs, self.pool, *how).compile), how)
+                for name, function, inputs, *how in self._nothing()
                 if not first_token or function in (prefill, arrive)
             ]
-            for name, function, inputs, compiled in programs:
+            for name, function, inputs, compiled, how in programs:
                 compiled.result()
-                self._run(function, inputs)
+                self._run(function, inputs, how)
                 yield name
             self.decode_waits = first_token
         finally:
             compilers.shutdown(cancel_futures=True)
             self.compile_seconds += time.perf_counter() - begin
 
-    def _nothing(self) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-        """Every program, with inputs that change no slot and no page. Those that compile longest come first."""
+    def _nothing(self) -> Iterator[tuple[Any, ...]]:
+        """Each program's name, the program, inputs that change no slot and no page, and the execution if it takes one.
+
+        Those that compile longest come first.
+        """
         for width in reversed(self.shapes.widths):
             inputs = (np.zeros((1, width), np.int32), np.zeros(1, np.int32), np.zeros(1, bool))
-            yield f"prefill of {width}", prefill, (self.model, self._rows([], 1), *jax.device_put(inputs))
+            yield (
+                f"prefill of {width}",
+                prefill,
+                (self.model, self._rows([], 1), *jax.device_put(inputs)),
+                self.execution,
+            )
         for rows in reversed(self.shapes.rows):
-            yield f"decode of {rows}", decode, (self.model, self._rows([], rows), _int(0))
+            yield f"decode of {rows}", decode, (self.model, self._rows([], rows), _int(0)), self.execution
         nowhere = jax.device_put(np.full(PAGES_MOVED, self.shapes.pages, np.int32))
         yield "arrive", arrive, (_int(self.shapes.slots), self._nobody())
         yield "write pages", write_pages, (nowhere, self._no_pages)
         yield "depart", depart, (_int(0),)
         yield "read pages", read_pages, (nowhere,)
 
-    def _run(self, function: Any, inputs: tuple[Any, ...]) -> None:
+    def _run(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> None:
         """Runs a program for nothing but the pool, and waits for it."""
-        done = function(*inputs, self.pool)
+        done = function(*inputs, self.pool, *how)
         if function in (prefill, decode):
             done = done[1]
         if isinstance(done, Pool):
@@ -230,8 +239,8 @@ def pages_that_fit(model: Ling3ForCausalLM, slots: int, columns: int, page_size:
     Raises ValueError if that is not one.
     """
     memory = eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
-    states, pages = eqx.partition(memory, lambda x: isinstance(x, KDAState), is_leaf=lambda x: isinstance(x, KDAState))
-    state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in (states, pages))
+    parts = (slots_of(memory), pages_of(memory))
+    state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in parts)
     free = free_bytes()
     fit = int(mem_fraction * free - slots * state) // page if page else slots * columns
     if fit < 1:

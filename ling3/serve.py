@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 
 from ling3 import checkpoint, compilation_cache
+from ling3.execution import Execution
 from ling3.guard import Guard
 from ling3.intake import Intake, Truncate, check_settings, listed
 from ling3.interrupts import held_back
@@ -48,6 +49,8 @@ class Engine:
     move the loop that called it. Ctrl-C waits for the end of a turn. A fault of the engine's own, such as a device out
     of memory, ends every request in `error` and is raised in everyone who waits for one; the engine begins anew.
 
+    `execution` is how the model runs (chunk sizes, kernels), by default as suits the platform.
+
     What it compiles is kept for later processes, as `ling3.compilation_cache` says.
 
     `settings` is what it runs with. Raises ValueError for senseless settings, and if tokenizer and model do not fit.
@@ -68,6 +71,7 @@ class Engine:
         decode_rows: int | None = None,
         decode_steps: int = 8,
         batch_invariant: bool = True,
+        execution: Execution | None = None,
     ):
         compilation_cache.switch_on()
         config = model.config
@@ -129,7 +133,7 @@ class Engine:
             rows=(decode_rows,) if batch_invariant else _doublings(max_running_requests),
         )
         self._guard = Guard()
-        self._loop = Loop(Runner(model, shapes), chunked_prefill_size, decode_steps, self._guard.hand_out)
+        self._loop = Loop(Runner(model, shapes, execution), chunked_prefill_size, decode_steps, self._guard.hand_out)
         self._ids = itertools.count()
         self._outbox: list[Delta] = []
         self._drivers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}

@@ -1,6 +1,6 @@
 """What a model does inside, by name and shaped for plotting: gates, decays, states, attention maps, routing, norms.
 
-The forward pass knows nothing of this: `trace` walks the same modules once more and keeps what passes by.
+The model's own forward pass hands its intermediate arrays to a recorder; `trace` makes pictures of them.
 """
 
 import equinox as eqx
@@ -10,12 +10,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from ling3.cache import Span
+from ling3.execution import Execution
 from ling3.layers.kda import KDA
 from ling3.layers.mla import MLA
 from ling3.layers.moe import MoE
-from ling3.model import DecoderLayer, Ling3ForCausalLM
+from ling3.model import Ling3ForCausalLM
 from ling3.ops.kda import kda_step
 from ling3.ops.precision import exact, wide
+from ling3.recorder import Recorder
 
 
 class KDATrace(eqx.Module):
@@ -92,42 +94,32 @@ def trace(model: Ling3ForCausalLM, tokens: Int[Array, "batch seq"], *, logit_len
     batch, seq = tokens.shape
     if 0 in (batch, seq):
         raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
-    span = Span(jnp.zeros(batch, jnp.int32), jnp.full(batch, seq, jnp.int32))
-    x = model.model.word_embeddings(tokens)
-    embedding_norm, layers = _norm(x), []
-    for layer in model.model.layers:
-        x, seen = _layer(layer, x, span)
-        lens = model.lm_head(model.model.norm(x), jnp.float32) if logit_lens else None
-        layers.append(eqx.tree_at(lambda s: s.logits, seen, lens, is_leaf=lambda s: s is None))
-    return Trace(tokens, embedding_norm, tuple(layers), model.lm_head(model.model.norm(x), jnp.float32))
+    seen = Recorder()
+    logits = model.watched(tokens, Span.whole(batch, seq, Execution.default(), seen))
+    layers = []
+    for i, layer in enumerate(model.model.layers):
+        own = seen.of(f"layers.{i}")
+        attended = own.get("attended", jnp.zeros_like(own["added"]))
+        picture = {KDA: _kda, MLA: _mla}.get(type(layer.attention))
+        lens = model.lm_head(model.model.norm(own["residual"]), dtype=jnp.float32) if logit_lens else None
+        layers.append(
+            LayerTrace(
+                None if picture is None else picture(layer.attention, seen.of(f"layers.{i}.attention")),
+                _moe(seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
+                *(_norm(x) for x in (attended, own["added"], own["residual"])),
+                lens,
+            )
+        )
+    return Trace(tokens, _norm(seen.values["embeddings"]), tuple(layers), logits)
 
 
-def _layer(
-    layer: DecoderLayer, x: Float[Array, "batch seq hidden"], span: Span
-) -> tuple[Float[Array, "batch seq hidden"], LayerTrace]:
-    attention, attended = None, jnp.zeros_like(x)
-    if layer.attention is not None:
-        normed = layer.input_layernorm(x)
-        attended, _ = layer.attention(normed, None, span)
-        attention = (_kda if isinstance(layer.attention, KDA) else _mla)(layer.attention, normed, span)  # pyright: ignore[reportArgumentType]
-    h = x + attended
-    normed = layer.post_attention_layernorm(h)
-    moe = _moe(layer.mlp, normed) if isinstance(layer.mlp, MoE) else None
-    added = layer.mlp(normed)
-    y = h + added
-    return y, LayerTrace(attention, moe, _norm(attended), _norm(added), _norm(y), None)
-
-
-def _kda(attention: KDA, x: Float[Array, "batch seq hidden"], span: Span) -> KDATrace:
+def _kda(attention: KDA, seen: dict[str, Array]) -> KDATrace:
     """The recurrence token by token, over the true values and, beside them, unit vectors: their outputs are the map."""
-    batch, seq = x.shape[:2]
-    empty = attention.init_state(batch, x.dtype)
-    q, k, v, _ = attention.convolved(x, empty.conv, span)
-    g, beta = attention.gates(x, span)
-    units = jnp.broadcast_to(jnp.eye(seq, dtype=v.dtype)[None, :, None], (batch, seq, attention.heads, seq))
+    q, k, v, g, beta = (seen[name] for name in ("q", "k", "v", "decay", "beta"))
+    batch, seq, heads, value = v.shape
+    units = jnp.broadcast_to(jnp.eye(seq, dtype=v.dtype)[None, :, None], (batch, seq, heads, seq))
     both = jnp.concatenate([v, units], axis=-1)
-    value = v.shape[-1]
-    state = jnp.zeros((*empty.recurrent.shape[:-1], value + seq), empty.recurrent.dtype)
+    state = jnp.zeros((batch, heads, k.shape[-1], value + seq), v.dtype)
 
     def one(state, token):
         q, k, v, g, beta = token
@@ -138,34 +130,31 @@ def _kda(attention: KDA, x: Float[Array, "batch seq hidden"], span: Span) -> KDA
     return KDATrace(
         decay=g,
         beta=beta,
-        gate=attention.output_gate(x),
+        gate=seen["gate"],
         attention_map=jnp.moveaxis(rows, 0, 2),
         state_norm=jnp.moveaxis(norms, 0, 1),
         state=state[..., :value],
     )
 
 
-def _mla(attention: MLA, x: Float[Array, "batch seq hidden"], span: Span) -> MLATrace:
+def _mla(attention: MLA, seen: dict[str, Array]) -> MLATrace:
     """The softmax's weights, from the keys of the expanded form."""
-    seq = x.shape[1]
-    positions, dtype = span.positions(seq), wide(x.dtype)
-    q_nope, q_rope = (q.astype(dtype) for q in attention.queries(x, positions))
-    entries = attention.entries(x, positions)
+    entries = seen["entries"]
+    dtype, (batch, seq) = wide(entries.dtype), entries.shape[:2]
+    q_nope, q_rope = (seen[name].astype(dtype) for name in ("q_nope", "q_rope"))
     latent, k_rope = entries[..., : -attention.rope], entries[..., -attention.rope :].astype(dtype)
     heads = q_nope.shape[2]
-    k_nope = attention.kv_b_proj(latent, dtype).reshape(*x.shape[:2], heads, -1)[..., : attention.nope]
-    scores = jnp.einsum("bihn,bjhn->bhij", q_nope, k_nope, precision=exact(x.dtype))
-    scores += jnp.einsum("bihr,bjr->bhij", q_rope, k_rope, precision=exact(x.dtype))
+    k_nope = attention.kv_b_proj(latent, dtype=dtype).reshape(batch, seq, heads, -1)[..., : attention.nope]
+    scores = jnp.einsum("bihn,bjhn->bhij", q_nope, k_nope, precision=exact(entries.dtype))
+    scores += jnp.einsum("bihr,bjr->bhij", q_rope, k_rope, precision=exact(entries.dtype))
     scores = jnp.where(_causal(seq)[None, None], scores, -jnp.inf)
-    return MLATrace(attention.output_gate(x), jax.nn.softmax(scores, axis=-1), entries)
+    return MLATrace(seen["gate"], jax.nn.softmax(scores, axis=-1), entries)
 
 
-def _moe(moe: MoE, x: Float[Array, "batch seq hidden"]) -> MoETrace:
-    tokens = x.reshape(-1, x.shape[-1])
-    scores, (chosen, weights) = moe.gate.scores(tokens), moe.gate(tokens)
+def _moe(seen: dict[str, Array], batch: int, seq: int) -> MoETrace:
+    scores, chosen, weights = (seen[name] for name in ("scores", "chosen", "weights"))
     load = jnp.zeros(scores.shape[-1], jnp.float32).at[chosen].add(1.0) / chosen.size
-    scores, chosen, weights = (y.reshape(*x.shape[:2], -1) for y in (scores, chosen, weights))
-    return MoETrace(scores, chosen, weights, load)
+    return MoETrace(*(y.reshape(batch, seq, -1) for y in (scores, chosen, weights)), load)
 
 
 def _causal(seq: int) -> Bool[Array, "seq seq"]:

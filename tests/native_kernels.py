@@ -23,7 +23,7 @@ def forget():
 
 @contextlib.contextmanager
 def installed():
-    """Inside, `block_experts` runs on its kernel, whatever the size."""
+    """Inside, `native_experts` runs on its kernel, whatever the size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(native.VARIABLE, str(KEPT))
         patch.setattr(experts_cpu, "LEAST", 0)

@@ -39,7 +39,7 @@ def test_attention_maps_times_values_are_the_attentions_outputs(traced):
         weights = inside.attention.attention_map
         assert np.all(np.triu(weights, 1) == 0)
         if isinstance(inside.attention, type(seen.kda[0])):
-            _, _, v, _ = attention.convolved(normed, attention.init_state(2, jnp.float32).conv, SPAN)
+            _, _, v, _ = attention.convolved(normed, attention.empty_state(2, 0, 1, jnp.float32).conv, SPAN)
             o = einsum(weights, v, "b h i j, b j h v -> b i h v")
             output = attention.output(o, inside.attention.gate, jnp.float32)
             np.testing.assert_allclose(inside.attention.state, memory.recurrent, atol=ROUNDING)

@@ -106,21 +106,23 @@ def _decode(setting: Setting, rows: int, context: int, published: dict[str, floa
     model = _model(setting)
     batch = prompts(model.config, rows, setting.size(full=context, toy=32))
     new = setting.size(full=NEW, toy=9)
-    side = Side("ling3.generate", per_step(_generate(model), batch, new), _check(model, rows))
+    side = Side("ling3.generate", per_step(_generate(setting), batch, new), _check(setting, rows))
     about = {"rows": rows, "context": len(batch[0]), "new": new}
     return Trial([side], tokens=rows, about=about, published=published or {})
 
 
-def _generate(model: ling3.Ling3ForCausalLM) -> Callable[[list[list[int]], int], list[list[int]]]:
-    return lambda batch, count: ling3.generate(model, batch, max_tokens=count, ignore_eos=True)
+def _generate(setting: Setting) -> Callable[[list[list[int]], int], list[list[int]]]:
+    model, options = _model(setting), {"ignore_eos": True, "execution": setting.execution}
+    return lambda batch, count: ling3.generate(model, batch, max_tokens=count, **options)
 
 
-def _check(model: ling3.Ling3ForCausalLM, rows: int) -> Callable[[], str]:
+def _check(setting: Setting, rows: int) -> Callable[[], str]:
     """Prefill and decode over caches against the pass without any, on prompts that it has room for."""
 
     def check() -> str:
+        model = _model(setting)
         batch = prompts(model.config, rows, 64)
-        tokens = _generate(model)(batch, 4)
+        tokens = _generate(setting)(batch, 4)
         seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
         return likeliest(tokens, lambda: np.asarray(model(seen)[:, -4:]), nats=0.3, share=0.9)
 
@@ -132,7 +134,7 @@ def prefill_8192(setting: Setting) -> Trial:
     """The time to the first token."""
     model = _model(setting)
     batch = prompts(model.config, 1, setting.size(full=8192, toy=80))
-    side = Side("ling3.generate", milliseconds(lambda: _generate(model)(batch, 1)), _check(model, 1))
+    side = Side("ling3.generate", milliseconds(lambda: _generate(setting)(batch, 1)), _check(setting, 1))
     return Trial([side], tokens=len(batch[0]), about={"prompt": len(batch[0])}, published={f"{PUBLISHED}: TTFT": 70.0})
 
 

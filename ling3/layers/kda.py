@@ -8,11 +8,12 @@ from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
 from ling3.cache import KDAState, Span
 from ling3.config import Ling3Config, OutputGate
+from ling3.execution import PLAIN, Execution
 from ling3.layers.conv import ShortConv
 from ling3.layers.gate import gate_projection, output_gate
 from ling3.layers.linear import Constant, Linear
 from ling3.layers.norm import GatedRMSNorm
-from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize
+from ling3.ops.kda import kda_gate, l2_normalize
 from ling3.ops.precision import wide
 
 
@@ -109,27 +110,33 @@ class KDA(eqx.Module):
         """How many there are."""
         return self.o_proj.weight.shape[1] // self.o_norm.weight.shape[0]
 
-    def init_state(self, batch: int, dtype: DTypeLike) -> KDAState:
-        """The memory before the first token: zeros."""
+    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> KDAState:
+        """The memory before the first token: zeros, and nothing in pages."""
         heads, inner = self.heads, self.q_proj.weight.shape[0]
         taps = 1 if self.q_conv1d is None else self.q_conv1d.weight.shape[1]
-        recurrent = jnp.zeros((batch, heads, inner // heads, inner // heads), wide(dtype))
-        return KDAState(recurrent, jnp.zeros((batch, taps - 1, 3 * inner), dtype))
+        recurrent = jnp.zeros((slots, heads, inner // heads, inner // heads), wide(dtype))
+        return KDAState(recurrent, jnp.zeros((slots, taps - 1, 3 * inner), dtype))
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: KDAState | None, span: Span
     ) -> tuple[Float[Array, "batch seq hidden"], KDAState]:
         """The layer's output for each token, and its memory after the span's last. No state means the zero state."""
-        state = self.init_state(x.shape[0], x.dtype) if state is None else state
+        execution = span.execution
+        state = self.empty_state(x.shape[0], 0, 1, x.dtype) if state is None else state
         q, k, v, conv = self.convolved(x, state.conv, span)
         g, beta = self.gates(x, span)
         if x.shape[1] == 1:
-            o, recurrent = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state.recurrent)
+            token = (y[:, 0] for y in (q, k, v, g, beta))
+            o, recurrent = execution.kda_step(*token, state.recurrent, execution.lowering)
             o = o[:, None]
         else:
             bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 keeps any
-            o, recurrent = chunk_kda(q, k, v, g, beta, state.recurrent, lower_bound=bound)
-        return self.output(o, self.output_gate(x), x.dtype), KDAState(recurrent, conv)
+            o, recurrent = execution.chunk_kda(
+                q, k, v, g, beta, state.recurrent, lower_bound=bound, chunk_size=execution.chunk_size
+            )
+        gate = self.output_gate(x, execution)
+        span.recorder(q=q, k=k, v=v, decay=g, beta=beta, gate=gate, o=o)
+        return self.output(o, gate, x.dtype, execution), KDAState(recurrent, conv)
 
     def convolved(
         self, x: Float[Array, "batch seq hidden"], tail: Float[Array, "batch tail channels"], span: Span
@@ -141,7 +148,7 @@ class KDA(eqx.Module):
     ]:
         """q (scaled), k (both of unit length), v, and the convolutions' new tail."""
         tails = jnp.split(tail, 3, axis=-1)
-        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        projections = (proj(x, span.execution) for proj in (self.q_proj, self.k_proj, self.v_proj))
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         outputs, new = zip(
             *(
@@ -157,38 +164,43 @@ class KDA(eqx.Module):
         self, x: Float[Array, "batch seq hidden"], span: Span
     ) -> tuple[Float[Array, "batch seq heads key"], Float[Array, "batch seq heads"]]:
         """The log decay g and the writing strength beta; both 0 on padding, which leaves the state as it was."""
-        g, beta = self._decay(x), self._strength(x)
+        g, beta = self._decay(x, span.execution), self._strength(x, span.execution)
         valid = span.valid(x.shape[1])[:, :, None]
         return jnp.where(valid[..., None], g, 0.0), jnp.where(valid, beta, 0.0)
 
-    def _decay(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq heads key"]:
+    def _decay(self, x: Float[Array, "batch seq hidden"], execution: Execution) -> Float[Array, "batch seq heads key"]:
         dtype = wide(x.dtype)
         if self.f_proj is None or self.A_log is None or self.dt_bias is None:
             return self._heads(jnp.zeros((*x.shape[:2], self.q_proj.weight.shape[0]), dtype))
         dt_bias = self.dt_bias.astype(dtype).reshape(self.heads, -1)
-        return kda_gate(self._heads(self.f_proj(x, dtype)), self.A_log.astype(dtype), dt_bias, self.lower_bound)
+        return kda_gate(
+            self._heads(self.f_proj(x, execution, dtype)), self.A_log.astype(dtype), dt_bias, self.lower_bound
+        )
 
-    def _strength(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq heads"]:
+    def _strength(self, x: Float[Array, "batch seq hidden"], execution: Execution) -> Float[Array, "batch seq heads"]:
         dtype = wide(x.dtype)
         if self.b_proj is None:
             return jnp.full((*x.shape[:2], self.heads), 1.0 if self.beta is None else self.beta, dtype)
-        beta = jax.nn.sigmoid(self.b_proj(x, dtype))
+        beta = jax.nn.sigmoid(self.b_proj(x, execution, dtype))
         return 2.0 * beta if self.neg_eigval else beta
 
-    def output_gate(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq heads value"] | None:
+    def output_gate(
+        self, x: Float[Array, "batch seq hidden"], execution: Execution = PLAIN
+    ) -> Float[Array, "batch seq heads value"] | None:
         """What the normed output is multiplied by, in float32 or wider; None for nothing."""
         if self.g_proj is None:
             return None
-        return output_gate(self.gate_law, self._heads(self.g_proj(x)).astype(wide(x.dtype)))
+        return output_gate(self.gate_law, self._heads(self.g_proj(x, execution)).astype(wide(x.dtype)))
 
     def output(
         self,
         o: Float[Array, "batch seq heads value"],
         gate: Float[Array, "batch seq heads value"] | None,
         dtype: DTypeLike,
+        execution: Execution = PLAIN,
     ) -> Float[Array, "batch seq hidden"]:
         """Norm, output gate and output projection, which takes and gives `dtype`."""
-        return self.o_proj(rearrange(self.o_norm(o, gate), "b s h v -> b s (h v)").astype(dtype))
+        return self.o_proj(rearrange(self.o_norm(o, gate), "b s h v -> b s (h v)").astype(dtype), execution)
 
     def _heads(self, y: Float[Array, "batch seq channels"]) -> Float[Array, "batch seq heads key"]:
         return rearrange(y, "b s (h k) -> b s h k", h=self.heads)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
+from ling3.execution import PLAIN, Execution
 from ling3.ops.in_place import read_in_place
 from ling3.ops.matmul import matmul_transposed
 
@@ -20,10 +21,13 @@ class Linear(eqx.Module):
         return Linear(normal(key, (out_features, in_features), dtype, std))
 
     def __call__(
-        self, x: Float[Array, "*batch {self.weight.shape[1]}"], dtype: DTypeLike | None = None
+        self,
+        x: Float[Array, "*batch {self.weight.shape[1]}"],
+        execution: Execution = PLAIN,
+        dtype: DTypeLike | None = None,
     ) -> Float[Array, "*batch {self.weight.shape[0]}"]:
         """Products are summed in float32 or wider; the result has `dtype`, or that of `x`."""
-        y = matmul_transposed(x.reshape(-1, x.shape[-1]), self.weight)
+        y = matmul_transposed(x.reshape(-1, x.shape[-1]), self.weight, execution.lowering)
         return y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype)
 
 
@@ -38,7 +42,7 @@ class Constant(eqx.Module):
         return Constant(jnp.zeros(out_features, jnp.float32))
 
     def __call__(
-        self, x: Float[Array, "*batch in_features"], dtype: DTypeLike | None = None
+        self, x: Float[Array, "*batch in_features"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch {self.bias.shape[0]}"]:
         """The bias for each token of `x`, in `dtype` or that of `x`."""
         bias = self.bias.astype(x.dtype if dtype is None else dtype)
@@ -55,10 +59,12 @@ class Embedding(eqx.Module):
         """Random weights from N(0, std²)."""
         return Embedding(normal(key, (vocab, hidden), dtype, std))
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq {self.weight.shape[1]}"]:
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], execution: Execution = PLAIN
+    ) -> Float[Array, "batch seq {self.weight.shape[1]}"]:
         """One row of the table per token id."""
         known = tokens.reshape(-1)[0] > jnp.iinfo(tokens.dtype).min  # as every id is, which are signed
-        return read_in_place(lambda: self.weight[tokens], self.weight.dtype, known)
+        return read_in_place(lambda: self.weight[tokens], self.weight.dtype, known, execution.lowering)
 
 
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, std: float) -> Float[Array, "..."]:

@@ -6,13 +6,14 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
-from ling3.cache import LatentCache, Span
+from ling3.cache import Paged, Span
 from ling3.config import Ling3Config, OutputGate
+from ling3.execution import PLAIN, Execution
 from ling3.layers.gate import gate_projection, output_gate
 from ling3.layers.linear import Constant, Linear
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
-from ling3.ops.attention import BLOCK, block_attention, latent_attention, paged_attention
+from ling3.ops.attention import BLOCK, Expansion
 from ling3.ops.precision import exact, wide
 
 
@@ -79,9 +80,9 @@ class MLA(eqx.Module):
             gate_law=law,
         )
 
-    def init_state(self, batch: int, max_length: int, dtype: DTypeLike) -> LatentCache:
-        """An empty cache for `max_length` tokens a row, rounded up to whole attention blocks."""
-        return LatentCache.empty(batch, max_length, BLOCK, self.entry, dtype)
+    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> Paged:
+        """Pages of latents, and nothing per slot."""
+        return Paged.empty(pages, page_size, (self.entry,), dtype)
 
     @property
     def entry(self) -> int:
@@ -89,30 +90,32 @@ class MLA(eqx.Module):
         return self.kv_a_layernorm.weight.shape[0] + self.rope
 
     def __call__(
-        self, x: Float[Array, "batch seq hidden"], state: LatentCache | None, span: Span
-    ) -> tuple[Float[Array, "batch seq hidden"], LatentCache | None]:
+        self, x: Float[Array, "batch seq hidden"], state: Paged | None, span: Span
+    ) -> tuple[Float[Array, "batch seq hidden"], Paged | None]:
         """The layer's output for each token, and the cache with the span's tokens in it.
 
         Without a cache the span's tokens see each other alone, in a form that can be differentiated.
         """
         seq = x.shape[1]
         positions = span.positions(seq)
-        q_nope, q_rope = self.queries(x, positions)
-        entries = self.entries(x, positions)
+        q_nope, q_rope = self.queries(x, positions, span.execution)
+        entries = self.entries(x, positions, span.execution)
         state = None if state is None else state.append(entries, span)
 
         if state is not None and seq == 1:
             pre_o_proj = self._absorbed(q_nope, q_rope, positions, state, span)
         else:
             pre_o_proj = self._expanded(q_nope, q_rope, positions, entries if state is None else state, span)
-        return self.output(pre_o_proj.astype(x.dtype), self.output_gate(x)), state
+        pre_o_proj, gate = pre_o_proj.astype(x.dtype), self.output_gate(x, span.execution)
+        span.recorder(q_nope=q_nope, q_rope=q_rope, entries=entries, gate=gate, o=pre_o_proj)
+        return self.output(pre_o_proj, gate, span.execution), state
 
     def queries(
-        self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
+        self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"], execution: Execution = PLAIN
     ) -> tuple[Float[Array, "batch seq heads {self.nope}"], Float[Array, "batch seq heads {self.rope}"]]:
         """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5."""
         q: Float[Array, "batch seq heads nope+rope"] = rearrange(
-            self._projected_queries(x), "b s (h d) -> b s h d", d=self.nope + self.rope
+            self._projected_queries(x, execution), "b s (h d) -> b s h d", d=self.nope + self.rope
         )
         q_nope: Float[Array, "batch seq heads nope"] = q[..., : self.nope]
         q_rope: Float[Array, "batch seq heads rope"] = self._rotated(q[..., self.nope :], positions)
@@ -120,21 +123,21 @@ class MLA(eqx.Module):
         return q_nope * scale, q_rope * scale
 
     def _projected_queries(
-        self, x: Float[Array, "batch seq hidden"]
+        self, x: Float[Array, "batch seq hidden"], execution: Execution
     ) -> Float[Array, "batch seq channels"]:  # heads·(nope + rope)
         """Through the low rank of `q_a_proj` where the config has one, else directly."""
         if self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None:
-            compressed_q: Float[Array, "batch seq q_rank"] = self.q_a_layernorm(self.q_a_proj(x))
-            return self.q_b_proj(compressed_q)
+            compressed_q: Float[Array, "batch seq q_rank"] = self.q_a_layernorm(self.q_a_proj(x, execution))
+            return self.q_b_proj(compressed_q, execution)
         assert self.q_proj is not None, "an MLA layer has either q_a_proj, q_a_layernorm and q_b_proj, or q_proj"
-        return self.q_proj(x)
+        return self.q_proj(x, execution)
 
     def entries(
-        self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"]
+        self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"], execution: Execution = PLAIN
     ) -> Float[Array, "batch seq entry"]:
         """What is remembered of each token: [normalised latent | rotated key shared by all heads]."""
         latent = self.kv_a_layernorm.weight.shape[0]
-        compressed: Float[Array, "batch seq latent+rope"] = self.kv_a_proj_with_mqa(x)
+        compressed: Float[Array, "batch seq latent+rope"] = self.kv_a_proj_with_mqa(x, execution)
         compressed_kv: Float[Array, "batch seq latent"] = self.kv_a_layernorm(compressed[..., :latent])
         k_rope_raw: Float[Array, "batch seq 1 rope"] = compressed[..., None, latent:]
         k_rope: Float[Array, "batch seq 1 rope"] = self._rotated(k_rope_raw, positions)
@@ -150,27 +153,19 @@ class MLA(eqx.Module):
         q_nope: Float[Array, "batch seq heads nope"],
         q_rope: Float[Array, "batch seq heads rope"],
         positions: Int32[Array, "batch seq"],
-        held: LatentCache | Float[Array, "batch seq entry"],
+        held: Paged | Float[Array, "batch seq entry"],
         span: Span,
     ) -> Float[Array, "batch seq heads value"]:
         """Attention over keys and values of every head, expanded block by block from a cache or the span's entries."""
         q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
-        heads, seq = q.shape[1:3]
-        value = self.kv_b_proj.weight.shape[0] // heads - self.nope
-
-        def expand(block):
-            latent, k_rope = block[..., : -self.rope].astype(q.dtype), block[..., -self.rope :].astype(q.dtype)
-            expanded = rearrange(self.kv_b_proj(latent), "b p (h d) -> b h p d", h=heads)
-            k_nope, v = expanded[..., : self.nope], expanded[..., self.nope :]
-            k_rope = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:-1], self.rope))
-            return jnp.concatenate([k_nope, k_rope], axis=-1), v
-
-        if isinstance(held, LatentCache):
+        execution, heads, seq = span.execution, *q.shape[1:3]
+        expansion = Expansion(self.kv_b_proj.weight, heads, self.nope, execution.lowering)
+        if isinstance(held, Paged):
             length = span.start + span.length
-            o = paged_attention(q, positions, held.entries, held.table, length, expand, value)
+            o = execution.paged_attention(q, positions, held.entries, span.table, length, expansion)
         else:
             blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))
-            o = block_attention(q, positions - span.start[:, None], blocks, span.length, expand, value)
+            o = execution.block_attention(q, positions - span.start[:, None], blocks, span.length, expansion)
         return rearrange(o, "b h s v -> b s h v")
 
     def _absorbed(
@@ -178,7 +173,7 @@ class MLA(eqx.Module):
         q_nope: Float[Array, "batch 1 heads nope"],
         q_rope: Float[Array, "batch 1 heads rope"],
         positions: Int32[Array, "batch 1"],
-        state: LatentCache,
+        state: Paged,
         span: Span,
     ) -> Float[Array, "batch 1 heads value"]:
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
@@ -187,7 +182,8 @@ class MLA(eqx.Module):
         q_latent = _per_head("hrn,hnl->hrl", q_nope, w_uk).astype(q_nope.dtype)
         q = jnp.concatenate([q_latent, q_rope], axis=-1)[:, 0]
         length = span.start + span.length
-        summed = latent_attention(q, jnp.repeat(positions, heads, axis=1), state.entries, state.table, length)
+        row_positions = jnp.repeat(positions, heads, axis=1)
+        summed = span.execution.latent_attention(q, row_positions, state.entries, span.table, length)
         o_latent = summed[:, None, :, : -self.rope].astype(q_nope.dtype)
         return _per_head("hrl,hvl->hrv", o_latent, w_uv)
 
@@ -198,19 +194,24 @@ class MLA(eqx.Module):
         weight = rearrange(self.kv_b_proj.weight, "(h d) l -> h d l", h=heads)
         return weight[:, : self.nope], weight[:, self.nope :]
 
-    def output_gate(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq heads"] | None:
+    def output_gate(
+        self, x: Float[Array, "batch seq hidden"], execution: Execution = PLAIN
+    ) -> Float[Array, "batch seq heads"] | None:
         """What each head's output is multiplied by, in float32 or wider; None for nothing."""
-        return None if self.g_proj is None else output_gate(self.gate_law, self.g_proj(x, wide(x.dtype)))
+        return None if self.g_proj is None else output_gate(self.gate_law, self.g_proj(x, execution, wide(x.dtype)))
 
     def output(
-        self, pre_o_proj: Float[Array, "batch seq heads value"], gate: Float[Array, "batch seq heads"] | None
+        self,
+        pre_o_proj: Float[Array, "batch seq heads value"],
+        gate: Float[Array, "batch seq heads"] | None,
+        execution: Execution = PLAIN,
     ) -> Float[Array, "batch seq hidden"]:
         """The head-wise gate, then the output projection."""
         gated: Float[Array, "batch seq heads value"] = (
             pre_o_proj if gate is None else pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]
         )
         flat: Float[Array, "batch seq heads*value"] = rearrange(gated, "b s h v -> b s (h v)")
-        return self.dense(flat)
+        return self.dense(flat, execution)
 
 
 def _per_head(

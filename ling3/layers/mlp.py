@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
+from ling3.cache import Span
 from ling3.layers.linear import Linear
 from ling3.ops.experts import swiglu
 from ling3.ops.precision import wide
@@ -33,7 +34,8 @@ class MLP(eqx.Module):
             limit,
         )
 
-    def __call__(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq hidden"]:
+    def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """Each token for itself; the products of the hidden layer are float32 or wider until they are multiplied."""
-        sums = wide(x.dtype)
-        return self.down_proj(swiglu(self.gate_proj(x, sums), self.up_proj(x, sums), self.limit).astype(x.dtype))
+        execution, sums = span.execution, wide(x.dtype)
+        gate, up = self.gate_proj(x, execution, sums), self.up_proj(x, execution, sums)
+        return self.down_proj(swiglu(gate, up, self.limit).astype(x.dtype), execution)

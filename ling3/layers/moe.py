@@ -4,12 +4,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
+from ling3.cache import Span
 from ling3.config import Ling3Config
+from ling3.execution import PLAIN, Execution
 from ling3.layers.linear import normal
 from ling3.layers.mlp import MLP
-from ling3.ops.experts import block_experts
 from ling3.ops.precision import wide
 
 
@@ -48,7 +49,12 @@ class Router(eqx.Module):
         self, x: Float[Array, "tokens hidden"]
     ) -> tuple[Int32[Array, "tokens {self.top_k}"], Float[Array, "tokens {self.top_k}"]]:
         """The experts chosen for each token, best first, and their weights."""
-        scores = self.scores(x)
+        return self.choose(self.scores(x))
+
+    def choose(
+        self, scores: Float[Array, "tokens experts"]
+    ) -> tuple[Int32[Array, "tokens {self.top_k}"], Float[Array, "tokens {self.top_k}"]]:
+        """The same from the experts' scores."""
         choice = scores if self.expert_bias is None else scores + self.expert_bias.astype(scores.dtype)[None]
         grouped = choice.reshape(choice.shape[0], self.groups, -1)
         best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
@@ -98,9 +104,11 @@ class Experts(eqx.Module):
         x: Float[Array, "tokens hidden"],
         chosen: Int32[Array, "tokens top_k"],
         weights: Float[Array, "tokens top_k"],
+        execution: Execution = PLAIN,
     ) -> Float[Array, "tokens hidden"]:
         """Σ_j weights_j · expert_{chosen_j}(x) in float32 or wider, summed in top-k order."""
-        return block_experts(x, chosen, weights, self.gate_proj, self.up_proj, self.down_proj, self.limit)
+        matrices = self.gate_proj, self.up_proj, self.down_proj
+        return execution.experts(x, chosen, weights, *matrices, self.limit, execution.lowering)
 
 
 class MoE(eqx.Module):
@@ -133,13 +141,13 @@ class MoE(eqx.Module):
             ),
         )
 
-    def __call__(
-        self, x: Float[Array, "batch seq hidden"], valid: Bool[Array, "batch seq"] | None = None
-    ) -> Float[Array, "batch seq hidden"]:
-        """Each token through its own experts and the shared one; no expert is read for what is not `valid`."""
-        tokens = x.reshape(-1, x.shape[-1])
-        chosen, weights = self.gate(tokens)
-        if valid is not None:
-            chosen = jnp.where(valid.reshape(-1, 1), chosen, self.experts.gate_proj.shape[0])
-        y = self.experts(tokens, chosen, weights).astype(x.dtype).reshape(x.shape)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
+    def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
+        """Each token through its own experts and the shared one; no expert is read for padding."""
+        batch, seq = x.shape[:2]
+        tokens = x.reshape(batch * seq, -1)
+        scores = self.gate.scores(tokens)
+        chosen, weights = self.gate.choose(scores)
+        span.recorder(scores=scores, chosen=chosen, weights=weights)
+        chosen = jnp.where(span.valid(seq).reshape(-1, 1), chosen, self.experts.gate_proj.shape[0])
+        y = self.experts(tokens, chosen, weights, span.execution).astype(x.dtype).reshape(x.shape)
+        return y if self.shared_experts is None else y + self.shared_experts(x, span)

@@ -1,12 +1,14 @@
 """Softmax attention over latents, block by block and page by page, and the plain form that specifies it."""
 
-from collections.abc import Callable
+import dataclasses
 
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from ling3.ops.operator import Operator
+from ling3.ops.lowering import XLA, Lowering
+from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import exact, wide
 
 # Keys per step of `block_attention`: fixed, so that sums run in the same order whatever the context.
@@ -30,8 +32,33 @@ def attention(
     return jnp.einsum("bhrp,bhpv->bhrv", weights / total, v, precision=lax.Precision.HIGHEST)
 
 
-Expand = Callable[[Float[Array, "batch positions entry"]], tuple[Float[Array, "..."], Float[Array, "..."]]]
-"""From entries to keys [batch, heads, positions, width] and values [batch, heads, positions, value]."""
+@dataclasses.dataclass(frozen=True)
+class Expansion:
+    """How entries [latent | rope] become keys [nope | rope] and values of every head: data, for kernels to read.
+
+    weight · latent is [nope | value] of each head; the rope part is every head's (DeepSeek-V2, arXiv 2405.04434, §2.1).
+    """
+
+    weight: Float[Array, "channels latent"]  # heads·(nope + value)
+    heads: int
+    nope: int
+    lowering: Lowering = XLA
+
+    @property
+    def value(self) -> int:
+        """Numbers of a head's value."""
+        return self.weight.shape[0] // self.heads - self.nope
+
+    def keys_and_values(
+        self, entries: Float[Array, "batch positions entry"], dtype: DTypeLike
+    ) -> tuple[Float[Array, "batch heads positions width"], Float[Array, "batch heads positions value"]]:
+        """Those of some entries, in `dtype`."""
+        latent, k_rope = jnp.split(entries.astype(dtype), [self.weight.shape[1]], axis=-1)
+        flat = matmul_transposed(latent.reshape(-1, latent.shape[-1]), self.weight, self.lowering).astype(dtype)
+        expanded = rearrange(flat, "(b p) (h d) -> b h p d", b=entries.shape[0], h=self.heads)
+        k_nope, v = expanded[..., : self.nope], expanded[..., self.nope :]
+        k_rope = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:-1], k_rope.shape[-1]))
+        return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
 
 def block_attention(
@@ -39,32 +66,29 @@ def block_attention(
     row_positions: Int32[Array, "batch rows"],
     entries: Float[Array, "batch positions entry"],
     length: Int32[Array, " batch"],
-    expand: Expand,
-    value: int,
+    expansion: Expansion | None = None,
 ) -> Float[Array, "batch heads rows value"]:
     """Causal attention with a running softmax over entries that lie in a row, BLOCK positions at a time.
 
     `positions` is a multiple of BLOCK. A query row sees the positions up to its own and below `length`. Sums and result
-    are float32 or wider. Differentiable.
+    are float32 or wider. Without an `expansion` an entry is key and value in one, for all heads. Differentiable.
     """
 
     def step(i, carry):
         i = jnp.asarray(i, jnp.int32)
         block = lax.dynamic_slice_in_dim(entries, i * BLOCK, BLOCK, axis=1)
-        return _attend(carry, q, row_positions, block, i * BLOCK, length, expand)
+        return _attend(carry, q, row_positions, block, i * BLOCK, length, expansion)
 
-    return _finish(lax.fori_loop(0, entries.shape[1] // BLOCK, step, _empty(q, value)))
+    return _finish(lax.fori_loop(0, entries.shape[1] // BLOCK, step, _empty(q, expansion)))
 
 
-@Operator
 def paged_attention(
     q: Float[Array, "batch heads rows width"],
     row_positions: Int32[Array, "batch rows"],
     pages: Float[Array, "pages page entry"],
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
-    expand: Expand,
-    value: int,
+    expansion: Expansion | None = None,
 ) -> Float[Array, "batch heads rows value"]:
     """The same over pages: `table[b, i]` is the page of row b's positions [page·i, page·(i+1)).
 
@@ -78,9 +102,9 @@ def paged_attention(
 
         def together(i, carry):
             block = pages.at[lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False)].get(mode="clip")
-            return _attend(carry, q, row_positions, block, i * page_size, length, expand)
+            return _attend(carry, q, row_positions, block, i * page_size, length, expansion)
 
-        return _finish(lax.fori_loop(0, jnp.max(used), together, _empty(q, value)))
+        return _finish(lax.fori_loop(0, jnp.max(used), together, _empty(q, expansion)))
 
     order = jnp.argsort(used, descending=True, stable=True)
     spare = -batch % GROUP
@@ -100,14 +124,14 @@ def paged_attention(
 
         block = pages.at[lax.dynamic_index_in_dim(group(table), i, axis=1, keepdims=False)].get(mode="clip")
         top, total, sums = (group(x) for x in carry)
-        own = _attend((top, total, sums), group(q), group(row_positions), block, i * page_size, group(length), expand)
+        rows = (group(q), group(row_positions), block, i * page_size, group(length))
+        own = _attend((top, total, sums), *rows, expansion)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(carry, own, strict=True))
 
-    o = _finish(lax.fori_loop(0, turn_ends[-1], turn, _empty(q, value)))
+    o = _finish(lax.fori_loop(0, turn_ends[-1], turn, _empty(q, expansion)))
     return o[jnp.argsort(order)]
 
 
-@Operator
 def latent_attention(
     q: Float[Array, "batch rows entry"],
     row_positions: Int32[Array, "batch rows"],
@@ -120,18 +144,7 @@ def latent_attention(
     An entry is key and value in one and for all heads (DeepSeek-V2, arXiv 2405.04434, §2.1.2): `rows` are the heads'
     queries of one token, already scaled. Pages, table, `length` and what a query sees are those of `paged_attention`.
     """
-    return paged_attention(q[:, None], row_positions, pages, table, length, as_both(q.dtype), q.shape[-1])[:, 0]
-
-
-def as_both(dtype: DTypeLike) -> Expand:
-    """Entries as keys and as values, in `dtype`."""
-
-    def expand(block):
-        # The whole entry serves as value too: summing k_rope as well costs less than cutting it off every block.
-        entries = block.astype(dtype)[:, None]
-        return entries, entries
-
-    return expand
+    return paged_attention(q[:, None], row_positions, pages, table, length)[:, 0]
 
 
 Carry = tuple[
@@ -141,8 +154,9 @@ Carry = tuple[
 ]
 
 
-def _empty(q: Float[Array, "batch heads rows width"], value: int) -> Carry:
+def _empty(q: Float[Array, "batch heads rows width"], expansion: Expansion | None) -> Carry:
     dtype, rows = wide(q.dtype), q.shape[:3]
+    value = q.shape[-1] if expansion is None else expansion.value
     return jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, value), dtype)
 
 
@@ -153,14 +167,19 @@ def _attend(
     block: Float[Array, "batch positions entry"],
     first: Int32[Array, ""],
     length: Int32[Array, " batch"],
-    expand: Expand,
+    expansion: Expansion | None,
 ) -> Carry:
     """One block of positions, from `first` on, taken into the running softmax."""
     top, total, sums = carry
     dtype = top.dtype
     positions = first + jnp.arange(block.shape[1], dtype=jnp.int32)
     # What lies where nothing was written may be NaN, and 0 · NaN is NaN.
-    k, v = expand(jnp.where((positions[None] < length[:, None])[..., None], block, 0.0))
+    entries = jnp.where((positions[None] < length[:, None])[..., None], block, 0.0)
+    if expansion is None:
+        # The whole entry serves as value too: summing k_rope as well costs less than cutting it off every block.
+        k = v = entries.astype(q.dtype)[:, None]
+    else:
+        k, v = expansion.keys_and_values(entries, q.dtype)
     allowed = (positions[None, None] <= row_positions[..., None]) & (positions[None, None] < length[:, None, None])
     scores = jnp.einsum("bhrw,bhpw->bhrp", q, k, precision=exact(q.dtype), preferred_element_type=dtype)
     scores = jnp.where(jnp.broadcast_to(allowed[:, None], scores.shape), scores, -jnp.inf)

@@ -18,12 +18,14 @@ from jaxtyping import Array, Float, Int32
 
 from ling3.ops import experts_cpu
 from ling3.ops.in_place import read_in_place
-from ling3.ops.matmul import FEW_ROWS, matmul_transposed
-from ling3.ops.operator import Operator
+from ling3.ops.lowering import XLA, Lowering
+from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import exact, wide
 
 # Five turns of `block_experts`, each of which copies its expert's weights, cost what eight experts of a round cost.
 TURNS, EXPERTS = 5, 8
+# Rows of a block above which a round of every expert costs more than it saves.
+ROUNDS_ROWS = 32
 
 
 def swiglu(
@@ -44,13 +46,14 @@ def dense_experts(
     up_proj: Float[Array, "experts intermediate hidden"],
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
+    lowering: Lowering = XLA,
 ) -> Float[Array, "tokens hidden"]:
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), in float32 or wider, every expert computed for every token."""
     dtype = wide(x.dtype)
     experts, intermediate, _ = gate_proj.shape
     picks = jax.nn.one_hot(chosen, experts, dtype=dtype)
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
-    gate, up = (matmul_transposed(x, w.reshape(experts * intermediate, -1)) for w in (gate_proj, up_proj))
+    gate, up = (matmul_transposed(x, w.reshape(experts * intermediate, -1), lowering) for w in (gate_proj, up_proj))
     hidden = swiglu(gate, up, limit).reshape(-1, experts, intermediate) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
     hidden = hidden.reshape(x.shape[0], -1).astype(x.dtype)
@@ -60,23 +63,28 @@ def dense_experts(
 def _differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """A form of `dense_experts` with that one's gradient."""
 
-    def forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit):
-        y = form(x, chosen, weights, gate_proj, up_proj, down_proj, limit)
+    def forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering):
+        y = form(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
         return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
 
-    def backward(limit, inputs, dy):
+    def backward(limit, lowering, inputs, dy):
         x, chosen, *weights = inputs
-        _, pull = jax.vjp(lambda x, *weights: dense_experts(x, chosen, *weights, limit=limit), x, *weights)
+        _, pull = jax.vjp(lambda x, *weights: dense_experts(x, chosen, *weights, limit, lowering), x, *weights)
         dx, *dweights = pull(dy)
         return dx, None, *dweights
 
-    differentiable = jax.custom_vjp(form, nondiff_argnums=(6,))
+    differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7))
     differentiable.defvjp(forward, backward)
-    return differentiable
+
+    @functools.wraps(form)
+    def with_defaults(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering=XLA):
+        return differentiable(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
+
+    return with_defaults
 
 
 @_differentiated_as_dense
-def _block_experts(
+def block_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
@@ -84,6 +92,7 @@ def _block_experts(
     up_proj: Float[Array, "experts intermediate hidden"],
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
+    lowering: Lowering = XLA,
 ) -> Float[Array, "tokens hidden"]:
     """The same function at the cost of the chosen experts alone, in float32 or wider.
 
@@ -103,8 +112,8 @@ def _block_experts(
 
     def expert(rows, gate, up, down):
         taken = x.at[rows // top_k].get(mode="clip")
-        hidden = swiglu(matmul_transposed(taken, gate), matmul_transposed(taken, up), limit)
-        return matmul_transposed(hidden.astype(x.dtype), down)
+        gate, up = (matmul_transposed(taken, w, lowering) for w in (gate, up))
+        return matmul_transposed(swiglu(gate, up, limit).astype(x.dtype), down, lowering)
 
     def by_blocks(out):
         ends = jnp.cumsum(blocks)
@@ -118,7 +127,7 @@ def _block_experts(
             def read():
                 return expert(own, *(lax.dynamic_index_in_dim(w, owner[i], keepdims=False) for w in stacks))
 
-            return out.at[own].set(read_in_place(read, gate_proj.dtype, own[0] >= 0), mode="drop")
+            return out.at[own].set(read_in_place(read, gate_proj.dtype, own[0] >= 0, lowering), mode="drop")
 
         return lax.fori_loop(0, ends[-1], turn, out)
 
@@ -134,7 +143,7 @@ def _block_experts(
     # Zeros that no compiler knows to be zeros before the choice is there: a model's prefill would otherwise begin with
     # those of all its layers, and keep them all.
     out = jnp.full((tokens * top_k, x.shape[1]), groups.counts[0] < 0, dtype)
-    if block > FEW_ROWS or EXPERTS * tokens * top_k <= TURNS * experts:  # then it can never be rounds
+    if block > ROUNDS_ROWS or EXPERTS * tokens * top_k <= TURNS * experts:  # then it can never be rounds
         out = by_blocks(out)
     else:
         turns = jnp.sum(blocks, dtype=jnp.int32)
@@ -143,7 +152,7 @@ def _block_experts(
 
 
 @_differentiated_as_dense
-def _native_experts(
+def native_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
@@ -151,10 +160,11 @@ def _native_experts(
     up_proj: Float[Array, "experts intermediate hidden"],
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
+    lowering: Lowering = XLA,
 ) -> Float[Array, "tokens hidden"]:
     """The same by the CPU's own kernel, where it suits."""
     if not experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
-        return _block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit)
+        return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
     groups = Groups.of(chosen, gate_proj.shape[0])
     return _weighted(weights, experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit))
 
@@ -199,6 +209,3 @@ def _block_rows(tokens: int, top_k: int, experts: int, dtype: jnp.dtype) -> int:
         return 1
     average = tokens * top_k / experts
     return next((block for block, most in ((4, 1.0), (8, 2.0), (16, 8.0), (32, 24.0)) if average <= most), 64)
-
-
-block_experts = Operator(_block_experts, cpu=_native_experts)

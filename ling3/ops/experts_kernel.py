@@ -9,8 +9,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops.experts import Groups, swiglu
-from ling3.ops.operator import triton_params
+from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.precision import exact, wide
+from ling3.ops.triton import triton_params
 
 ROWS = 16
 """Rows of a block, all of one expert: the fewest that matrix hardware takes."""
@@ -28,6 +29,7 @@ def grouped_experts(
     up_proj: Float[Array, "experts intermediate hidden"],
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
+    lowering: Lowering = XLA,
     *,
     interpret: bool = False,
 ) -> Float[Array, "tokens hidden"]:

@@ -15,7 +15,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from ling3.ops.operator import Operator
+from ling3.ops.lowering import XLA, Lowering
 
 # The largest exponent a factor of a decayed product may reach: exp(40)² = exp(80) still fits float32 (exp(88.7)).
 MAX_NATS = 40.0
@@ -23,7 +23,6 @@ MAX_NATS = 40.0
 SUB_CHUNK = 16
 
 
-@Operator
 def kda_step(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
@@ -31,6 +30,7 @@ def kda_step(
     g: Float[Array, "batch heads key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
+    lowering: Lowering = XLA,
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
     """One token of the recurrence: the output o and the state after it.
 
@@ -41,7 +41,7 @@ def kda_step(
     read = jnp.einsum("bhrk,bhkv->bhrv", decayed, state, precision=lax.Precision.HIGHEST)
     u = beta[..., None] * (v - read[..., 0, :])
     o = read[..., 1, :] + jnp.sum(q * k, axis=-1, keepdims=True) * u
-    if jax.default_backend() == "cpu":  # where XLA would compute all three anew for every number of the state
+    if lowering.barriers:
         decay, k, u = lax.optimization_barrier((decay, k, u))
     return o, decay[..., None] * state + k[..., None] * u[..., None, :]
 
@@ -61,7 +61,7 @@ def recurrent_kda(
 
     def one(state, token):
         q, k, v, g, beta = token
-        o, state = kda_step.plain(q, k, v, g, beta, state)
+        o, state = kda_step(q, k, v, g, beta, state)
         return state, o
 
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
@@ -69,7 +69,6 @@ def recurrent_kda(
     return jnp.moveaxis(o, 0, 1), state
 
 
-@Operator
 def chunk_kda(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
@@ -93,8 +92,7 @@ def chunk_kda(
     `lower_bound` is a promise, `lower_bound <= g <= 0`: it lets the decayed products factor into plain matrix products
     (see `_decayed_products`). None promises only g <= 0 and takes a per-channel form: the same numbers, slower.
     """
-    if chunk_size < SUB_CHUNK or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size is {chunk_size}, expected {SUB_CHUNK} or that times a power of two")
+    check_chunk_size(chunk_size)
     seq, chunk = q.shape[1], chunk_size
     while chunk > SUB_CHUNK and chunk // 2 >= seq:
         chunk //= 2
@@ -178,6 +176,12 @@ def _masked_products(
     decay = jnp.exp(jnp.where(jnp.broadcast_to(causal[..., None], span.shape), span, -jnp.inf))
     products = jnp.einsum("...rik,...jk,...ijk->...rij", lefts, right, decay, precision=lax.Precision.HIGHEST)
     return rearrange(products, "... r i j -> ... (r i) j")
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """ValueError for a chunk size that `chunk_kda` does not take."""
+    if chunk_size < SUB_CHUNK or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is {chunk_size}, expected {SUB_CHUNK} or that times a power of two")
 
 
 def unit_lower_inverse(strict: Float[Array, "*batch size size"]) -> Float[Array, "*batch size size"]:

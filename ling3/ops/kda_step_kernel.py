@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ling3.ops.operator import triton_params
+from ling3.ops.lowering import XLA, Lowering
+from ling3.ops.triton import triton_params
 
 VALUES = 32
 """Columns of a state to a program. They do not meet in the recurrence, so that one row's heads fill more of a GPU."""
@@ -19,10 +20,11 @@ def fused_kda_step(
     g: Float[Array, "batch heads key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
+    lowering: Lowering = XLA,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """`kda.kda_step`, a program for each row, head and VALUES columns of the state. Not differentiable.
+    """`kda.kda_step` (`lowering` does not apply), a program for each row, head and VALUES columns of the state. Not differentiable.
 
         S <- exp(g) S;    u = beta (v - S^T k);    S <- S + k u^T;    o = S^T q
 

@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops.operator import triton_params
 from ling3.ops.precision import exact, wide
+from ling3.ops.triton import triton_params
 
 SPLIT = 1024
 """Positions to a program, so that one long row fills more of a GPU: fixed, for sums of the same order at any length."""

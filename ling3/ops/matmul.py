@@ -1,33 +1,31 @@
 """The product with a weight matrix, in the form that the backend runs at the speed of its memory."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.precision import exact, wide
-
-# Up to so many rows, a CPU's time goes into reading the weight.
-FEW_ROWS = 32
 
 
 def matmul_transposed(
-    x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"]
+    x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"], lowering: Lowering = XLA
 ) -> Float[Array, "*stack rows outer"]:
     """x Wᵀ for each matrix of a stack (or one), with float32 (or wider) sums and result, whatever the operands' dtype.
 
-    On a CPU a few rows are computed as (W xᵀ)ᵀ: XLA's products repack their right side for every call, and the weight
-    is by far the larger one. A row's bits depend on the number of rows then, but not on what is in the others.
+    Up to `lowering.few_rows` rows are computed as (W xᵀ)ᵀ: on a CPU, XLA's products repack their right side for every
+    call, and the weight is by far the larger one. A row's bits depend on the number of rows then, but not on what is in
+    the others.
 
     A single bfloat16 row is computed as two, for which there is a product in bfloat16.
     """
     rows = x.shape[-2]
     if rows == 1 and x.dtype == jnp.bfloat16:
-        return matmul_transposed(jnp.concatenate([x, x], axis=-2), weight)[..., :1, :]
+        return matmul_transposed(jnp.concatenate([x, x], axis=-2), weight, lowering)[..., :1, :]
     last, stack = x.ndim - 1, tuple(range(x.ndim - 2))
     dimensions = (((last,), (last,)), (stack, stack))
     options = {"precision": exact(x.dtype), "preferred_element_type": wide(x.dtype)}
-    if 1 < rows <= FEW_ROWS and jax.default_backend() == "cpu":
+    if 1 < rows <= lowering.few_rows:
         # Without the barrier XLA would take the transposition into the product, and the weight to its right again.
         return jnp.swapaxes(lax.optimization_barrier(lax.dot_general(weight, x, dimensions, **options)), -1, -2)
     return lax.dot_general(x, weight, dimensions, **options)

@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 
 from benchmarks import __main__ as suite
-from benchmarks import cases, operators, report
+from benchmarks import cases, report
 from benchmarks.cases import model as model_cases
 from benchmarks.models import TOY, checkpoint, prompts
 from benchmarks.oracles import close, likeliest
 from benchmarks.record import where
 from benchmarks.registry import CASES, Absent, Case, Line, Setting, Side, Trial, Wrong, case, chosen
 from benchmarks.run import run
+from ling3.execution import Execution
 from ling3.ops.experts import block_experts
-from ling3.ops.operator import Operator
 
 ROOT = pathlib.Path(cases.__file__).parent.parent
 
@@ -118,7 +118,8 @@ def test_a_wrong_operator_is_caught(toy, monkeypatch):
     def unweighted(x, chosen, weights, *rest):
         return block_experts(x, chosen, jnp.ones_like(weights), *rest)
 
-    monkeypatch.setattr(operators, "block_experts", Operator(unweighted))
+    wrong = Execution(experts=unweighted)
+    monkeypatch.setattr(Execution, "default", lambda platform=None: wrong)
     record = run(CASES["operators/experts-8"], toy, rounds=1)
     assert record["outcome"] == "wrong" and "values" not in record["sides"][0]
 
@@ -215,14 +216,13 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 1
 
 
-def test_kernels_take_their_operators_places_on_a_gpu_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["benchmarks"])
-    installed = []
-    monkeypatch.setattr(
-        Operator, "install", lambda self, platform, kernel: installed.append((platform, kernel.__name__))
-    )
-    suite.main(only=("growth/memory",), quick=True, kernels=True, out=tmp_path, scratch=tmp_path)
-    assert installed == [("gpu", name) for name in ("fused_kda_step", "grouped_experts", "fused_latent_attention")]
+def test_kernels_run_on_a_gpu_alone(tmp_path, monkeypatch):
+    assert Setting("toy", tmp_path, kernels=True).execution == Execution.default()
+    monkeypatch.setattr(Setting, "gpu", True)
+    assert Setting("toy", tmp_path, kernels=False).execution == Execution.default()
+    execution = Setting("toy", tmp_path, kernels=True).execution
+    forms = execution.kda_step, execution.experts, execution.latent_attention
+    assert [form.__name__ for form in forms] == ["fused_kda_step", "grouped_experts", "fused_latent_attention"]
 
 
 def test_a_command_is_repeated_without_this_machine_s_directories(monkeypatch):

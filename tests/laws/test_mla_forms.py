@@ -8,7 +8,7 @@ import pytest
 from tiny import FLASH, TINY, open_model
 
 import ling3
-from ling3.cache import LatentCache, Span
+from ling3.cache import Paged, Span
 from ling3.layers.mla import MLA
 
 CALL = eqx.filter_jit(lambda mla, x, state, span: mla(x, state, span))
@@ -25,10 +25,10 @@ def test_absorbed_is_expanded(config, held):
     draw = np.random.default_rng(held)
     context = jnp.asarray(draw.normal(size=(2, max(held, 1), config.hidden_size)), jnp.float32)
     x = jnp.asarray(draw.normal(size=(2, 1, config.hidden_size)), jnp.float32)
-    cache = mla.init_state(2, 512, jnp.float32)
+    cache, table = mla.empty_state(2, 4, 256, jnp.float32), jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
     none = jnp.zeros(2, jnp.int32)
-    _, cache = CALL(mla, context, cache, Span(none, none + held))
-    span = Span(none + held, none + 1)
+    _, cache = CALL(mla, context, cache, Span(none, none + held, table))
+    span = Span(none + held, none + 1, table)
     absorbed, cache_one = CALL(mla, x, cache, span)
     padded = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # two columns, one of them padding: the expanded form
     expanded, cache_two = CALL(mla, padded, cache, span)
@@ -39,7 +39,7 @@ def test_absorbed_is_expanded(config, held):
 def test_a_token_of_the_published_model_leaves_576_numbers():
     structure = eqx.filter_eval_shape(ling3.init, ling3.Ling3Config(), key=jax.random.key(0), dtype=jnp.bfloat16)
     cache = eqx.filter_eval_shape(lambda model: model.init_cache(3, 100), structure)
-    latents = [layer.entries for layer in cache.layers if isinstance(layer, LatentCache)]
+    latents = [layer.entries for layer in cache.layers if isinstance(layer, Paged)]
     assert [latent.shape for latent in latents] == [(3, 256, 576)] * 6
 
 
@@ -47,14 +47,14 @@ def test_the_gate_multiplies_each_head():
     """With the gate's weights at 0 every head is halved: sigmoid(0) = 1/2, before `dense`."""
     mla = first_mla(TINY)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, TINY.hidden_size)), jnp.float32)
-    span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, 5, jnp.int32))
+    span = Span.whole(1, 5)
     half = eqx.tree_at(lambda m: m.g_proj.weight, mla, jnp.zeros_like(mla.g_proj.weight))
     double = eqx.tree_at(lambda m: m.dense.weight, half, 2 * mla.dense.weight)
     (whole, _), (halved, _), (doubled, _) = (CALL(m, x, None, span) for m in (mla, half, double))
     np.testing.assert_allclose(2 * halved, doubled, rtol=1e-6)
     assert np.max(np.abs(np.asarray(halved - whole))) > 1e-3
 
-    ungated = np.asarray(mla.g_proj(x, jnp.float32))  # the gate comes before `dense`: undone there, head by head
+    ungated = np.asarray(mla.g_proj(x, dtype=jnp.float32))  # the gate comes before `dense`: undone there, head by head
     gates = np.repeat(1 / (1 + np.exp(-ungated)), TINY.v_head_dim, axis=-1)
     heads = np.linalg.lstsq(
         np.asarray(mla.dense.weight, np.float64), 2 * np.asarray(halved[0], np.float64).T, rcond=None

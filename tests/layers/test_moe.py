@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FLASH, TINY
 
+from ling3.cache import Span
 from ling3.layers.moe import MoE, Router
 
 CALL = eqx.filter_jit(lambda module, *arguments: module(*arguments))
@@ -103,7 +104,7 @@ def test_routed_and_shared_experts_add_up(config):
             )
         ]
     )
-    np.testing.assert_allclose(np.asarray(CALL(moe, x)).reshape(10, -1), expected, atol=2e-5)
+    np.testing.assert_allclose(np.asarray(CALL(moe, x, Span.whole(*x.shape[:2]))).reshape(10, -1), expected, atol=2e-5)
 
 
 def test_a_model_may_have_no_shared_expert():
@@ -112,4 +113,4 @@ def test_a_model_may_have_no_shared_expert():
     x = jnp.ones((1, 2, config.hidden_size))
     chosen, weights = moe.gate(x[0])
     assert moe.shared_experts is None
-    np.testing.assert_array_equal(moe(x)[0], moe.experts(x[0], chosen, weights))
+    np.testing.assert_array_equal(moe(x, Span.whole(1, 2))[0], moe.experts(x[0], chosen, weights))

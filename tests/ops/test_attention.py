@@ -4,25 +4,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from einops import rearrange
 
-from ling3.ops.attention import BLOCK, GROUP, attention, block_attention, paged_attention
+from ling3.ops.attention import BLOCK, GROUP, Expansion, attention, block_attention, paged_attention
 
-HEADS, WIDTH, VALUE = 2, 8, 4
+HEADS, NOPE, ROPE, VALUE, LATENT = 2, 6, 2, 4, 10
+WIDTH = NOPE + ROPE
+WEIGHT = np.random.default_rng(1).normal(size=(HEADS, NOPE + VALUE, LATENT)) / LATENT**0.5
 
 
 def case(dtype, *, rows, start, blocks=3, page=BLOCK, seed=0):
-    """Random queries, and entries that hold every head's key and value: [heads·width | heads·value]."""
+    """Random queries, and entries [latent | rope]."""
     draw, batch = np.random.default_rng(seed), len(start)
     q = jnp.asarray(draw.normal(size=(batch, HEADS, rows, WIDTH)), dtype)
-    entries = jnp.asarray(draw.normal(size=(batch, blocks * page, HEADS * (WIDTH + VALUE))), dtype)
+    entries = jnp.asarray(draw.normal(size=(batch, blocks * page, LATENT + ROPE)), dtype)
     row_positions = jnp.asarray(start, jnp.int32)[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
     return q, entries, row_positions, jnp.asarray(start, jnp.int32) + rows
 
 
+def expansion(dtype):
+    return Expansion(jnp.asarray(WEIGHT.reshape(-1, LATENT), dtype), HEADS, NOPE)
+
+
 def expand(entries):
-    k, v = entries[..., : HEADS * WIDTH], entries[..., HEADS * WIDTH :]
-    return rearrange(k, "b p (h w) -> b h p w", h=HEADS), rearrange(v, "b p (h v) -> b h p v", h=HEADS)
+    """Keys and values of every head, one einsum each."""
+    latent, rope = entries[..., :LATENT], entries[..., LATENT:]
+    both = jnp.einsum("bpl,hdl->bhpd", latent, jnp.asarray(WEIGHT, entries.dtype), precision="highest")
+    shared = jnp.broadcast_to(rope[:, None], (*both.shape[:3], ROPE))
+    return jnp.concatenate([both[..., :NOPE], shared], axis=-1), both[..., NOPE:]
 
 
 @jax.jit
@@ -34,12 +42,12 @@ def plain(q, entries, row_positions, length):
 
 @jax.jit
 def by_blocks(q, entries, row_positions, length):
-    return block_attention(q, row_positions, entries, length, expand, VALUE)
+    return block_attention(q, row_positions, entries, length, expansion(q.dtype))
 
 
 @jax.jit
 def by_pages(q, pages, table, row_positions, length):
-    return paged_attention(q, row_positions, pages, table, length, expand, VALUE)
+    return paged_attention(q, row_positions, pages, table, length, expansion(q.dtype))
 
 
 def paged(entries, page, seed=0):

@@ -1,5 +1,7 @@
 """Sorted expert blocks are every-expert-on-every-token, at the cost of the chosen ones."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,10 @@ from hypothesis import strategies as st
 
 from ling3.ops import experts as experts_module
 from ling3.ops.experts import block_experts, dense_experts, swiglu
+from ling3.ops.lowering import XLA_CPU
 
-BLOCKS = jax.jit(block_experts, static_argnums=6)
-DENSE = jax.jit(dense_experts, static_argnums=6)
+BLOCKS = jax.jit(functools.partial(block_experts, lowering=XLA_CPU), static_argnums=6)
+DENSE = jax.jit(functools.partial(dense_experts, lowering=XLA_CPU), static_argnums=6)
 
 
 @settings(max_examples=15)
@@ -55,7 +58,7 @@ def test_no_dense_expansion_is_compiled():
     """A round has eight rows per expert here: temporaries stay below one activation per expert and token."""
     tokens, experts, hidden, intermediate = 64, 64, 64, 64
     x = case(tokens, experts, 2, hidden=hidden, intermediate=intermediate)
-    compiled = jax.jit(lambda *a: block_experts(*a, 0.0)).lower(*x).compile()
+    compiled = jax.jit(lambda *a: block_experts(*a, 0.0, XLA_CPU)).lower(*x).compile()
     dense = tokens * experts * intermediate * 4
     assert compiled.memory_analysis().temp_size_in_bytes < dense / 2
 
@@ -70,7 +73,7 @@ def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype, monkeypa
     turns = -(-np.bincount(np.asarray(chosen).reshape(-1), minlength=32) // block)
     assert experts_module.EXPERTS * turns.sum() > 32 * turns.max(), "the full choice goes by rounds"
     assert experts_module.EXPERTS * 2 <= 32, "and a single token's by blocks"
-    forms = jax.jit(lambda *x: block_experts(*x, 0.0))
+    forms = jax.jit(lambda *x: block_experts(*x, 0.0, XLA_CPU))
     whole = forms(x, chosen, *rest)
     nobody = jnp.full_like(chosen, 32)
     for row in (0, tokens - 1):
@@ -83,7 +86,7 @@ def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype, monkeypa
 def test_no_expert_is_converted_before_it_is_needed(tokens):
     """XLA's CPU backend takes the conversion of all bfloat16 weights to float32 out of a loop, if it can."""
     x = case(tokens, 128, 2, jnp.bfloat16, hidden=256, intermediate=64)
-    memory = jax.jit(lambda *a: block_experts(*a, 0.0)).lower(*x).compile().memory_analysis()
+    memory = jax.jit(lambda *a: block_experts(*a, 0.0, XLA_CPU)).lower(*x).compile().memory_analysis()
     converted, activations = 2 * x[3].nbytes, tokens * 2 * 256 * 4
     assert memory.temp_size_in_bytes < converted / 2 + 4 * activations
 

@@ -11,7 +11,7 @@ from tiny import FLASH, TINY, open_model
 import ling3
 from ling3 import native
 from ling3.ops import experts_cpu
-from ling3.ops.experts import block_experts
+from ling3.ops.experts import native_experts
 
 pytestmark = needs_compiler
 
@@ -22,7 +22,7 @@ def on_the_kernel():
         yield
 
 
-KERNEL = jax.jit(block_experts, static_argnums=6)
+KERNEL = jax.jit(native_experts, static_argnums=6)
 
 
 def test_it_is_what_runs():
@@ -110,13 +110,13 @@ def test_a_nan_stays_in_its_row(dtype, limit):
 
 
 def test_gradients_are_the_dense_forms():
-    check_gradients()
+    check_gradients(native_experts)
 
 
 def test_it_maps_over_batches():
     x, chosen, weights, *stacks = case(6, 8, 2)
     apart = [a.reshape(2, 3, *a.shape[1:]) for a in (x, chosen, weights)]
-    mapped = jax.jit(jax.vmap(lambda *a: block_experts(*a, *stacks, 0.0)))(*apart)
+    mapped = jax.jit(jax.vmap(lambda *a: native_experts(*a, *stacks, 0.0)))(*apart)
     np.testing.assert_array_equal(mapped.reshape(6, -1), KERNEL(x, chosen, weights, *stacks, 0.0))
 
 
@@ -144,12 +144,12 @@ class TestWhereItDoesNotSuit:
 
     def test_small_weights_are_not_worth_a_compiler(self, monkeypatch):
         monkeypatch.setattr(experts_cpu, "LEAST", 2**24)
-        program = jax.jit(lambda *a: block_experts(*a, 0.0))
+        program = jax.jit(lambda *a: native_experts(*a, 0.0))
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(native, "target", lambda source, handler: None)
-        program = jax.jit(lambda *a: block_experts(*a, 0.0))
+        program = jax.jit(lambda *a: native_experts(*a, 0.0))
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
 

@@ -13,7 +13,6 @@ from ling3.ops.experts_kernel import grouped_experts
 from ling3.ops.kda import kda_step
 from ling3.ops.kda_step_kernel import fused_kda_step
 from ling3.ops.latent_attention_kernel import fused_latent_attention
-from ling3.ops.operator import Operator
 
 # jax 0.11 says that a later release drops Triton, for which `triton_params` is prepared.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -217,29 +216,3 @@ class TestLatentAttention:
     def test_a_page_that_tiles_do_not_fit(self):
         with pytest.raises(ValueError, match="a page holds 16 positions, expected a multiple of 32"):
             fused_latent_attention(*latents((5,), page=16), interpret=True)
-
-
-class TestOperator:
-    def test_a_kernel_takes_a_functions_place_where_it_is_installed(self):
-        operator = Operator(kda_step)
-        called = []
-
-        def kernel(*x):
-            called.append(1)
-            return fused_kda_step(*x, interpret=True)
-
-        program, x = jax.jit(operator), one_token()
-        before = program(*x)
-        operator.install("gpu", kernel)
-        assert not called and largest(program(*x), before) == 0
-        operator.install("cpu", kernel)
-        assert largest(program(*x), before) < 5e-6
-        program(*x)
-        assert called == [1], "the choice falls when a program is traced"
-        assert largest(operator.plain(*x), before) < 5e-6
-        operator.install("cpu", None)
-        assert largest(program(*x), before) == 0 and called == [1]
-
-    def test_it_keeps_the_functions_name_and_word(self):
-        operator = Operator(kda_step)
-        assert operator.__name__ == "kda_step" and operator.__doc__ == kda_step.__doc__

@@ -1,14 +1,17 @@
 """A product with a weight is x Wᵀ in every form, with sums in float32, and no copy of the weight."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ling3.ops.matmul import FEW_ROWS, matmul_transposed
+from ling3.ops.lowering import XLA, XLA_CPU
+from ling3.ops.matmul import matmul_transposed
 
-TIMES = jax.jit(matmul_transposed)
-ROWS = (1, 2, 5, FEW_ROWS, FEW_ROWS + 1)
+TIMES = jax.jit(functools.partial(matmul_transposed, lowering=XLA_CPU))
+ROWS = (1, 2, 5, XLA_CPU.few_rows, XLA_CPU.few_rows + 1)
 
 
 def case(rows, stack=(), inner=48, outer=40, dtype=jnp.float32):
@@ -32,10 +35,16 @@ def test_it_is_the_product_summed_in_float32(rows, dtype, stack):
 
 
 @pytest.mark.parametrize("rows", ROWS)
+def test_every_lowering_gives_the_same_numbers(rows):
+    x, weight = case(rows)
+    np.testing.assert_allclose(TIMES(x, weight), matmul_transposed(x, weight, XLA), atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", ROWS)
 def test_its_gradients_are_the_products(rows):
     x, weight = case(rows)
     towards = jnp.asarray(np.random.default_rng(1).standard_normal((rows, 40)), jnp.float32)
-    dx, dweight = jax.jit(jax.grad(lambda x, w: jnp.sum(matmul_transposed(x, w) * towards), argnums=(0, 1)))(x, weight)
+    dx, dweight = jax.jit(jax.grad(lambda x, w: jnp.sum(TIMES(x, w) * towards), argnums=(0, 1)))(x, weight)
     # Sums of at most 48 terms of magnitude 10.
     np.testing.assert_allclose(dx, np.asarray(towards) @ np.asarray(weight), atol=1e-4)
     np.testing.assert_allclose(dweight, np.asarray(towards).T @ np.asarray(x), atol=1e-4)
@@ -53,5 +62,5 @@ def test_a_row_knows_nothing_of_its_neighbours(rows, dtype):
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_weight_is_neither_copied_nor_converted(rows, dtype):
     x, weight = case(rows, inner=512, outer=512, dtype=dtype)
-    memory = jax.jit(matmul_transposed).lower(x, weight).compile().memory_analysis()
+    memory = TIMES.lower(x, weight).compile().memory_analysis()
     assert memory.temp_size_in_bytes < weight.nbytes / 4

@@ -1,32 +1,29 @@
-"""ling3's forward pass taken apart, so that two models can be compared module by module."""
+"""ling3's forward pass, module by module, so that two models can be compared there."""
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ling3.cache import Span
+from ling3.execution import Execution
 from ling3.layers.moe import MoE
 from ling3.model import Ling3ForCausalLM
+from ling3.recorder import Recorder
 
 
 @eqx.filter_jit
 def ling3_stages(model: Ling3ForCausalLM, tokens: Int[Array, " seq"]) -> dict[str, Float[Array, "seq features"]]:
     """Each module's output for one sequence, under its published name; a router's is the weight of every expert."""
-    seq = tokens.shape[0]
-    span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, seq, jnp.int32))
-    stages = {}
-    x = stages["model.word_embeddings"] = model.model.word_embeddings(tokens[None])
+    (seq,), seen = tokens.shape, Recorder()
+    logits = model.watched(tokens[None], Span.whole(1, seq, Execution.default(), seen))
+    stages = {"model.word_embeddings": seen.values["embeddings"]}
     for i, layer in enumerate(model.model.layers):
-        at = f"model.layers.{i}"
-        stages[f"{at}.attention"], _ = layer.attention(layer.input_layernorm(x), None, span)
-        x = x + stages[f"{at}.attention"]
-        h = layer.post_attention_layernorm(x)
+        at, own = f"model.layers.{i}", seen.of(f"layers.{i}")
+        stages[f"{at}.attention"] = own["attended"]
         if isinstance(layer.mlp, MoE):
-            chosen, weights = layer.mlp.gate(h[0])
-            experts = jnp.zeros((seq, model.config.num_experts), weights.dtype)
-            stages[f"{at}.mlp.gate"] = experts.at[jnp.arange(seq)[:, None], chosen].set(weights)
-        stages[f"{at}.mlp"] = layer.mlp(h)
-        x = stages[at] = x + stages[f"{at}.mlp"]
-    x = stages["model.norm"] = model.model.norm(x)
-    stages["lm_head"] = model.lm_head(x, jnp.float32)
+            routed = seen.of(f"layers.{i}.mlp")
+            experts = jnp.zeros((seq, model.config.num_experts), routed["weights"].dtype)
+            stages[f"{at}.mlp.gate"] = experts.at[jnp.arange(seq)[:, None], routed["chosen"]].set(routed["weights"])
+        stages[f"{at}.mlp"], stages[at] = own["added"], own["residual"]
+    stages |= {"model.norm": seen.values["hidden"], "lm_head": logits}
     return {name: stage.reshape(seq, -1) for name, stage in stages.items()}

@@ -15,7 +15,7 @@ from small_engine import ENDS, PAGES, SETTINGS, SLOTS, answer, balanced, engine,
 
 import ling3
 from ling3 import SamplingParams
-from ling3.cache import KDAState
+from ling3.cache import pages_of, slots_of
 from ling3.pool import decode
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -506,11 +506,8 @@ def test_a_step_leaves_the_slots_and_pages_of_others_alone(served):
 
     def others(run):
         layers = jax.device_get(served._loop.runner.pool.layers)
-        return [
-            np.delete(leaf, run.slot if isinstance(layer, KDAState) else run.pages, axis=0)
-            for layer in layers
-            for leaf in jax.tree.leaves(layer)
-        ]
+        states = [np.delete(leaf, run.slot, axis=0) for leaf in jax.tree.leaves(slots_of(layers))]
+        return states + [np.delete(paged.entries, run.pages, axis=0) for paged in pages_of(layers)]
 
     served.generate([[i] * 60 for i in range(10, 16)], dataclasses.replace(GREEDY, max_tokens=40))
     rid = served.submit([9] * 70, dataclasses.replace(GREEDY, max_tokens=60))

@@ -19,10 +19,12 @@ def compiled(program, **changes):
     """The program's memory: bytes of the pool, of what is updated in place, and of temporaries."""
     runner = ling3.Engine(open_model(TINY), None, **{**SETTINGS, **changes})._loop.runner
     if program is decode:
-        lowered = decode.lower(runner.model, runner._rows([], 4), jnp.asarray(4, jnp.int32), runner.pool)
+        lowered = decode.lower(
+            runner.model, runner._rows([], 4), jnp.asarray(4, jnp.int32), runner.pool, runner.execution
+        )
     else:
         tokens, lengths, end = jnp.zeros((1, 16), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
-        lowered = prefill.lower(runner.model, runner._rows([], 1), tokens, lengths, end, runner.pool)
+        lowered = prefill.lower(runner.model, runner._rows([], 1), tokens, lengths, end, runner.pool, runner.execution)
     memory = lowered.compile().memory_analysis()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.pool))
     return size, memory.alias_size_in_bytes, memory.temp_size_in_bytes
@@ -43,7 +45,9 @@ def moved(rows):
     runner = ling3.Engine(
         open_model(TINY), None, **{**SETTINGS, "decode_rows": rows}, max_running_requests=7, num_pages=50
     )._loop.runner
-    program = decode.lower(runner.model, runner._rows([], rows), jnp.asarray(4, jnp.int32), runner.pool).compile()
+    program = decode.lower(
+        runner.model, runner._rows([], rows), jnp.asarray(4, jnp.int32), runner.pool, runner.execution
+    ).compile()
     states = [layer.recurrent for layer in runner.pool.layers if isinstance(layer, KDAState)]
     (shape,) = {",".join(map(str, state.shape)) for state in states}
     text = program.as_text()
@@ -73,7 +77,8 @@ def test_both_layouts_decode_the_same_bits_and_leave_the_others_alone():
             pages[slot, :2] = 2 * slot, 2 * slot + 1
             tokens = jnp.asarray(np.arange(16)[None] + slot + 3, jnp.int32)
             row = Rows(jnp.asarray([slot], jnp.int32), jnp.asarray(pages[slot : slot + 1]))
-            _, pool = prefill(runner.model, row, tokens, jnp.asarray([9], jnp.int32), jnp.asarray([True]), runner.pool)
+            inputs = tokens, jnp.asarray([9], jnp.int32), jnp.asarray([True]), runner.pool, runner.execution
+            _, pool = prefill(runner.model, row, *inputs)
             done, until = pool.done.at[slot].set(False), pool.until.at[slot].set(40)
             runner.pool = type(pool)(pool.layers, pool.length, pool.token, until, done, pool.sampling)
         return pages, jax.tree.map(np.asarray, runner.pool)
@@ -81,11 +86,11 @@ def test_both_layouts_decode_the_same_bits_and_leave_the_others_alone():
     pages, before = prepared()
     own = [4, 1, 4, 3]
     in_place = Rows(jnp.asarray(own, jnp.int32), jnp.asarray(np.where(np.equal(own, 4)[:, None], 8, pages)), True)
-    choice, pool = decode(runner.model, in_place, jnp.asarray(4, jnp.int32), runner.pool)
+    choice, pool = decode(runner.model, in_place, jnp.asarray(4, jnp.int32), runner.pool, runner.execution)
     tokens, after = np.asarray(choice.token), jax.tree.map(np.asarray, pool)
     prepared()
     some = Rows(jnp.asarray([3, 1, 4, 4], jnp.int32), jnp.asarray(pages[[3, 1, 2, 2]]))
-    choice, pool = decode(runner.model, some, jnp.asarray(4, jnp.int32), runner.pool)
+    choice, pool = decode(runner.model, some, jnp.asarray(4, jnp.int32), runner.pool, runner.execution)
     assert tokens[[3, 1]].tolist() == np.asarray(choice.token)[:2].tolist() and tokens.max() >= 0
     assert (tokens[[0, 2]] == -1).all()
     jax.tree.map(np.testing.assert_array_equal, after, jax.tree.map(np.asarray, pool))

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiny import TINY, open_model
 
 import ling3
-from ling3.cache import KDAState
+from ling3.cache import map_pages, map_slots
 from ling3.scheduler import Scheduler
 
 SLOTS, PAGES = 6, 48
@@ -180,12 +180,9 @@ def test_poisoned_pools_change_nothing():
         slots = jnp.asarray(scheduler._free_slots, jnp.int32)
         pages = jnp.asarray([*scheduler._free_pages, *range(20, PAGES)], jnp.int32)
 
-        def poison(layer, slots=slots, pages=pages):
-            if isinstance(layer, KDAState):
-                return KDAState(layer.recurrent.at[slots].set(jnp.nan), layer.conv.at[slots].set(jnp.nan))
-            return layer.at[pages].set(jnp.nan)
-
-        runner.pool = eqx.tree_at(lambda p: p.layers, runner.pool, tuple(map(poison, runner.pool.layers)))
+        layers = map_slots(lambda x, slots=slots: x.at[slots].set(jnp.nan), runner.pool.layers)
+        layers = map_pages(lambda x, pages=pages: x.at[pages].set(jnp.nan), layers)
+        runner.pool = eqx.tree_at(lambda p: p.layers, runner.pool, layers)
         for delta in poisoned.step():
             if delta.output is not None:
                 which = asked.pop(delta.request_id)

@@ -1,0 +1,50 @@
+"""How a model runs, apart from what it is: chunk sizes, forms of attention and experts, kernels."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from ling3.ops import attention, experts, kda
+from ling3.ops.lowering import XLA, XLA_CPU, Lowering
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """Which forms a forward pass runs on: an argument of `model.step` and of the engine, static under `jit`.
+
+    Every field is one form of an operator in `ling3.ops`, which computes the plain form's numbers up to rounding; every
+    row's bits are the same whoever its neighbours are. The defaults are the plain forms, without what one platform
+    needs; `Execution.default()` has that. A kernel takes its place as
+
+        dataclasses.replace(Execution.default(), kda_step=my_kda_step)
+
+    The Pallas kernels beside the plain forms (`ops/*_kernel.py`) are in no default: no GPU has run them yet.
+    """
+
+    chunk_size: int = 16
+    """Tokens that KDA's prefill takes at a time: 16 times a power of two. 16 is fastest on a CPU."""
+    kda_step: Callable[..., tuple[Float[Array, "..."], Float[Array, "..."]]] = kda.kda_step
+    chunk_kda: Callable[..., tuple[Float[Array, "..."], Float[Array, "..."]]] = kda.chunk_kda
+    block_attention: Callable[..., Float[Array, "..."]] = attention.block_attention
+    paged_attention: Callable[..., Float[Array, "..."]] = attention.paged_attention
+    latent_attention: Callable[..., Float[Array, "..."]] = attention.latent_attention
+    experts: Callable[..., Float[Array, "..."]] = experts.block_experts
+    lowering: Lowering = XLA
+    """What XLA has to be told on this platform."""
+
+    def __post_init__(self) -> None:
+        kda.check_chunk_size(self.chunk_size)
+
+    @staticmethod
+    def default(platform: str | None = None) -> "Execution":
+        """The one for a platform ("cpu", "gpu", "tpu"), or for JAX's default one."""
+        platform = jax.default_backend() if platform is None else platform
+        return PLATFORMS.get(platform, PLAIN)
+
+
+PLAIN = Execution()
+PLATFORMS: dict[str, Any] = {"cpu": Execution(experts=experts.native_experts, lowering=XLA_CPU)}
+"""The defaults of platforms that need something else than the plain forms."""

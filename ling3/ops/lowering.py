@@ -1,0 +1,19 @@
+"""How an operator is written for XLA: the same numbers, in the form that a platform's compiler runs fast."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """What XLA has to be told on one platform. The defaults tell it nothing."""
+
+    few_rows: int = 0
+    """Products of up to so many rows are computed as (W xᵀ)ᵀ: XLA's CPU backend repacks the right side of a product."""
+    read_in_branch: bool = False
+    """Rows of a narrow array are read in a branch: XLA's CPU backend would first convert the whole array."""
+    barriers: bool = False
+    """What a KDA step multiplies its state by is computed once: XLA's CPU backend would fuse it into the product."""
+
+
+XLA = Lowering()
+XLA_CPU = Lowering(few_rows=32, read_in_branch=True, barriers=True)
