@@ -45,7 +45,8 @@ def generate(
     (which `ignore_eos` disregards); that token is the last of the row. A checkpoint may name more ends than its config:
     `stop_token_ids=tokenizer.eos_token_ids` has them all. Temperature 0 is greedy; otherwise row b draws from seed + b.
     `Engine` does the same for requests that come and go, with text, stop strings, penalties and log-probabilities.
-    `execution` is how the model runs, by default as suits the platform. What is compiled is kept for later processes, as `ling3.compilation_cache` says.
+    `execution` is how the model runs, by default as suits the platform. What is compiled is kept for later processes,
+    as `ling3.compilation_cache` says.
 
     Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context, before any work;
     FloatingPointError if the model's logits are not numbers.

@@ -104,10 +104,12 @@ def trace(model: Ling3ForCausalLM, tokens: Int[Array, "batch seq"], *, logit_len
         lens = model.lm_head(model.model.norm(own["residual"]), dtype=jnp.float32) if logit_lens else None
         layers.append(
             LayerTrace(
-                None if picture is None else picture(layer.attention, seen.of(f"layers.{i}.attention")),
-                _moe(seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
-                *(_norm(x) for x in (attended, own["added"], own["residual"])),
-                lens,
+                attention=None if picture is None else picture(layer.attention, seen.of(f"layers.{i}.attention")),
+                moe=_moe(seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
+                attention_norm=_norm(attended),
+                mlp_norm=_norm(own["added"]),
+                residual_norm=_norm(own["residual"]),
+                logits=lens,
             )
         )
     return Trace(tokens, _norm(seen.values["embeddings"]), tuple(layers), logits)
@@ -154,7 +156,8 @@ def _mla(attention: MLA, seen: dict[str, Array]) -> MLATrace:
 def _moe(seen: dict[str, Array], batch: int, seq: int) -> MoETrace:
     scores, chosen, weights = (seen[name] for name in ("scores", "chosen", "weights"))
     load = jnp.zeros(scores.shape[-1], jnp.float32).at[chosen].add(1.0) / chosen.size
-    return MoETrace(*(y.reshape(batch, seq, -1) for y in (scores, chosen, weights)), load)
+    scores, chosen, weights = (y.reshape(batch, seq, -1) for y in (scores, chosen, weights))
+    return MoETrace(scores, chosen, weights, load)
 
 
 def _causal(seq: int) -> Bool[Array, "seq seq"]:

@@ -93,7 +93,7 @@ assert [tiny.mlp_kind(i) for i in range(24)] == ["dense"] + 23 * ["moe"]
 
 # %%
 seq = tokens.shape[1]
-span = Span(start=jnp.zeros(1, jnp.int32), length=jnp.full(1, seq, jnp.int32))
+span = Span.whole(batch=1, seq=seq)
 stages = []
 
 
@@ -114,7 +114,7 @@ x = show("word_embeddings", model.model.word_embeddings(tokens))
 # %%
 layer = model.model.layers[0]
 kda, normed = layer.attention, layer.input_layernorm(x)
-state = kda.init_state(1, jnp.float32)
+state = kda.empty_state(slots=1, pages=0, page_size=1, dtype=jnp.float32)
 q, k, v, tail = kda.convolved(normed, state.conv, span)
 g, beta = kda.gates(normed, span)
 for name, array in {
@@ -129,7 +129,7 @@ attended, state = kda(normed, None, span)
 show("layers.0.attention: state S", state.recurrent)
 show("layers.0.attention: tail of the convolutions", state.conv)
 h = x + show("layers.0.attention: output", attended)
-x = show("layers.0: after the dense MLP", h + layer.mlp(layer.post_attention_layernorm(h)))
+x = show("layers.0: after the dense MLP", h + layer.mlp(layer.post_attention_layernorm(h), span))
 
 assert jnp.all((g > config.kda_lower_bound) & (g < 0)) and jnp.all((beta > 0) & (beta < 1))
 np.testing.assert_allclose(jnp.linalg.norm(k, axis=-1), 1.0, atol=1e-4)
@@ -171,7 +171,7 @@ x = show("layers.1: after the experts", h + moe(normed))
 # %%
 for layer in model.model.layers[2:]:
     x, _ = layer(x, None, span)
-logits = show("lm_head: logits", model.lm_head(model.model.norm(x), jnp.float32))
+logits = show("lm_head: logits", model.lm_head(model.model.norm(x), dtype=jnp.float32))
 np.testing.assert_allclose(logits, model(tokens), atol=1e-4)  # the same sums, compiled in other groups
 
 width = max(len(stage) for stage, _, _ in stages)
@@ -278,7 +278,7 @@ assert parts["routed experts"] / sum(parts.values()) > 0.85
 
 # %%
 shapes = [jax.eval_shape(lambda m, n=n: m.init_cache(1, n, jnp.bfloat16), tree) for n in (1024, 2048)]
-latents = [sum(s.entries.size * 2 for s in c.layers if isinstance(s, ling3.LatentCache)) for c in shapes]
+latents = [sum(s.entries.size * 2 for s in c.layers if isinstance(s, ling3.Paged)) for c in shapes]
 states = [s for s in shapes[0].layers if isinstance(s, ling3.KDAState)]
 recurrent = sum(s.recurrent.size * 4 for s in states)
 tails = sum(s.conv.size * 2 for s in states)

@@ -228,7 +228,7 @@ np.testing.assert_allclose(S[0, 0], S_by_hand, rtol=1e-10)
 model, tok = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
 rows = (tok.encode(f"{ask(p)} {p.solution}")[:32] for p in problems(1, "held_out"))
 tokens = jnp.asarray(list(itertools.islice((row for row in rows if len(row) == 32), 24)), jnp.int32)
-span = Span(jnp.zeros(len(tokens), jnp.int32), jnp.full(len(tokens), 32, jnp.int32))
+span = Span.whole(len(tokens), 32)
 
 
 @jax.jit
@@ -237,7 +237,7 @@ def decay_rates(model, tokens):
     x, rates = model.model.word_embeddings(tokens), {}
     for i, layer in enumerate(model.model.layers[:3]):
         if isinstance(kda := layer.attention, KDA):
-            f = kda.f_proj(layer.input_layernorm(x), jnp.float32).reshape(*tokens.shape, 4, 32)
+            f = kda.f_proj(layer.input_layernorm(x), dtype=jnp.float32).reshape(*tokens.shape, 4, 32)
             rates[i] = -kda_gate(f, kda.A_log, kda.dt_bias.reshape(4, 32), kda.lower_bound)
         x, _ = layer(x, None, span)
     return rates

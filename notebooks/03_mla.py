@@ -88,7 +88,7 @@ problem = next(problems(3, "held_out"))
 text = f"{ask(problem)} {problem.solution}"
 tokens = jnp.asarray([tok.encode(text)], jnp.int32)
 T = tokens.shape[1]
-span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32))
+span = Span.whole(1, T)
 print(text)
 
 
@@ -192,8 +192,10 @@ np.testing.assert_allclose(absorbed(mla, x), y, rtol=1e-9, atol=1e-12)
 # token by token and the same sequence at once go different ways to the same numbers:
 
 # %%
-cache, outputs = mla.init_state(1, T, jnp.float64), []
-step = jax.jit(lambda x, cache, start: mla(x, cache, Span(start, jnp.ones(1, jnp.int32))))
+pages = -(-T // 256)  # of 256 tokens each, all of them this sequence's
+cache, outputs = mla.empty_state(slots=1, pages=pages, page_size=256, dtype=jnp.float64), []
+table = jnp.arange(pages, dtype=jnp.int32)[None]
+step = jax.jit(lambda x, cache, start: mla(x, cache, Span(start, jnp.ones(1, jnp.int32), table)))
 for t in range(T):
     out, cache = step(x[None, t : t + 1], cache, jnp.full(1, t, jnp.int32))
     outputs.append(out[0, 0])

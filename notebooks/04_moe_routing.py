@@ -124,7 +124,7 @@ def mixture_inputs(model, tokens):
     return [z.reshape(-1, z.shape[-1]) for z in given]
 
 
-SPAN = ling3.cache.Span(jnp.zeros(48, jnp.int32), jnp.full(48, 40, jnp.int32))
+SPAN, TOKENS = ling3.cache.Span.whole(48, 40), ling3.cache.Span.whole(1, 200)
 inputs = mixture_inputs(nano, tokens)
 moe, x = nano.model.layers[1].mlp, inputs[1][:200]
 
@@ -133,14 +133,14 @@ def with_bias(moe, bias):
     return eqx.tree_at(lambda m: m.gate.expert_bias, moe, bias)
 
 
-run = jax.jit(lambda moe, x: (moe.gate(x)[0], moe(x[None])[0]))
+run = jax.jit(lambda moe, x: (moe.gate(x)[0], moe(x[None], TOKENS)[0]))
 chosen, y = run(moe, x)
 nudged = with_bias(moe, moe.gate.expert_bias + 1e-5 * jnp.asarray(rng.standard_normal(8), jnp.float32))
 shifted = with_bias(moe, moe.gate.expert_bias + 0.5)  # all biases by the same: the order of the c is the same
 for other in (nudged, shifted):
     chosen_now, y_now = run(other, x)
     assert jnp.array_equal(chosen_now, chosen) and jnp.array_equal(y_now, y)
-gradient = jax.grad(lambda bias: jnp.sum(with_bias(moe, bias)(x[None]) ** 2))(moe.gate.expert_bias)
+gradient = jax.grad(lambda bias: jnp.sum(with_bias(moe, bias)(x[None], TOKENS) ** 2))(moe.gate.expert_bias)
 assert jnp.array_equal(gradient, jnp.zeros(8))
 
 # %% [markdown]

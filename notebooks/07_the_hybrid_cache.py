@@ -94,13 +94,16 @@ print({name: f"{full[name] / full['hybrid (Ling-3.0-tiny)']:.2f} × the hybrid" 
 
 # %%
 STEPS, contexts = 8, (256, 1024, 4096, 16384)
+PAGES = contexts[-1] // 256 + 1
+TABLE = jnp.arange(PAGES, dtype=jnp.int32)[None]
 
 
 @functools.partial(jax.jit, donate_argnums=3)
 def decode(layer, x, start, state):
     def step(i, carry):
         x, state = carry
-        y, state = layer(x, state, Span(start + jnp.asarray(i, jnp.int32), jnp.ones_like(start)))
+        span = Span(start + jnp.asarray(i, jnp.int32), jnp.ones_like(start), TABLE, ling3.Execution.default())
+        y, state = layer(x, state, span)
         return x + 0.01 * y, state
 
     return jax.lax.fori_loop(0, STEPS, step, (x, state))
@@ -122,8 +125,8 @@ def milliseconds(layer, state):
 
 kda, mla = nano.model.layers[0].attention, nano.model.layers[1].attention
 measured = {
-    "one KDA layer": milliseconds(kda, kda.init_state(1, jnp.float32)),
-    "one MLA layer": milliseconds(mla, mla.init_state(1, contexts[-1] + STEPS, jnp.float32)),
+    "one KDA layer": milliseconds(kda, kda.empty_state(1, PAGES, 256, jnp.float32)),
+    "one MLA layer": milliseconds(mla, mla.empty_state(1, PAGES, 256, jnp.float32)),
 }
 stored = json.loads(pathlib.Path("../benchmarks/results/decode_latency.json").read_text())["running_requests"]["16"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
@@ -169,7 +172,7 @@ def padded(rows, width=WIDTH):
 
 
 def with_length(cache, length):
-    return Cache(cache.layers, length)
+    return Cache(cache.layers, length, cache.table)
 
 
 def states_of(cache):
@@ -178,7 +181,7 @@ def states_of(cache):
 
 def with_states(cache, states):
     given = iter(states)
-    return Cache(tuple(next(given) if isinstance(x, KDAState) else x for x in cache.layers), cache.length)
+    return Cache(tuple(next(given) if isinstance(x, KDAState) else x for x in cache.layers), cache.length, cache.table)
 
 
 tokens, lengths = padded(prompts)
@@ -224,11 +227,11 @@ assert jnp.array_equal(restored, truth) and off > 0.05
 # %%
 longest = max(prompts, key=len)
 x = nano.model.layers[0].input_layernorm(nano.model.word_embeddings(jnp.asarray([longest], jnp.int32)))
-span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, len(longest), jnp.int32))
-q, k, v, _ = kda.convolved(x, kda.init_state(1, jnp.float32).conv, span)
+span = Span.whole(1, len(longest))
+q, k, v, _ = kda.convolved(x, kda.empty_state(1, 0, 1, jnp.float32).conv, span)
 g, beta = kda.gates(x, span)
 
-forwards = [kda.init_state(1, jnp.float32).recurrent]
+forwards = [kda.empty_state(1, 0, 1, jnp.float32).recurrent]
 step = jax.jit(kda_step)
 for t in range(len(longest)):
     forwards.append(step(*(z[:, t] for z in (q, k, v, g, beta)), forwards[-1])[1])
@@ -294,7 +297,7 @@ def cleared(cache, *parts):
         functools.reduce(lambda x, part: zero(x, part) if hasattr(x, part) else x, parts, layer)
         for layer in cache.layers
     ]
-    return Cache(tuple(layers), jnp.zeros_like(cache.length))
+    return Cache(tuple(layers), jnp.zeros_like(cache.length), cache.table)
 
 
 stories = (p for p in problems(11, "held_out") if re.match(r"\w+ has \d+ \w+\. ", p.question))

@@ -68,10 +68,13 @@ def _differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., ja
         return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
 
     def backward(limit, lowering, inputs, dy):
-        x, chosen, *weights = inputs
-        _, pull = jax.vjp(lambda x, *weights: dense_experts(x, chosen, *weights, limit, lowering), x, *weights)
-        dx, *dweights = pull(dy)
-        return dx, None, *dweights
+        x, chosen, *rest = inputs
+
+        def dense(x, weights, gate_proj, up_proj, down_proj):
+            return dense_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
+
+        dx, *rest = jax.vjp(dense, x, *rest)[1](dy)
+        return dx, None, *rest
 
     differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7))
     differentiable.defvjp(forward, backward)

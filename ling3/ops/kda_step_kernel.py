@@ -24,7 +24,7 @@ def fused_kda_step(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """`kda.kda_step` (`lowering` does not apply), a program for each row, head and VALUES columns of the state. Not differentiable.
+    """`kda.kda_step`, a program for each row, head and VALUES columns of the state. Not differentiable.
 
         S <- exp(g) S;    u = beta (v - S^T k);    S <- S + k u^T;    o = S^T q
 

@@ -21,7 +21,7 @@ def draw(*shape, seed=0):
 def test_linear_sums_in_float32(rows, dtype):
     x, weight = jnp.asarray(draw(rows, 256), dtype), jnp.asarray(draw(8, 256, seed=1), dtype)
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    y = Linear(weight)(x, jnp.float32)
+    y = Linear(weight)(x, dtype=jnp.float32)
     np.testing.assert_allclose(y, expected, atol=5e-5)
     assert Linear(weight)(x).dtype == dtype
 
