@@ -14,8 +14,9 @@ from ling3.cache import Cache, KDAState, Paged  # noqa: E402
 from ling3.checkpoint import CheckpointError, load, save  # noqa: E402
 from ling3.config import ConfigError, Ling3Config  # noqa: E402
 from ling3.execution import Execution  # noqa: E402
+from ling3.families import Family, init, register_family  # noqa: E402
 from ling3.generate import generate  # noqa: E402
-from ling3.model import Ling3ForCausalLM, init  # noqa: E402
+from ling3.model import Ling3ForCausalLM  # noqa: E402
 from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings  # noqa: E402
 from ling3.params import SamplingParams  # noqa: E402
 from ling3.serve import Engine, QueueFull  # noqa: E402
@@ -31,6 +32,7 @@ __all__ = [
     "Delta",
     "Engine",
     "Execution",
+    "Family",
     "KDAState",
     "Ling3Config",
     "Ling3ForCausalLM",
@@ -50,6 +52,7 @@ __all__ = [
     "init",
     "load",
     "load_tokenizer",
+    "register_family",
     "save",
     "trace",
 ]

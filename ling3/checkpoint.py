@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import DTypeLike
 
-from ling3 import hub, shards
-from ling3.config import Ling3Config
+from ling3 import families, hub, shards
 from ling3.copying import Copier, Copy
 from ling3.export import save
 from ling3.model import Ling3ForCausalLM
@@ -55,7 +55,7 @@ def load(
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
     directory = hub.resolve(path, PATTERNS)
-    config = Ling3Config.from_file(directory)
+    config = families.read_config(directory)
     files = shards.open_all(directory)
     tree = structure(config)
     parts = [(leaf, tuple(leaf.weights())) for leaf in leaves(tree)]
@@ -81,7 +81,7 @@ def load(
 
 def _account(
     directory: pathlib.Path,
-    config: Ling3Config,
+    config: Any,
     parts: list[tuple[Leaf, tuple[Weight, ...]]],
     files: dict[str, SafetensorsFile],
     wanted: np.dtype | None,
@@ -132,10 +132,10 @@ def _shapes(weight: Weight) -> tuple[tuple[int, ...], ...]:
     return (weight.shape,)
 
 
-def _is_mtp(name: str, config: Ling3Config) -> bool:
+def _is_mtp(name: str, config: Any) -> bool:
     match name.split("."):
         case ["model", "layers", layer, part, *_] if part in _MTP and layer.isdecimal():
-            return 0 <= int(layer) - config.num_hidden_layers < config.num_nextn_predict_layers
+            return 0 <= int(layer) - config.num_hidden_layers < getattr(config, "num_nextn_predict_layers", 0)
     return False
 
 

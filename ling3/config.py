@@ -8,11 +8,9 @@ from typing import Any, Literal
 
 from ling3 import config_reader, strict_json
 from ling3.config_fields import VARIANTS, ConfigError, check, normalized
+from ling3.layers.gate import OutputGate
 
-__all__ = ["ConfigError", "Ling3Config", "OutputGate"]
-
-OutputGate = Literal["sigmoid", "swish", "constant", "none"]
-"""What an attention's output is multiplied by: sigmoid(g), g·sigmoid(g), a learned constant in (0, 1), or nothing."""
+__all__ = ["ConfigError", "Ling3Config"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +86,7 @@ class Ling3Config:
     @staticmethod
     def from_file(path: str | os.PathLike[str]) -> "Ling3Config":
         """The configuration in `path`, a `config.json` or a directory that holds one. Raises ConfigError."""
-        file = pathlib.Path(path)
-        file = file / "config.json" if file.is_dir() else file
-        try:
-            raw = strict_json.parse(file.read_bytes(), str(file))
-        except OSError as error:
-            raise ConfigError(str(file), [f"cannot be read ({error}); expected a checkpoint's config.json"]) from error
-        except ValueError as error:
-            raise ConfigError(str(file), [str(error).removeprefix(f"{file}: ")]) from error
-        return Ling3Config.from_dict(raw, str(file))
+        return Ling3Config.from_dict(*read_json(path))
 
     @staticmethod
     def from_dict(raw: object, source: str = "config.json") -> "Ling3Config":
@@ -164,3 +154,15 @@ class Ling3Config:
     def mlp_kind(self, layer: int) -> Literal["dense", "moe"]:
         """The feed-forward of 0-based `layer`: dense in the first `first_k_dense_replace`, then sparse experts."""
         return "dense" if layer < self.first_k_dense_replace else "moe"
+
+
+def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    """What a `config.json`, or that of a directory, holds, and the file's name for errors. Raises ConfigError."""
+    file = pathlib.Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        return strict_json.parse(file.read_bytes(), str(file)), str(file)
+    except OSError as error:
+        raise ConfigError(str(file), [f"cannot be read ({error}); expected a checkpoint's config.json"]) from error
+    except ValueError as error:
+        raise ConfigError(str(file), [str(error).removeprefix(f"{file}: ")]) from error

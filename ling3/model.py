@@ -1,20 +1,41 @@
-"""Ling-3, whole: the checkpoint's own tree of modules, and the one forward pass that every caller shares."""
+"""A decoder, whole: the checkpoint's own tree of modules, and the one forward pass that every caller shares."""
+
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, Span, State
-from ling3.config import Ling3Config
 from ling3.execution import Execution
-from ling3.layers.kda import KDA
 from ling3.layers.linear import Embedding, Linear
-from ling3.layers.mla import MLA
-from ling3.layers.mlp import MLP
-from ling3.layers.moe import MoE
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """What mixes the tokens of a sequence: attention of any kind, with its memory."""
+
+    def __call__(
+        self, x: Float[Array, "batch seq hidden"], state: State | None, span: Span
+    ) -> tuple[Float[Array, "batch seq hidden"], State | None]:
+        """Its output for each token, and its memory after the span. No state means whole sequences and no memory."""
+        ...
+
+    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> State:
+        """Its memory before the first token: arrays with a row per slot, and `Paged` ones of so many pages."""
+        ...
+
+
+@runtime_checkable
+class FeedForward(Protocol):
+    """What each token goes through for itself."""
+
+    def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
+        """Its output for each token; padding may get anything."""
+        ...
 
 
 class DecoderLayer(eqx.Module):
@@ -24,27 +45,9 @@ class DecoderLayer(eqx.Module):
     """
 
     input_layernorm: RMSNorm
-    attention: KDA | MLA | None
+    attention: Mixer | None
     post_attention_layernorm: RMSNorm
-    mlp: MLP | MoE
-
-    @staticmethod
-    def init(config: Ling3Config, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> "DecoderLayer":
-        """Random weights for 0-based `layer` of the config's schedule."""
-        kind, config = config.attention_kind(layer), config.at(layer)
-        attention_key, mlp_key = jax.random.split(key)
-        hidden, eps, std = config.hidden_size, config.rms_norm_eps, config.initializer_range
-        attention = {"kda": KDA, "mla": MLA, "none": None}[kind]
-        if config.mlp_kind(layer) == "dense":
-            mlp = MLP.init(hidden, config.intermediate_size, key=mlp_key, dtype=dtype, std=std)
-        else:
-            mlp = MoE.init(config, layer, key=mlp_key, dtype=dtype)
-        return DecoderLayer(
-            input_layernorm=RMSNorm.init(hidden, eps),
-            attention=None if attention is None else attention.init(config, key=attention_key, dtype=dtype),
-            post_attention_layernorm=RMSNorm.init(hidden, eps),
-            mlp=mlp,
-        )
+    mlp: FeedForward
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: State | None, span: Span
@@ -69,18 +72,6 @@ class Ling3Model(eqx.Module):
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
 
-    @staticmethod
-    def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Ling3Model":
-        """Random weights."""
-        embedding_key, layers_key = jax.random.split(key)
-        keys = jax.random.split(layers_key, config.num_hidden_layers)
-        std = config.initializer_range
-        return Ling3Model(
-            Embedding.init(config.vocab_size, config.hidden_size, key=embedding_key, dtype=dtype, std=std),
-            tuple(DecoderLayer.init(config, i, key=k, dtype=dtype) for i, k in enumerate(keys)),
-            RMSNorm.init(config.hidden_size, config.rms_norm_eps),
-        )
-
     def __call__(
         self,
         tokens: Int[Array, "batch seq"],
@@ -101,7 +92,7 @@ class Ling3Model(eqx.Module):
         return hidden, tuple(after)
 
     @property
-    def attentions(self) -> tuple[KDA | MLA, ...]:
+    def attentions(self) -> tuple[Mixer, ...]:
         """The layers' attentions, of which each has a memory: `states` has one for each of these."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
@@ -114,7 +105,7 @@ class Ling3ForCausalLM(eqx.Module):
 
     model: Ling3Model
     lm_head: Linear  # [vocab, hidden]
-    config: Ling3Config = eqx.field(static=True)
+    config: Any = eqx.field(static=True)  # the family's own
 
     @eqx.filter_jit
     def __call__(
@@ -184,17 +175,3 @@ class Ling3ForCausalLM(eqx.Module):
         # NaN in a hidden state makes all its logits NaN, and masking it touches fewer numbers than masking those.
         logits = self.lm_head(jnp.where(fits[:, None, None], hidden, jnp.nan), execution, jnp.float32)
         return logits, Cache(states, cache.length + length, cache.table)
-
-
-def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Ling3ForCausalLM:
-    """A model of random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, routing biases 0.
-
-    Norms, convolutions, the router and KDA's `A_log` and `dt_bias` are float32 whatever the dtype. Under
-    `eqx.filter_eval_shape` this is the model's structure, and nothing is allocated.
-    """
-    model_key, head_key = jax.random.split(key)
-    model = Ling3Model.init(config, key=model_key, dtype=dtype)
-    std = config.initializer_range
-    return Ling3ForCausalLM(
-        model, Linear.init(config.vocab_size, config.hidden_size, key=head_key, dtype=dtype, std=std), config
-    )

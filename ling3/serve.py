@@ -77,7 +77,7 @@ class Engine:
         config = model.config
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab_size)
-        max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
+        max_model_len = int(config.max_position_embeddings) if max_model_len is None else max_model_len
         if decode_rows is None:
             decode_rows = 16 if jax.default_backend() == "cpu" else max_running_requests
         check_settings(

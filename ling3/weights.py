@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from ling3.config import Ling3Config
+from ling3.families import init
 from ling3.layers.conv import ShortConv
 from ling3.layers.moe import Experts
-from ling3.model import Ling3ForCausalLM, init
+from ling3.model import Ling3ForCausalLM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Leaf:
             yield Weight(self.path, shape, self.path)
 
 
-def structure(config: Ling3Config, dtype: DTypeLike = jnp.bfloat16) -> Ling3ForCausalLM:
+def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> Ling3ForCausalLM:
     """The model of `config` with a `jax.ShapeDtypeStruct` for each array: nothing is allocated."""
     return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype))  # the key too is none
 
@@ -71,7 +71,7 @@ def leaves(model: Ling3ForCausalLM) -> Iterator[Leaf]:
             yield Leaf(_dotted(path), node)
 
 
-def weight_names(config: Ling3Config) -> Iterator[Weight]:
+def weight_names(config: Any) -> Iterator[Weight]:
     """Every tensor that a checkpoint of `config` has, but for those of multi-token prediction."""
     for leaf in leaves(structure(config)):
         yield from leaf.weights()

@@ -30,6 +30,7 @@ import numpy as np
 import plots
 
 import ling3
+from ling3.families.ling3 import moe_config
 from ling3.inspect import report
 from ling3.layers.moe import Router
 from ling3.problems import ask, problems
@@ -67,7 +68,7 @@ def route(s, b, groups, top_groups, top_k, scaling, struck=-np.inf):
 
 
 config = dataclasses.replace(tiny, hidden_size=64, initializer_range=0.2)  # tiny's router over a narrower x
-router = Router.init(config, key=jax.random.key(0))
+router = Router.init(moe_config(config, 1), key=jax.random.key(0))
 rng = np.random.default_rng(0)
 x = jnp.asarray(rng.standard_normal((200, 64)), jnp.float32)
 router = eqx.tree_at(lambda r: r.expert_bias, router, jnp.asarray(0.05 * rng.standard_normal(128), jnp.float32))
@@ -206,7 +207,7 @@ np.testing.assert_allclose(jnp.sum(pull), 0.0, atol=1e-6)
 
 # %%
 small = dataclasses.replace(tiny, hidden_size=32, num_experts=32, n_group=4, topk_group=2, num_experts_per_tok=4)
-skewed = Router.init(dataclasses.replace(small, initializer_range=0.15), key=jax.random.key(1))
+skewed = Router.init(dataclasses.replace(moe_config(small, 1), std=0.15), key=jax.random.key(1))
 attraction = 0.5 * jax.random.normal(jax.random.key(2), 32)
 skewed = eqx.tree_at(lambda r: r.weight, skewed, skewed.weight.at[:, 0].set(attraction))
 

@@ -15,6 +15,7 @@ from benchmarks.models import MID, TINY, TOY, prompts
 from benchmarks.oracles import FLOAT32, close, likeliest
 from benchmarks.registry import Line, Setting, Side, Trial, Wrong, case, milliseconds
 from ling3.cache import KDAState
+from ling3.families.ling3 import moe_config
 from ling3.generate import PREFILL_CHUNK
 from ling3.layers.moe import MoE
 from ling3.ops.experts import dense_experts
@@ -103,7 +104,7 @@ def experts(setting: Setting) -> Trial:
     sides = []
     for count in counts:
         sized = dataclasses.replace(config, num_experts=count, num_experts_per_tok=8, n_group=1, topk_group=1)
-        layer = MoE.init(sized, 1, key=jax.random.key(count), dtype=jnp.float32)
+        layer = MoE.init(moe_config(sized, 1), key=jax.random.key(count), dtype=jnp.float32)
         for tokens in (1, 64):
             sides.append(_moe_side(layer, tokens, count, sized.hidden_size))
     flat = Line(0.0, "only the chosen experts are read")

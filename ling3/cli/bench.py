@@ -133,7 +133,7 @@ def _load(command: Bench) -> "tuple[Ling3ForCausalLM, Tokenizer | None]":
 
     from ling3 import checkpoint
     from ling3.config import Ling3Config
-    from ling3.model import init
+    from ling3.families import init
     from ling3.tokenizer import load_tokenizer
 
     dtype = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[command.dtype]

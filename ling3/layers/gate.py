@@ -1,10 +1,14 @@
 """The output gates of both attentions: which laws there are, and the projections behind them."""
 
+from typing import Literal
+
 import jax
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
-from ling3.config import OutputGate
 from ling3.layers.linear import Constant, Linear
+
+OutputGate = Literal["sigmoid", "swish", "constant", "none"]
+"""What an attention's output is multiplied by: sigmoid(g), g·sigmoid(g), a learned constant in (0, 1), or nothing."""
 
 
 def gate_projection(

@@ -1,5 +1,7 @@
 """Kimi Delta Attention: linear attention whose memory is one matrix per head."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,14 +9,35 @@ from einops import rearrange
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
 from ling3.cache import KDAState, Span
-from ling3.config import Ling3Config, OutputGate
 from ling3.execution import PLAIN, Execution
 from ling3.layers.conv import ShortConv
-from ling3.layers.gate import gate_projection, output_gate
+from ling3.layers.gate import OutputGate, gate_projection, output_gate
 from ling3.layers.linear import Constant, Linear
 from ling3.layers.norm import GatedRMSNorm
 from ling3.ops.kda import kda_gate, l2_normalize
 from ling3.ops.precision import wide
+
+
+@dataclasses.dataclass(frozen=True)
+class KDAConfig:
+    """What a `KDA` layer is made of. Keys and values have `head_dim` channels a head."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    eps: float
+    std: float
+    """Standard deviation of random matrices."""
+    taps: int | None = 4
+    """Of the convolutions; None leaves them out."""
+    lower_bound: float | None = -5.0
+    """Of the log decay, in nats; None for Kimi-Linear's law."""
+    decays: bool = True
+    """False: g = 0."""
+    beta: float | None = None
+    """A fixed writing strength."""
+    neg_eigval: bool = False
+    gate_law: OutputGate = "sigmoid"
 
 
 class KDA(eqx.Module):
@@ -52,25 +75,21 @@ class KDA(eqx.Module):
     gate_law: OutputGate = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> "KDA":
+    def init(config: KDAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "KDA":
         """Random weights; initial decay rates -g are log-uniform in [0.001, 0.1] nats a token under either law.
 
         Where the bound is below 0.2, the fastest rate is half of it instead, and the slowest a hundredth of that.
         """
-        heads, hidden, inner = (
-            config.num_attention_heads,
-            config.hidden_size,
-            config.num_attention_heads * config.head_dim,
-        )
-        bound = config.kda_lower_bound
+        heads, hidden, inner = config.heads, config.hidden, config.heads * config.head_dim
+        bound = config.lower_bound
         keys = iter(jax.random.split(key, 12))
 
         def linear(rows: int, columns: int) -> Linear:
-            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.initializer_range)
+            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std)
 
         def conv() -> ShortConv | None:
             own = next(keys)
-            return ShortConv.init(inner, config.short_conv_kernel_size, key=own) if config.kda_short_conv else None
+            return None if config.taps is None else ShortConv.init(inner, config.taps, key=own)
 
         fastest = 0.1 if bound is None else min(0.1, -bound / 2)
         rate = fastest * 100.0 ** -jax.random.uniform(next(keys), (inner,), jnp.float32)
@@ -80,7 +99,6 @@ class KDA(eqx.Module):
         else:
             scale = jnp.ones(heads, jnp.float32)
             dt_bias = jnp.log(rate / (-bound - rate))
-        law, std, decays = config.kda_output_gate, config.initializer_range, config.kda_decay
         # Every part draws its own key, needed or not: what a variant has in common with Ling-3 begins the same.
         q_proj, k_proj, v_proj = (linear(inner, hidden) for _ in range(3))
         q_conv1d, k_conv1d, v_conv1d = (conv() for _ in range(3))
@@ -92,17 +110,17 @@ class KDA(eqx.Module):
             q_conv1d=q_conv1d,
             k_conv1d=k_conv1d,
             v_conv1d=v_conv1d,
-            A_log=jnp.log(scale) if decays else None,
-            dt_bias=dt_bias if decays else None,
-            f_proj=f_proj if decays else None,
-            b_proj=b_proj if config.kda_beta is None else None,
-            g_proj=gate_projection(law, inner, hidden, key=next(keys), dtype=dtype, std=std),
-            o_norm=GatedRMSNorm.init(config.head_dim, config.rms_norm_eps),
+            A_log=jnp.log(scale) if config.decays else None,
+            dt_bias=dt_bias if config.decays else None,
+            f_proj=f_proj if config.decays else None,
+            b_proj=b_proj if config.beta is None else None,
+            g_proj=gate_projection(config.gate_law, inner, hidden, key=next(keys), dtype=dtype, std=config.std),
+            o_norm=GatedRMSNorm.init(config.head_dim, config.eps),
             o_proj=linear(hidden, inner),
             lower_bound=bound,
-            beta=config.kda_beta,
-            neg_eigval=config.kda_allow_neg_eigval,
-            gate_law=law,
+            beta=config.beta,
+            neg_eigval=config.neg_eigval,
+            gate_law=config.gate_law,
         )
 
     @property

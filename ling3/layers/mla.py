@@ -1,5 +1,7 @@
 """Gated multi-head latent attention: full attention whose cache is one low-rank latent per token."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,14 +9,33 @@ from einops import rearrange
 from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.cache import Paged, Span
-from ling3.config import Ling3Config, OutputGate
 from ling3.execution import PLAIN, Execution
-from ling3.layers.gate import gate_projection, output_gate
+from ling3.layers.gate import OutputGate, gate_projection, output_gate
 from ling3.layers.linear import Constant, Linear
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
 from ling3.ops.attention import BLOCK, Expansion
 from ling3.ops.precision import exact, wide
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAConfig:
+    """What an `MLA` layer is made of. Queries and keys have nope + rope channels a head, values `value`."""
+
+    hidden: int
+    heads: int
+    q_rank: int | None
+    """Of the queries' low rank; None projects them at once."""
+    latent: int
+    nope: int
+    rope: int
+    value: int
+    eps: float
+    std: float
+    """Standard deviation of random matrices."""
+    rope_theta: float | None = 10000.0
+    """None rotates nothing."""
+    gate_law: OutputGate = "sigmoid"
 
 
 class MLA(eqx.Module):
@@ -48,36 +69,29 @@ class MLA(eqx.Module):
     gate_law: OutputGate = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MLA":
+    def init(config: MLAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MLA":
         """Random weights."""
         keys = iter(jax.random.split(key, 6))
-        heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
-        nope, rope, value, q_rank = (
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-            config.q_lora_rank,
-        )
-
-        law = config.mla_output_gate
+        heads, hidden, latent, q_rank = config.heads, config.hidden, config.latent, config.q_rank
+        nope, rope, value = config.nope, config.rope, config.value
 
         def linear(rows: int, columns: int) -> Linear:
-            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.initializer_range)
+            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std)
 
         return MLA(
             q_a_proj=None if q_rank is None else linear(q_rank, hidden),
-            q_a_layernorm=None if q_rank is None else RMSNorm.init(q_rank, config.rms_norm_eps),
+            q_a_layernorm=None if q_rank is None else RMSNorm.init(q_rank, config.eps),
             q_b_proj=None if q_rank is None else linear(heads * (nope + rope), q_rank),
             q_proj=linear(heads * (nope + rope), hidden) if q_rank is None else None,
             kv_a_proj_with_mqa=linear(latent + rope, hidden),
-            kv_a_layernorm=RMSNorm.init(latent, config.rms_norm_eps),
+            kv_a_layernorm=RMSNorm.init(latent, config.eps),
             kv_b_proj=linear(heads * (nope + value), latent),
-            g_proj=gate_projection(law, heads, hidden, key=next(keys), dtype=dtype, std=config.initializer_range),
+            g_proj=gate_projection(config.gate_law, heads, hidden, key=next(keys), dtype=dtype, std=config.std),
             dense=linear(hidden, heads * value),
             nope=nope,
             rope=rope,
-            rope_theta=config.rope_theta if config.mla_rope else None,
-            gate_law=law,
+            rope_theta=config.rope_theta,
+            gate_law=config.gate_law,
         )
 
     def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> Paged:

@@ -1,5 +1,7 @@
 """The sparse mixture of experts: a grouped sigmoid router, routed experts and a shared one."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,11 +9,31 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.cache import Span
-from ling3.config import Ling3Config
 from ling3.execution import PLAIN, Execution
 from ling3.layers.linear import normal
 from ling3.layers.mlp import MLP
 from ling3.ops.precision import wide
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """What a `MoE` layer is made of. `shared` is the intermediate size of the shared expert, 0 for none."""
+
+    hidden: int
+    experts: int
+    intermediate: int
+    shared: int
+    top_k: int
+    groups: int
+    top_groups: int
+    normalize: bool
+    scaling: float
+    std: float
+    """Standard deviation of random matrices."""
+    expert_bias: bool = True
+    limit: float = 0.0
+    """The routed experts' clamp; 0 for none."""
+    shared_limit: float = 0.0
 
 
 class Router(eqx.Module):
@@ -33,16 +55,16 @@ class Router(eqx.Module):
     scaling: float = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Ling3Config, *, key: PRNGKeyArray) -> "Router":
+    def init(config: MoEConfig, *, key: PRNGKeyArray) -> "Router":
         """Random weights and no bias, float32."""
         return Router(
-            weight=normal(key, (config.num_experts, config.hidden_size), jnp.float32, config.initializer_range),
-            expert_bias=jnp.zeros(config.num_experts, jnp.float32) if config.moe_router_enable_expert_bias else None,
-            top_k=config.num_experts_per_tok,
-            groups=config.n_group,
-            top_groups=config.topk_group,
-            normalize=config.norm_topk_prob,
-            scaling=config.routed_scaling_factor,
+            weight=normal(key, (config.experts, config.hidden), jnp.float32, config.std),
+            expert_bias=jnp.zeros(config.experts, jnp.float32) if config.expert_bias else None,
+            top_k=config.top_k,
+            groups=config.groups,
+            top_groups=config.top_groups,
+            normalize=config.normalize,
+            scaling=config.scaling,
         )
 
     def __call__(
@@ -87,16 +109,15 @@ class Experts(eqx.Module):
     limit: float = eqx.field(static=True)
 
     @staticmethod
-    def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike, limit: float) -> "Experts":
+    def init(config: MoEConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Experts":
         """Random weights."""
         gate, up, down = jax.random.split(key, 3)
-        shape = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
-        std = config.initializer_range
+        shape = (config.experts, config.intermediate, config.hidden)
         return Experts(
-            normal(gate, shape, dtype, std),
-            normal(up, shape, dtype, std),
-            normal(down, (shape[0], shape[2], shape[1]), dtype, std),
-            limit,
+            normal(gate, shape, dtype, config.std),
+            normal(up, shape, dtype, config.std),
+            normal(down, (shape[0], shape[2], shape[1]), dtype, config.std),
+            config.limit,
         )
 
     def __call__(
@@ -122,24 +143,14 @@ class MoE(eqx.Module):
     shared_experts: MLP | None
 
     @staticmethod
-    def init(config: Ling3Config, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MoE":
-        """Random weights; the SwiGLU limits are those of 0-based `layer` (0 where the config has none)."""
-        gate, experts, shared = jax.random.split(key, 3)
-        limits, shared_limits = config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list
-        return MoE(
-            gate=Router.init(config, key=gate),
-            experts=Experts.init(config, key=experts, dtype=dtype, limit=limits[layer] if limits else 0.0),
-            shared_experts=None
-            if config.num_shared_experts == 0
-            else MLP.init(
-                config.hidden_size,
-                config.moe_shared_expert_intermediate_size * config.num_shared_experts,
-                key=shared,
-                dtype=dtype,
-                std=config.initializer_range,
-                limit=shared_limits[layer] if shared_limits else 0.0,
-            ),
-        )
+    def init(config: MoEConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MoE":
+        """Random weights."""
+        gate, experts, own = jax.random.split(key, 3)
+        shared = None
+        if config.shared:
+            sizes, options = (config.hidden, config.shared), {"std": config.std, "limit": config.shared_limit}
+            shared = MLP.init(*sizes, key=own, dtype=dtype, **options)
+        return MoE(Router.init(config, key=gate), Experts.init(config, key=experts, dtype=dtype), shared)
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """Each token through its own experts and the shared one; no expert is read for padding."""

@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 from ling3.checkpoint import load
 from ling3.config import Ling3Config
 from ling3.export import save
-from ling3.model import Ling3ForCausalLM, init
+from ling3.families import init
+from ling3.model import Ling3ForCausalLM
 from ling3.problems import Problem, Step, ask, problems
 from ling3.tokenizer import load_tokenizer
 from ling3.train.exam import SYSTEM_TURN, chat_prompt, exam, examine, solved

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny import FLASH, TINY
 
 from ling3.cache import Span
+from ling3.families.ling3 import moe_config
 from ling3.layers.moe import MoE, Router
 
 CALL = eqx.filter_jit(lambda module, *arguments: module(*arguments))
@@ -79,7 +80,7 @@ def test_without_normalisation_the_weights_are_the_scores():
 
 @pytest.mark.parametrize("config", [TINY, FLASH], ids=["plain", "clamped"])
 def test_routed_and_shared_experts_add_up(config):
-    moe = MoE.init(config, 1, key=jax.random.key(0), dtype=jnp.float32)
+    moe = MoE.init(moe_config(config, 1), key=jax.random.key(0), dtype=jnp.float32)
     x = 3 * jax.random.normal(jax.random.key(1), (2, 5, config.hidden_size))
     chosen, weights = moe.gate(x.reshape(10, -1))
 
@@ -109,7 +110,7 @@ def test_routed_and_shared_experts_add_up(config):
 
 def test_a_model_may_have_no_shared_expert():
     config = dataclasses.replace(TINY, num_shared_experts=0)
-    moe = MoE.init(config, 1, key=jax.random.key(0), dtype=jnp.float32)
+    moe = MoE.init(moe_config(config, 1), key=jax.random.key(0), dtype=jnp.float32)
     x = jnp.ones((1, 2, config.hidden_size))
     chosen, weights = moe.gate(x[0])
     assert moe.shared_experts is None

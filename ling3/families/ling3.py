@@ -1,0 +1,114 @@
+"""Ling-3 (`BailingMoeV3ForCausalLM`): three KDA layers to one gated MLA layer, over a sparse mixture of experts."""
+
+import jax
+from jaxtyping import DTypeLike, PRNGKeyArray
+
+from ling3 import config_reader
+from ling3.config import Ling3Config
+from ling3.families.family import Family
+from ling3.layers.kda import KDA, KDAConfig
+from ling3.layers.linear import Embedding, Linear
+from ling3.layers.mla import MLA, MLAConfig
+from ling3.layers.mlp import MLP
+from ling3.layers.moe import MoE, MoEConfig
+from ling3.layers.norm import RMSNorm
+from ling3.model import DecoderLayer, Ling3ForCausalLM, Ling3Model
+
+
+def kda_config(config: Ling3Config) -> KDAConfig:
+    """Its KDA layers; for those of one layer, of `config.at(layer)`."""
+    return KDAConfig(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        std=config.initializer_range,
+        taps=config.short_conv_kernel_size if config.kda_short_conv else None,
+        lower_bound=config.kda_lower_bound,
+        decays=config.kda_decay,
+        beta=config.kda_beta,
+        neg_eigval=config.kda_allow_neg_eigval,
+        gate_law=config.kda_output_gate,
+    )
+
+
+def mla_config(config: Ling3Config) -> MLAConfig:
+    """Its MLA layers; for those of one layer, of `config.at(layer)`."""
+    return MLAConfig(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        q_rank=config.q_lora_rank,
+        latent=config.kv_lora_rank,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+        eps=config.rms_norm_eps,
+        std=config.initializer_range,
+        rope_theta=config.rope_theta if config.mla_rope else None,
+        gate_law=config.mla_output_gate,
+    )
+
+
+def moe_config(config: Ling3Config, layer: int) -> MoEConfig:
+    """The experts of 0-based `layer`, with that layer's clamps."""
+    config = config.at(layer)
+    limits, shared_limits = config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list
+    return MoEConfig(
+        hidden=config.hidden_size,
+        experts=config.num_experts,
+        intermediate=config.moe_intermediate_size,
+        shared=config.moe_shared_expert_intermediate_size * config.num_shared_experts,
+        top_k=config.num_experts_per_tok,
+        groups=config.n_group,
+        top_groups=config.topk_group,
+        normalize=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+        std=config.initializer_range,
+        expert_bias=config.moe_router_enable_expert_bias,
+        limit=limits[layer] if limits else 0.0,
+        shared_limit=shared_limits[layer] if shared_limits else 0.0,
+    )
+
+
+def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> Ling3ForCausalLM:
+    """Random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, routing biases 0.
+
+    Norms, convolutions, the router and KDA's `A_log` and `dt_bias` are float32 whatever the dtype.
+    """
+    model_key, head_key = jax.random.split(key)
+    embedding_key, layers_key = jax.random.split(model_key)
+    sizes, options = (config.vocab_size, config.hidden_size), {"dtype": dtype, "std": config.initializer_range}
+    keys = jax.random.split(layers_key, config.num_hidden_layers)
+    model = Ling3Model(
+        Embedding.init(*sizes, key=embedding_key, **options),
+        tuple(_layer(config, i, key=k, dtype=dtype) for i, k in enumerate(keys)),
+        RMSNorm.init(config.hidden_size, config.rms_norm_eps),
+    )
+    return Ling3ForCausalLM(model, Linear.init(*sizes, key=head_key, **options), config)
+
+
+def _layer(config: Ling3Config, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> DecoderLayer:
+    """0-based `layer` of the config's schedule."""
+    own, kind = config.at(layer), config.attention_kind(layer)
+    attention_key, mlp_key = jax.random.split(key)
+    hidden, eps = own.hidden_size, own.rms_norm_eps
+    attention = None
+    if kind == "kda":
+        attention = KDA.init(kda_config(own), key=attention_key, dtype=dtype)
+    elif kind == "mla":
+        attention = MLA.init(mla_config(own), key=attention_key, dtype=dtype)
+    if config.mlp_kind(layer) == "dense":
+        mlp = MLP.init(hidden, own.intermediate_size, key=mlp_key, dtype=dtype, std=own.initializer_range)
+    else:
+        mlp = MoE.init(moe_config(config, layer), key=mlp_key, dtype=dtype)
+    return DecoderLayer(RMSNorm.init(hidden, eps), attention, RMSNorm.init(hidden, eps), mlp)
+
+
+FAMILY = Family(
+    name="Ling-3",
+    architectures=(*config_reader.ARCHITECTURES, config_reader.ABLATED),
+    model_types=(config_reader.MODEL_TYPE, config_reader.ABLATED_TYPE),
+    config=Ling3Config,
+    read=Ling3Config.from_dict,
+    init=init,
+)
