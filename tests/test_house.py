@@ -20,7 +20,7 @@ FLOORS = (
     {"cache", "ops"},
     {"layers"},
     {"model"},
-    {"sandbox", "safetensors_file"},
+    {"safetensors_file", "template_worker"},
     {"chat_template", "copying", "streaming", "weights"},
     {"tokenizer", "sampling", "shards", "trace"},
     {"ablate"},
