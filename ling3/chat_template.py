@@ -20,7 +20,7 @@ from typing import Any
 LONGEST_TEMPLATE = 65_536
 # For one rendering; 2,000 turns with 2,000,000 characters take about 0.1.
 SECONDS = 3
-# The address space of the process, of which the interpreter takes about 30 MiB.
+# The address space of the process, of which the interpreter takes about 100.
 MEBIBYTES = 512
 
 WORKER = pathlib.Path(__file__).with_name("template_worker.py")
@@ -86,7 +86,7 @@ class _Worker:
             except BaseException:
                 self.stop()  # or this reply would be taken for the next
                 raise
-            if reply:
+            if reply.endswith(b"\n"):
                 return json.loads(reply)
             status = self.stop()
         ends = {1: f"takes more than {SECONDS} seconds", 2: f"takes more than {MEBIBYTES} MiB of memory"}
