@@ -1,29 +1,29 @@
 """A checkpoint's own chat template: messages in, the prompt's text out.
 
-Templates are programs from strangers, so they run in `ling3.sandbox`, with work and output bounded in proportion to the
-messages. For what stays in bounds the result is what transformers renders: the same settings, globals and filters.
+Templates are programs from strangers, so they run in a process of their own (`template_worker.py`), which is ended when
+one takes too much time or memory. Memory is bounded on Linux only; on macOS and Windows the bound on time has to do.
+What stays in bounds is rendered as transformers does it: the same settings, globals and filters.
 """
 
-import datetime
+import atexit
+import contextlib
 import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from types import CodeType
 from typing import Any
-
-import jinja2
-from jinja2.exceptions import SecurityError
-
-from ling3.sandbox.environment import BoundedEnvironment
-from ling3.sandbox.meter import Meter
 
 # The longest published template is about 20,000 characters long.
 LONGEST_TEMPLATE = 65_536
+# For one rendering; 2,000 turns with 2,000,000 characters take about 0.1.
+SECONDS = 3
+# The address space of the process, of which the interpreter takes about 100.
+MEBIBYTES = 512
 
-# What a rendering may spend: this much in any case, and so much for each element and character of its input.
-STEPS, STEPS_PER_ELEMENT = 300_000, 1_000
-CHARACTERS, CHARACTERS_PER_CHARACTER = 8_000_000, 128
-
-FILENAME = "<chat template>"
+WORKER = pathlib.Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplateError(ValueError):
@@ -31,9 +31,9 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A compiled chat template; `source` is its text, `origin` the file and field that errors name.
+    """A chat template; `source` is its text, `origin` the file and field that errors name.
 
-    Raises ChatTemplateError, with the line, if the template is not valid or uses what a chat template may not.
+    Raises ChatTemplateError, with the line, if the template is not valid.
     """
 
     def __init__(self, source: str, origin: str = "the chat template"):
@@ -41,15 +41,9 @@ class ChatTemplate:
             raise ChatTemplateError(f"{origin}: {len(source)} characters long, where {LONGEST_TEMPLATE} are allowed")
         self.source = source
         self.origin = origin
-        self._code = self._compile()
+        self._ask(given=None)
 
-    def render(
-        self,
-        messages: Sequence[Any],
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
+    def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt for `messages`, each a dict with a `role` and a `content` of strings, and whatever else the
         template reads as plain JSON values (`tool_calls`, `reasoning_content`); a value of None counts as absent.
 
@@ -63,58 +57,75 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **{name: _plain(value, name) for name, value in variables.items()},
         }
-        elements, characters, _ = Meter(steps=2**62, characters=2**62).weigh(given)
-        meter = Meter(
-            STEPS + STEPS_PER_ELEMENT * elements,
-            CHARACTERS + CHARACTERS_PER_CHARACTER * characters,
-        )
-        environment = _environment(meter)
-        template = environment.template_class.from_code(environment, self._code, environment.make_globals(None))
-        try:
-            return template.render(given)
-        except _Refusal as error:
-            raise ChatTemplateError(f"{self.origin} refuses these messages: {error}") from error
-        except Exception as error:
-            raise ChatTemplateError(f"{self.origin}{_line(error)}: {_reason(error)}") from error
+        return self._ask(given)
 
-    def _compile(self) -> CodeType:
-        try:
-            return _environment(Meter(0, 0)).compile(self.source, filename=FILENAME)
-        except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(f"{self.origin}, line {error.lineno}: {error.message}") from error
-        except Exception as error:
-            raise ChatTemplateError(f"{self.origin}: cannot be compiled ({_reason(error)})") from error
+    def _ask(self, given: dict[str, Any] | None) -> str:
+        reply = _worker().ask({"source": self.source, "given": given, "seconds": SECONDS})
+        if "error" in reply:
+            raise ChatTemplateError(self.origin + reply["error"])
+        return reply["text"]
 
 
-class _Refusal(jinja2.TemplateError):
-    pass
+class _Worker:
+    """The process that renders, for one thread at a time: started at first use, and anew after it had to be ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Any = None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, str]:
+        """The worker's reply: a `text` or an `error`. Raises RuntimeError if the process does not start."""
+        line = json.dumps(request).encode() + b"\n"
+        with self._lock:
+            try:
+                process = self._started()
+                with contextlib.suppress(OSError):  # it has ended, so there is no reply either
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                reply = process.stdout.readline()
+            except BaseException:
+                self.stop()  # or this reply would be taken for the next
+                raise
+            if reply.endswith(b"\n"):
+                return json.loads(reply)
+            status = self.stop()
+        ends = {1: f"takes more than {SECONDS} seconds", 2: f"takes more than {MEBIBYTES} MiB of memory"}
+        return {"error": f": it {ends.get(status, f'crashes Python (exit status {status})')}"}
+
+    def stop(self) -> int:
+        """Ends the process, if there is one; its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.kill()
+        process.communicate()  # closes the pipes and waits
+        return process.returncode
+
+    def _started(self) -> Any:
+        if self._process is None or self._process.poll() is not None:
+            self.stop()
+            # Without `site`, which takes longer than all else: the modules are where this process finds them.
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-P", str(WORKER), str(MEBIBYTES)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+            if not self._process.stdout.readline():
+                raise RuntimeError(f"{sys.executable} does not run {WORKER}, which renders chat templates")
+        return self._process
 
 
-def _environment(meter: Meter) -> BoundedEnvironment:
-    functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return BoundedEnvironment(meter, functions, _tojson)
+# By process id: after a fork, the new process starts its own.
+_workers: dict[int, _Worker] = {}
 
 
-def _raise_exception(message: Any) -> None:
-    raise _Refusal(message)
+def _worker() -> _Worker:
+    return _workers.setdefault(os.getpid(), _Worker())
 
 
-def _strftime_now(format: str) -> str:
-    # The C library expands a format to as much as 256 times its length, and takes a width: %9999d.
-    if len(format) > 256:
-        raise SecurityError(f"a time format of {len(format)} characters, where a template has at most 256")
-    return datetime.datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+atexit.register(lambda: _worker().stop())
 
 
 def _validate_messages(messages: Any) -> list[dict[str, Any]]:
@@ -152,22 +163,3 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     raise ValueError(f"{where}: a {type(value).__name__}, where a plain JSON value was expected")
-
-
-def _line(error: Exception) -> str:
-    """Where in the template `error` arose; jinja2 puts the template's lines into the traceback."""
-    line, frame = None, error.__traceback__
-    while frame is not None:
-        if frame.tb_frame.f_code.co_filename in (FILENAME, "<template>"):
-            line = frame.tb_lineno
-        frame = frame.tb_next
-    return "" if line is None else f", line {line}"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, MemoryError):
-        return "it takes too much memory"
-    message = str(error) or type(error).__name__
-    return message if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {message}"

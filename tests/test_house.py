@@ -23,7 +23,7 @@ FLOORS = (
     {"model"},
     {"config", "config_fields", "config_reader"},
     {"families"},
-    {"sandbox", "safetensors_file"},
+    {"safetensors_file", "template_worker"},
     {"chat_template", "copying", "streaming", "weights"},
     {"tokenizer", "sampling", "shards", "trace"},
     {"ablate"},

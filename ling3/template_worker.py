@@ -1,0 +1,139 @@
+"""The process in which chat templates run: a request per line on standard input, its reply on standard output, as JSON.
+
+A template is a program from a stranger. jinja2's sandbox keeps it from reaching what is not its own, but not from using
+up time and memory; a process can be given limits, and ended. It is run by its path, and imports jinja2 but not ling3.
+"""
+
+import datetime
+import faulthandler
+import functools
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+LONGEST_TEXT = 20_000_000
+LONGEST_ERROR = 2_000
+
+
+class _Refusal(jinja2.TemplateError):
+    pass
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} … {% endgeneration %}`, with which templates mark the assistant's tokens for training."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """The statements between the two tags, in a scope of their own."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Namespace(Namespace):
+    def __init__(*args: Any, **kwargs: Any):
+        Namespace.__init__(args[0])
+        for name, value in dict(*args[1:], **kwargs).items():
+            args[0][name] = value
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace has no attribute {name!r}")
+        super().__setitem__(name, value)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)  # the class itself would give away dict.update, which changes any dict
+
+
+def _raise_exception(message: Any) -> None:
+    raise _Refusal(str(message))
+
+
+def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False):
+    # jinja2's own filter escapes for HTML.
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    """The template in an environment like that of transformers, so that it renders the same text."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "dict": _dict,
+        "namespace": _Namespace,
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.datetime.now().strftime(format),
+    }
+    return environment.from_string(source)
+
+
+def answer(source: str, given: dict[str, Any] | None) -> dict[str, str]:
+    """The template's `text` with the variables `given`; if there are none, "" for a template that compiles.
+
+    What goes wrong is an `error`, to stand behind the template's name.
+    """
+    try:
+        template = _compiled(source)
+        text = "" if given is None else template.render(given)
+        if len(text) > LONGEST_TEXT:
+            raise SecurityError(f"it makes a text of {len(text)} characters, where at most {LONGEST_TEXT} are allowed")
+    except MemoryError:
+        raise
+    except Exception as error:
+        return {"error": _words(error)[:LONGEST_ERROR]}
+    return {"text": text}
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, _Refusal):
+        return f" refuses these messages: {error}"
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f", line {error.lineno}: {error.message}"
+    message = str(error) or type(error).__name__
+    if isinstance(error, RecursionError):
+        message = "it is nested too deeply"
+    elif not isinstance(error, jinja2.TemplateError):
+        message = f"{type(error).__name__}: {message}"
+    # jinja2 puts the template's own lines into the traceback.
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
+    return f", line {lines[-1]}: {message}" if lines else f": {message}"
+
+
+def main(mebibytes: int) -> None:
+    """Answers requests until standard input ends, or until one takes more than its `seconds` or so much memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        import resource  # noqa: PLC0415
+
+        resource.setrlimit(resource.RLIMIT_AS, (mebibytes * 2**20, mebibytes * 2**20))
+    print(flush=True)  # it has started
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # how it ends is for the parent to say
+    try:
+        for line in sys.stdin.buffer:
+            request = json.loads(line)
+            # A thread in C: one long operation may hold the interpreter for hours. Its exit status is 1.
+            faulthandler.dump_traceback_later(request.pop("seconds"), exit=True, file=2)
+            reply = json.dumps(answer(**request))
+            faulthandler.cancel_dump_traceback_later()
+            print(reply, flush=True)
+    except MemoryError:
+        os._exit(2)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
