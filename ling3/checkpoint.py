@@ -133,9 +133,11 @@ def _shapes(weight: Weight) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_mtp(name: str, config: Ling3Config) -> bool:
+    """Whether a tensor is of a multi-token-prediction layer; there may be one where the configuration does not say."""
+    most = 1 if config.num_nextn_predict_layers is None else config.num_nextn_predict_layers
     match name.split("."):
         case ["model", "layers", layer, part, *_] if part in _MTP and layer.isdecimal():
-            return 0 <= int(layer) - config.num_hidden_layers < config.num_nextn_predict_layers
+            return 0 <= int(layer) - config.num_hidden_layers < most
     return False
 
 

@@ -126,6 +126,8 @@ class Report:
         facts.add_row("model", self.source)
         facts.add_row("parameters", f"{self.parameters:,} in {sum(row.tensors for row in self.arrays):,} tensors")
         facts.add_row("activated", f"{self.activated:,} per token, of them {self.embedding:,} in the embedding table")
+        if not config.mla_rope:
+            facts.add_row("positions", "none: MLA without RoPE (use_mla_nope)")
         if variant := config.variant():
             facts.add_row("ablated", Text(json.dumps(variant)[1:-1]))
         facts.add_row("cache", f"{memory.cache_per_token:,} bytes per token")
