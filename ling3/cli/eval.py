@@ -37,7 +37,7 @@ class Asking:
     prompts: FileOption = None
     """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
     questions: FileOption = None
-    """Instead, the questions of the public data set, as JSONL."""
+    """Instead, the questions of the public data set: Parquet, as on the hub, or JSONL."""
     examples: FileOption = None
     """With --questions: the data set's rows to show as worked examples."""
     shots: WholeNumber = None
@@ -78,7 +78,7 @@ class Gsm8k(Asking):
 class MmluPro(Asking):
     """Ask questions of up to ten choices; the last choice of an answer counts.
 
-    ling3 eval mmlu-pro MODEL --questions test.jsonl --examples validation.jsonl --out predictions.jsonl
+    ling3 eval mmlu-pro MODEL --questions test.parquet --examples validation.parquet --out predictions.jsonl
     """
 
 
