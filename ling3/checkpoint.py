@@ -36,9 +36,15 @@ _MTP = (
 
 
 def load(
-    path: str | os.PathLike[str], dtype: DTypeLike | None = None, *, check_finite: bool = True
+    path: str | os.PathLike[str],
+    dtype: DTypeLike | None = None,
+    *,
+    revision: str | None = None,
+    check_finite: bool = True,
 ) -> Ling3ForCausalLM:
     """The model in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
+
+    `revision` is a branch, a tag or a commit of the hub's repository.
 
     With `dtype` None every array has the dtype it is stored in. With `jnp.float32` or `jnp.bfloat16` the matrices have
     that one, and what the structure keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
@@ -54,7 +60,7 @@ def load(
     wanted = None if dtype is None else np.dtype(dtype)
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
-    directory = hub.resolve(path, PATTERNS)
+    directory = hub.resolve(path, PATTERNS, revision)
     config = Ling3Config.from_file(directory)
     files = shards.open_all(directory)
     tree = structure(config)
