@@ -121,6 +121,7 @@ def test_a_name_that_the_hub_does_not_allow():
 
 VISIT = """
 import json, sys
+import huggingface_hub
 import numpy as np
 import ling3
 from ling3 import cli, hub
@@ -145,6 +146,9 @@ seen = {
     "a tag": of(ling3.load("owner/name", revision="v1"), ling3.load_tokenizer("owner/name", revision="v1")),
     "a commit": of(*Seen.from_pretrained("owner/name", revision=other).both),
 }
+huggingface_hub.constants.HF_HUB_OFFLINE = True
+seen["an engine from the hub's cache"] = of(*Seen.from_pretrained("owner/name").both)
+huggingface_hub.constants.HF_HUB_OFFLINE = False
 source = Weights(revision="draft").of("owner/name")
 seen["a command"] = of(load(source, "auto", source.tokenizer()), source.tokenizer())
 drawn = Weights(revision="config-only", random_weights=True).of("owner/name")
@@ -185,7 +189,7 @@ def test_one_commit_for_weights_and_tokenizer_of_a_branch_that_moves(tmp_path):
     *_, last = done.stderr.splitlines()
     seen = json.loads(last)
     assert server.refs["main"] == server.refs["draft"] == other, "the branches have moved"
-    for what in ("an engine", "a tag", "a command"):
+    for what in ("an engine", "a tag", "an engine from the hub's cache", "a command"):
         assert seen[what] == [one, first[one]], what
     assert seen["a commit"] == [other, first[other]]
     assert seen["random weights"] == 400
