@@ -1,5 +1,7 @@
 """Ling-3: a hybrid of Kimi Delta Attention and gated MLA over a sparse mixture of experts, in JAX and Equinox."""
 
+import warnings
+
 # Before the hook: what is first imported beneath a hooked module, Python compiles once more for itself.
 import equinox as _equinox  # noqa: F401
 from jaxtyping import install_import_hook as _install_import_hook
@@ -56,3 +58,17 @@ __all__ = [
     "save",
     "trace",
 ]
+
+_RENAMED = {"LatentCache": "Paged"}
+
+
+def __getattr__(name: str) -> object:
+    """The former names of what has another one now, for one release."""
+    if name in _RENAMED:
+        warnings.warn(
+            f"ling3.{name} is now ling3.{_RENAMED[name]}; the old name goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return globals()[_RENAMED[name]]
+    raise AttributeError(f"module 'ling3' has no attribute {name!r}")

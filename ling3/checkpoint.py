@@ -23,22 +23,18 @@ __all__ = ["CheckpointError", "load", "save", "weight_names"]
 PATTERNS = ("config.json", "*.safetensors", shards.INDEX)
 
 _FLOATS = {name: DTYPES[name] for name in FLOATS}
-_MTP = (
-    "attention",
-    "mlp",
-    "input_layernorm",
-    "post_attention_layernorm",
-    "eh_proj",
-    "enorm",
-    "hnorm",
-    "final_layernorm",
-)
 
 
 def load(
-    path: str | os.PathLike[str], dtype: DTypeLike | None = None, *, check_finite: bool = True
+    path: str | os.PathLike[str],
+    dtype: DTypeLike | None = None,
+    *,
+    revision: str | None = None,
+    check_finite: bool = True,
 ) -> Ling3ForCausalLM:
     """The model in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
+
+    `revision` is a branch, a tag or a commit of the hub's repository.
 
     With `dtype` None every array has the dtype it is stored in. With `jnp.float32` or `jnp.bfloat16` the matrices have
     that one, and what the structure keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
@@ -54,7 +50,7 @@ def load(
     wanted = None if dtype is None else np.dtype(dtype)
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
-    directory = hub.resolve(path, PATTERNS)
+    directory = hub.resolve(path, PATTERNS, revision)
     config = families.read_config(directory)
     files = shards.open_all(directory)
     tree = structure(config)
@@ -106,9 +102,8 @@ def _account(
             stored.setdefault(info.dtype, weight.name)
         if wanted is None and len(stored) > 1:
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
-    left = [
-        f"{name}, in {files[name].path.name}" for name in files if name not in expected and not _is_mtp(name, config)
-    ]
+    skips = families.family_of(config).skips
+    left = [f"{name}, in {files[name].path.name}" for name in files if name not in expected and not skips(name, config)]
     if missing or left or shapes or dtypes or mixed:
         kinds = [
             ("tensors that the configuration asks for and no file has", missing),
@@ -130,13 +125,6 @@ def _shapes(weight: Weight) -> tuple[tuple[int, ...], ...]:
     if weight.name.endswith(".A_log"):
         return weight.shape, (1, 1, *weight.shape, 1)
     return (weight.shape,)
-
-
-def _is_mtp(name: str, config: Any) -> bool:
-    match name.split("."):
-        case ["model", "layers", layer, part, *_] if part in _MTP and layer.isdecimal():
-            return 0 <= int(layer) - config.num_hidden_layers < getattr(config, "num_nextn_predict_layers", 0)
-    return False
 
 
 def _target_dtype(

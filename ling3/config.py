@@ -33,6 +33,7 @@ class Ling3Config:
     first_k_dense_replace: int = 1
     num_attention_heads: int = 16
     head_dim: int = 128
+    """KDA's key and value head size; MLA's are `qk_head_dim` and `v_head_dim`."""
     q_lora_rank: int | None = 256
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
@@ -54,7 +55,8 @@ class Ling3Config:
     norm_topk_prob: bool = True
     expert_swiglu_limit_list: tuple[float, ...] | None = None
     share_expert_swiglu_limit_list: tuple[float, ...] | None = None
-    num_nextn_predict_layers: int = 0
+    num_nextn_predict_layers: int | None = 0
+    """Layers of multi-token prediction, whose weights are not loaded; None where config.json does not say."""
     initializer_range: float = 0.02
     eos_token_id: tuple[int, ...] = (156895,)
     pad_token_id: int | None = 156892
@@ -71,7 +73,10 @@ class Ling3Config:
     kda_short_conv: bool = True
     """False: q, k, v = silu(W x)."""
     mla_rope: bool = True
-    """False: queries and keys keep their rotary channels, unrotated."""
+    """False, `use_mla_nope: true` in config.json: queries and keys keep their rotary channels, unrotated (NoPE).
+
+    transformers 5.23 ignores that field, and rotates.
+    """
     moe_router_enable_expert_bias: bool = True
     """False: c = s, the scores themselves choose."""
     layer_overrides: Mapping[int, Mapping[str, Any]] | tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = ()
@@ -100,7 +105,7 @@ class Ling3Config:
     def to_dict(self) -> dict[str, Any]:
         """The published `config.json`: `from_dict(config.to_dict()) == config`."""
         raw = dataclasses.asdict(self)
-        raw = {name: value for name, value in raw.items() if name not in VARIANTS}
+        raw = {name: value for name, value in raw.items() if name not in (*VARIANTS, "mla_rope")}
         variant = self.variant()
         for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
             raw[name] = None if raw[name] is None else list(raw[name])
@@ -113,6 +118,7 @@ class Ling3Config:
             "gated_attention_proj_granularity_type": "head_wise",
             "hidden_act": "silu",
             "kda_safe_gate": self.kda_lower_bound is not None,
+            "linear_attn_config": self.linear_attn_config,
             "moe_router_enable_expert_bias": True,
             "no_kda_lora": True,
             "num_key_value_heads": self.num_attention_heads,
@@ -122,9 +128,27 @@ class Ling3Config:
             "score_function": "sigmoid",
             "tie_word_embeddings": False,
             "topk_method": "noaux_tc",
-            "use_mla_nope": False,
+            "use_mla_nope": not self.mla_rope,
             **variant,
         }
+
+    @property
+    def qk_head_dim(self) -> int:
+        """MLA's query and key head size, qk_nope_head_dim + qk_rope_head_dim: 192 in the published models."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_entry_dim(self) -> int:
+        """What MLA caches of a token, kv_lora_rank + qk_rope_head_dim numbers: 576 in the published models.
+
+        It is the key head size of absorbed MLA, whose heads share one latent key.
+        """
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def linear_attn_config(self) -> dict[str, Any]:
+        """The layer schedule and KDA's sizes as Kimi-Linear's `config.json` has them; layers are 1-based."""
+        return config_reader.linear_attn_config(vars(self))
 
     def variant(self) -> dict[str, Any]:
         """The fields in which this model differs from every published one, as `config.json` has them."""
@@ -146,10 +170,7 @@ class Ling3Config:
         So layers after the last full group are KDA, as in transformers; the published models have none. `attention`
         may say otherwise, for all layers or in `layer_overrides`.
         """
-        attention = self.at(layer).attention
-        if attention != "scheduled":
-            return attention
-        return "mla" if (layer + 1) % self.layer_group_size == 0 else "kda"
+        return config_reader.attention_kind(vars(self), layer)
 
     def mlp_kind(self, layer: int) -> Literal["dense", "moe"]:
         """The feed-forward of 0-based `layer`: dense in the first `first_k_dense_replace`, then sparse experts."""

@@ -102,7 +102,7 @@ FIELDS: dict[str, Field] = {
     "norm_topk_prob": Field("bool"),
     "expert_swiglu_limit_list": _LIMITS,
     "share_expert_swiglu_limit_list": _LIMITS,
-    "num_nextn_predict_layers": Field("int", 0, 64),
+    "num_nextn_predict_layers": Field("int", 0, 64, optional=True),
     "initializer_range": _POSITIVE,
     "eos_token_id": Field("int list", 0, 2**31 - 1),
     "pad_token_id": Field("int", 0, 2**31 - 1, optional=True),
@@ -127,14 +127,13 @@ VARIANTS: dict[str, Any] = {
     "kda_allow_neg_eigval": False,
     "kda_decay": True,
     "kda_short_conv": True,
-    "mla_rope": True,
     "moe_router_enable_expert_bias": True,
     "layer_overrides": (),
 }
 """The fields in which an ablated model differs from every published one, with the published models' values."""
 
 OVERRIDABLE = frozenset(
-    {*VARIANTS, "kda_lower_bound", "num_experts_per_tok", "num_shared_experts"} - {"layer_overrides"}
+    {*VARIANTS, "mla_rope", "kda_lower_bound", "num_experts_per_tok", "num_shared_experts"} - {"layer_overrides"}
 )
 """What may be said of one layer, in `layer_overrides`."""
 
@@ -168,8 +167,6 @@ REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_bias": (_FALSE, "no linear map has a bias"),
     "use_qkv_bias": (_FALSE, "no linear map has a bias"),
     "mlp_bias": (_FALSE, "no linear map has a bias"),
-    "use_mla_nope": (_FALSE, "MLA rotates the last channels of its queries and keys"),
-    "mla_use_nope": (_FALSE, "MLA rotates the last channels of its queries and keys"),
     "rope_interleave": ((True,), "RoPE rotates neighbouring channels"),
     "gated_attention_proj_granularity_type": (("head_wise",), "MLA has one output gate per head"),
     "no_kda_lora": ((True,), "KDA's gates are full-rank projections"),

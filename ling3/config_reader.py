@@ -1,7 +1,7 @@
 """From the raw `config.json` to `Ling3Config`'s fields: aliases, what identifies Ling-3, and what is refused."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ling3.config_fields import (
     ALIASES,
@@ -25,7 +25,7 @@ ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
 
 MODEL_TYPE = "bailing_hybrid"
 
-_ABSENT = {"num_nextn_predict_layers": 0, "initializer_range": 0.02, **VARIANTS}
+_ABSENT = {"initializer_range": 0.02, **VARIANTS}
 _DERIVED = frozenset(
     {
         "kda_safe_gate",
@@ -33,6 +33,7 @@ _DERIVED = frozenset(
         "linear_attn_config",
         "linear_head_dim",
         "linear_num_heads",
+        "mla_use_nope",
         "mlp_layer_types",
         "num_key_value_heads",
         "num_kv_heads_for_linear_attn",
@@ -40,6 +41,7 @@ _DERIVED = frozenset(
         "rope_parameters",
         "rope_scaling",
         "rotary_dim",
+        "use_mla_nope",
     }
 )
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -62,6 +64,7 @@ def read(raw: object, source: str) -> dict[str, Any]:
     values = {name: _pick(raw, (name, *ALIASES.get(name, ())), problems) for name in FIELDS}
     values["head_dim"] = _head_dim(raw, problems)
     values["kda_lower_bound"] = _lower_bound(raw, problems)
+    values["mla_rope"] = _mla_rope(raw, problems)
     if values["moe_shared_expert_intermediate_size"] is None:
         values["moe_shared_expert_intermediate_size"] = values["moe_intermediate_size"]
     values |= {name: default for name, default in _ABSENT.items() if values[name] is None}
@@ -73,6 +76,26 @@ def read(raw: object, source: str) -> dict[str, Any]:
     if problems:
         raise ConfigError(source, problems)
     return values
+
+
+def attention_kind(values: Mapping[str, Any], layer: int) -> Literal["kda", "mla", "none"]:
+    """The attention of 0-based `layer` by a full set of field values; `Ling3Config.attention_kind` has the rule."""
+    attention = dict(dict(values["layer_overrides"]).get(layer, ())).get("attention", values["attention"])
+    if attention != "scheduled":
+        return attention
+    return "mla" if (layer + 1) % values["layer_group_size"] == 0 else "kda"
+
+
+def linear_attn_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`Ling3Config.linear_attn_config` by a full set of field values."""
+    kinds = [attention_kind(values, layer) for layer in range(values["num_hidden_layers"])]
+    return {
+        "kda_layers": [layer for layer, kind in enumerate(kinds, 1) if kind == "kda"],
+        "full_attn_layers": [layer for layer, kind in enumerate(kinds, 1) if kind == "mla"],
+        "head_dim": values["head_dim"],
+        "num_heads": values["num_attention_heads"],
+        "short_conv_kernel_size": values["short_conv_kernel_size"],
+    }
 
 
 def _not_ling3(raw: Mapping[str, Any]) -> str | None:
@@ -142,6 +165,21 @@ def _lower_bound(raw: Mapping[str, Any], problems: list[str]) -> Any:
     return bound if safe else None
 
 
+def _mla_rope(raw: Mapping[str, Any], problems: list[str]) -> Any:
+    """Whether MLA rotates its rotary channels: `use_mla_nope` negated.
+
+    `mla_rope` may only repeat that, but in files of ablated models, which once had `mla_rope: false` beside
+    `use_mla_nope: false`.
+    """
+    nope, rope = _pick(raw, ("use_mla_nope", "mla_use_nope"), problems), raw.get("mla_rope")
+    if not isinstance(nope, bool | None):
+        problems.append(f"use_mla_nope: found {shown(nope)}; expected true or false; it says if MLA leaves out RoPE")
+    rotated = nope is not True
+    if rope not in (None, rotated) and not (rope is False and _is_ablated(raw)):
+        problems.append(f"mla_rope: found {shown(rope)}; expected {rotated}, from use_mla_nope; leave it out")
+    return rotated if rope is None else rope
+
+
 def _without_mtp_limits(values: dict[str, Any]) -> dict[str, Any]:
     """Per-layer limits without those of the multi-token-prediction layers, where the lists cover these too."""
     layers, extra = values["num_hidden_layers"], values["num_nextn_predict_layers"]
@@ -195,8 +233,9 @@ def _refused(raw: Mapping[str, Any]) -> list[str]:
 
 def _disagreements(raw: Mapping[str, Any], values: dict[str, Any]) -> list[str]:
     """Fields that repeat what others say, and say something else."""
-    heads, layers, group = values["num_attention_heads"], values["num_hidden_layers"], values["layer_group_size"]
-    full = [(layer + 1) % group == 0 for layer in range(layers)]
+    heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+    linear = linear_attn_config(values)
+    full = [layer in linear["full_attn_layers"] for layer in range(1, layers + 1)]
     expected = {
         "num_key_value_heads": heads,
         "linear_num_heads": heads,
@@ -207,20 +246,16 @@ def _disagreements(raw: Mapping[str, Any], values: dict[str, Any]) -> list[str]:
             "dense" if layer < values["first_k_dense_replace"] else "sparse" for layer in range(layers)
         ],
     }
-    linear = {
-        "kda_layers": [layer + 1 for layer in range(layers) if not full[layer]],
-        "full_attn_layers": [layer + 1 for layer in range(layers) if full[layer]],
-        "head_dim": values["head_dim"],
-        "num_heads": heads,
-        "short_conv_kernel_size": values["short_conv_kernel_size"],
-    }
     said = {name: raw.get(name) for name in expected}
     said["num_kv_heads_for_linear_attn"] = raw.get("num_kv_heads_for_linear_attn") or None
     expected["num_kv_heads_for_linear_attn"] = heads
-    if isinstance(raw.get("linear_attn_config"), Mapping):
-        for key, value in raw["linear_attn_config"].items():
+    given = raw.get("linear_attn_config")
+    if isinstance(given, Mapping):
+        for key, value in given.items():
             said[f"linear_attn_config.{key}"] = value
             expected[f"linear_attn_config.{key}"] = linear.get(key)
+    else:
+        said["linear_attn_config"], expected["linear_attn_config"] = given, linear
     return [
         f"{name}: found {shown(value)}; expected {shown(expected[name])}, from the other fields; "
         "ling3 computes no other arrangement"

@@ -1,6 +1,5 @@
 """From the module tree to a published checkpoint, written whole or not at all."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ling3 import hub, safetensors_file, shards
+from ling3.families import family_of
 from ling3.model import Ling3ForCausalLM
 from ling3.progress import progress
 from ling3.safetensors_file import DTYPES, FLOATS, CheckpointError
@@ -66,7 +66,7 @@ def save(
         for file in tokenizer:
             shutil.copyfile(file, partial / file.name)
         _write_shards(partial, plan)
-        config = dataclasses.replace(model.config, num_nextn_predict_layers=0)
+        config = family_of(model.config).without_skipped(model.config)
         raw = config.to_dict() | {"torch_dtype": str(model.lm_head.weight.dtype)}
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         _take_place(partial, target, taken)

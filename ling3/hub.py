@@ -6,17 +6,39 @@ import pathlib
 from collections.abc import Sequence
 
 
-def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str]) -> pathlib.Path:
+def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revision: str | None = None) -> pathlib.Path:
     """The local directory of the checkpoint that `path` names, downloaded first when it is only on the hub.
 
     `"nano"` is always the checkpoint in the package (write `"./nano"` for a directory of that name). Otherwise an
     existing directory wins, then whatever cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a
     `pathlib.Path`) is an error without a look at the network, and the rest is a hub id, `owner/name`: only its files
-    that match `allow_patterns` are fetched, into the hub's own cache, progress on stderr.
+    that match `allow_patterns` are fetched, into the hub's own cache, progress on stderr. They are of `revision`, a
+    branch, a tag or a commit; without it, of the branch `main`.
 
     Raises FileNotFoundError when there is nothing of that name or the hub cannot be reached, NotADirectoryError when
-    `path` is a file, PermissionError when the repository is gated, ValueError when it is no possible name at all.
+    `path` is a file, PermissionError when the repository is gated, ValueError when it is no possible name at all, and
+    for a `revision` of what is not on the hub.
     """
+    directory = _local(path)
+    if directory is None:
+        return _download(os.fspath(path), list(allow_patterns), revision)
+    if revision is not None:
+        raise ValueError(f"revision: found {revision!r} for {directory}, which is no hub repository; leave it out")
+    return directory
+
+
+def pin(path: str | os.PathLike[str], revision: str | None = None) -> str | None:
+    """The commit at which `revision` of the hub repository `path` is now; None where `path` is not of the hub.
+
+    Files that are fetched one after the other, each at this commit, are of one snapshot even if the branch moves in
+    between. Fetches `config.json`. Raises what `resolve` raises.
+    """
+    directory = resolve(path, ("config.json",), revision)
+    return None if _local(path) is not None else directory.name
+
+
+def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
+    """The directory that `path` names, None for a hub id."""
     name = os.fspath(path)
     if name == "nano":
         return _packaged(name)
@@ -33,7 +55,7 @@ def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str]) -> path
     local = isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
     if local:
         raise FileNotFoundError(f"no checkpoint directory at {directory.absolute()}")
-    return _download(name, list(allow_patterns))
+    return None
 
 
 def _packaged(name: str) -> pathlib.Path:
@@ -43,13 +65,17 @@ def _packaged(name: str) -> pathlib.Path:
     return directory
 
 
-def _download(repo_id: str, allow_patterns: list[str]) -> pathlib.Path:
+def _download(repo_id: str, allow_patterns: list[str], revision: str | None) -> pathlib.Path:
+    if revision == "":
+        raise ValueError("revision: found '', expected a branch, a tag or a commit")
     # Only a download pays for this import.
     import huggingface_hub  # noqa: PLC0415
     from huggingface_hub import errors  # noqa: PLC0415
 
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=allow_patterns))
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=allow_patterns)
+        )
     except errors.HFValidationError as error:
         raise ValueError(
             f"{repo_id!r} is neither a directory (looked for it in {pathlib.Path.cwd()}) nor a hub id: {error}"
@@ -63,6 +89,11 @@ def _download(repo_id: str, allow_patterns: list[str]) -> pathlib.Path:
         raise FileNotFoundError(
             f"no directory {repo_id!r} (looked for it in {pathlib.Path.cwd()}) and no such repository on the hub; "
             "a private one needs `hf auth login`"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise FileNotFoundError(
+            f"the hub repository {repo_id!r} has no revision {revision or 'main'!r}: give one of its branches, tags or "
+            "commits"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise FileNotFoundError(

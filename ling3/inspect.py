@@ -126,6 +126,8 @@ class Report:
         facts.add_row("model", self.source)
         facts.add_row("parameters", f"{self.parameters:,} in {sum(row.tensors for row in self.arrays):,} tensors")
         facts.add_row("activated", f"{self.activated:,} per token, of them {self.embedding:,} in the embedding table")
+        if not config.mla_rope:
+            facts.add_row("positions", "none: MLA without RoPE (use_mla_nope)")
         if variant := config.variant():
             facts.add_row("ablated", Text(json.dumps(variant)[1:-1]))
         facts.add_row("cache", f"{memory.cache_per_token:,} bytes per token")
@@ -167,11 +169,14 @@ class Report:
         return folded
 
 
-def report(source: str | os.PathLike[str] | Ling3Config, dtype: DTypeLike = jnp.bfloat16) -> Report:
+def report(
+    source: str | os.PathLike[str] | Ling3Config, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None = None
+) -> Report:
     """Describe a checkpoint (directory, hub id or `"nano"`), a `config.json` or a configuration; allocates no weight.
 
     Shapes come from the configuration. Dtypes are those in the headers of the weights, where these lie beside it, else
-    those of a model in `dtype`, which the caches are counted in, too. From the hub only the configuration is fetched.
+    those of a model in `dtype`, which the caches are counted in, too. From the hub only the configuration is fetched,
+    of `revision`: a branch, a tag or a commit.
 
     Raises ConfigError for a configuration that is no Ling-3, and `hub.resolve`'s errors where there is nothing.
     """
@@ -179,10 +184,10 @@ def report(source: str | os.PathLike[str] | Ling3Config, dtype: DTypeLike = jnp.
     problem = None
     if isinstance(source, Ling3Config):
         name, config = "Ling3Config", source
-    elif pathlib.Path(source).suffix == ".json" and pathlib.Path(source).is_file():
+    elif revision is None and pathlib.Path(source).suffix == ".json" and pathlib.Path(source).is_file():
         name, config = os.fspath(source), Ling3Config.from_file(source)
     else:
-        directory = hub.resolve(source, ("config.json",))
+        directory = hub.resolve(source, ("config.json",), revision)
         name, config = os.fspath(source), Ling3Config.from_file(directory)
         try:
             stored = _stored(directory)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -256,7 +257,12 @@ def free_bytes() -> int:
     stats = jax.local_devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        # With what the page cache would give back, which is not among the free pages.
+        lines = pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:

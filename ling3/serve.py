@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-from ling3 import checkpoint, compilation_cache
+from ling3 import checkpoint, compilation_cache, hub
 from ling3.execution import Execution
 from ling3.guard import Guard
 from ling3.intake import Intake, Truncate, check_settings, listed
@@ -139,13 +139,16 @@ class Engine:
         self._drivers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], dtype: Any = None, **settings: Any) -> "Engine":
-        """The engine over a checkpoint directory, a hub id, or `"nano"`, with its tokenizer.
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], dtype: Any = None, *, revision: str | None = None, **settings: Any
+    ) -> "Engine":
+        """The engine over a checkpoint directory, a hub id, or `"nano"`, with its tokenizer, of the same commit.
 
-        `dtype` is `ling3.load`'s; `settings` are the constructor's.
+        `dtype` and `revision` are `ling3.load`'s; `settings` are the constructor's.
         """
-        tokenizer = load_tokenizer(path)
-        return cls(checkpoint.load(path, dtype), tokenizer, **settings)
+        commit = hub.pin(path, revision)
+        tokenizer = load_tokenizer(path, revision=commit)
+        return cls(checkpoint.load(path, dtype, revision=commit), tokenizer, **settings)
 
     # Asking
 

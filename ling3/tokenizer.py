@@ -131,13 +131,15 @@ class Tokenizer:
         return [] if token is None else [token]
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike[str], *, revision: str | None = None) -> Tokenizer:
     """The tokenizer in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
+
+    `revision` is a branch, a tag or a commit of the hub's repository.
 
     Raises FileNotFoundError when there is none, TokenizerError for a damaged file, naming file and field, and
     `hub.resolve`'s errors where there is no checkpoint.
     """
-    return Tokenizer(hub.resolve(path, PATTERNS))
+    return Tokenizer(hub.resolve(path, PATTERNS, revision))
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

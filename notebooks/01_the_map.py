@@ -150,7 +150,7 @@ show("layers.1.attention: output gate per head", mla.output_gate(normed))
 attended, _ = mla(normed, None, span)
 h = x + show("layers.1.attention: output", attended)
 
-assert entries.shape[-1] == config.kv_lora_rank + config.qk_rope_head_dim == 80
+assert entries.shape[-1] == config.latent_entry_dim == 80
 
 # %% [markdown]
 # **Its MLP is a mixture of experts.** A router scores all experts for each token and picks the best two; their outputs,

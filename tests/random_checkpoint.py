@@ -166,7 +166,7 @@ def published_config(config: Ling3Config) -> dict:
         "rope_interleave": True,
         "rope_scaling": None,
         "tie_word_embeddings": False,
-        "use_mla_nope": False,
+        "use_mla_nope": not config.mla_rope,
         "torch_dtype": "bfloat16",
     }
 

@@ -47,7 +47,7 @@ class Saying:
 
 class ScriptedEngine:
     def __init__(self, script, model, tokenizer, settings):
-        self.script, self.tokenizer = script, tokenizer
+        self.script, self.model, self.tokenizer = script, model, tokenizer
         self.max_model_len = settings["max_model_len"]
         self.running, self.outbox, self.aborted, self.steps, self.warm = {}, [], [], 0, False
 

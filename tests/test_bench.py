@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 import math
+import shutil
 import sys
 
 import jax
@@ -358,6 +359,7 @@ def test_command_with_senseless_options(directory, capsys, arguments, message):
     assert err.startswith("ling3: error: ") and message in err and "Traceback" not in err
 
 
-def test_texts_need_a_tokenizer(directory, capsys):
-    code, _, err = run(capsys, directory / "config.json", "--prompts", "prompts.txt")
-    assert code == 2 and "--prompts needs a tokenizer" in err
+def test_texts_need_a_tokenizer(directory, tmp_path, capsys):
+    shutil.copy(directory / "config.json", tmp_path)
+    code, _, err = run(capsys, tmp_path / "config.json", "--prompts", "prompts.txt")
+    assert code == 2 and "tokenizer.json is missing" in err

@@ -347,14 +347,15 @@ class TestMultiTokenPrediction:
         "final_layernorm.weight",
     )
 
-    def write(self, directory: Path, count: int, *extra: str) -> Path:
+    def write(self, directory: Path, count: int | None, *extra: str) -> Path:
         write(directory, dataclasses.replace(CONFIG, num_nextn_predict_layers=count), STORED)
-        names = [f"model.layers.{4 + layer}.{part}" for layer in range(count) for part in self.MTP]
+        layers = 1 if count is None else count
+        names = [f"model.layers.{4 + layer}.{part}" for layer in range(layers) for part in self.MTP]
         return with_weights(
             directory, lambda weights: weights.update({n: np.zeros(3, np.int8) for n in (*names, *extra)})
         )
 
-    @pytest.mark.parametrize("count", [1, 2])
+    @pytest.mark.parametrize("count", [1, 2, None])
     def test_is_skipped(self, directory, count):
         model = load(self.write(directory, count))
         assert len(model.model.layers) == 4 and model.config.num_nextn_predict_layers == count
@@ -370,8 +371,9 @@ class TestMultiTokenPrediction:
             "mtp.layers.4.enorm.weight",
         ],
     )
-    def test_nothing_else_is(self, directory, extra):
-        message = refusal(self.write(directory, 1, extra))
+    @pytest.mark.parametrize("count", [1, None])
+    def test_nothing_else_is(self, directory, extra, count):
+        message = refusal(self.write(directory, count, extra))
         assert message.split("has no place for:\n")[1].strip() == f"{extra}, in model.safetensors"
 
     def test_not_without_the_configurations_word(self, directory):
@@ -519,6 +521,16 @@ class TestSave:
         write(directory, dataclasses.replace(CONFIG, num_nextn_predict_layers=1), STORED)
         save(load(directory), tmp_path / "out")
         assert Ling3Config.from_file(tmp_path / "out").num_nextn_predict_layers == 0
+
+    def test_mla_without_rope_and_the_layers_by_their_attention(self, directory, tmp_path):
+        write(directory, dataclasses.replace(CONFIG, mla_rope=False), STORED)
+        model = load(directory)
+        assert [layer.attention.rope_theta for layer in model.model.layers[3:]] == [None]
+        save(model, tmp_path / "out")
+        raw = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert (raw["use_mla_nope"], raw["model_type"]) == (True, "bailing_hybrid")
+        assert raw["linear_attn_config"]["full_attn_layers"] == [4]
+        assert load(tmp_path / "out").config == model.config
 
     def test_with_a_tokenizer(self, directory, tmp_path):
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "pytorch_model.bin"):

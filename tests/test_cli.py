@@ -2,10 +2,13 @@ import dataclasses
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 import random_checkpoint
 from scripted_engine import END, Script
@@ -217,6 +220,55 @@ def test_errors_are_one_line(directory, capsys, monkeypatch, arguments, message)
     assert err.startswith("ling3: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.fixture
+def bare(directory, tmp_path):
+    """A directory with a configuration and a tokenizer, and no weights."""
+    shutil.copytree(directory, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    return tmp_path / "bare"
+
+
+def test_random_weights(bare, scripted, capsys):
+    script = scripted("x")
+    code, _, err = run(capsys, bare, "-p", "hello")
+    assert code == 2 and "found no .safetensors file" in err
+    options = ["-p", "hello", "--random-weights"]
+    code, out, err = run(capsys, bare, *options)
+    assert (code, out) == (0, "x\n") and "random parameters, bfloat16, on cpu" in err
+    run(capsys, bare / "config.json", *options, "--weights-seed", 1)
+    run(capsys, bare / "config.json", *options, "--weights-seed", 1, "--dtype", "float32")
+    (bare / "tokenizer.json").unlink()
+    code, _, err = run(capsys, bare / "config.json", *options)
+    assert code == 2 and "tokenizer.json is missing" in err
+    config = ling3.Ling3Config.from_file(bare)
+    wanted = [(0, jnp.bfloat16), (1, jnp.bfloat16), (1, jnp.float32)]
+    for engine, (seed, dtype) in zip(script.engines, wanted, strict=True):
+        expected = ling3.init(config, key=jax.random.key(seed), dtype=dtype)
+        assert eqx.tree_equal(engine.model, expected)
+
+
+def test_random_weights_that_do_not_fit(bare, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ling3.model.init", lambda *args, **others: pytest.fail("allocated"))
+    monkeypatch.setattr("ling3.runner.free_bytes", lambda: 10**9)
+    large = dataclasses.replace(ling3.Ling3Config.from_file(bare), hidden_size=2**16, intermediate_size=2**16)
+    (bare / "config.json").write_text(json.dumps(large.to_dict()))
+    code, out, err = run(capsys, bare, "-p", "hello", "--random-weights")
+    assert (code, out) == (2, "")
+    assert re.search(r"drawing [\d.]+B weights in bfloat16 takes [\d.]+ GB of memory, and 1\.0 GB are free: give", err)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--revision", "main"], "revision: found 'main' for "),
+        (["--weights-seed", "1"], "--weights-seed is for --random-weights"),
+        (["--random-weights", "--weights-seed", "-1"], "--weights-seed is -1"),
+    ],
+)
+def test_senseless_weights(directory, capsys, options, message):
+    code, out, err = run(capsys, directory, "-p", "hello", *options)
+    assert (code, out) == (2, "") and message in err
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path, capsys):

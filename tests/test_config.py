@@ -73,6 +73,46 @@ def test_written_and_read_again(base, tmp_path):
     assert Ling3Config.from_file(tmp_path) == config == Ling3Config.from_file(tmp_path / "config.json")
 
 
+@pytest.mark.parametrize("name", ["use_mla_nope", "mla_use_nope"])
+def test_mla_without_rope(name):
+    config = Ling3Config.from_dict(changed(TINY, **{"use_mla_nope": ABSENT, name: True}))
+    assert config == Ling3Config(mla_rope=False)
+    raw = config.to_dict()
+    assert raw["use_mla_nope"] is True and raw["architectures"] == ["BailingMoeV3ForCausalLM"]
+    assert "mla_rope" not in raw and Ling3Config.from_dict(raw) == config
+    assert "one value" in refusal(changed(TINY, use_mla_nope=True, mla_use_nope=False))
+    assert "mla_rope: found True; expected False" in refusal(changed(TINY, use_mla_nope=True, mla_rope=True))
+    ablated = {"architectures": ["Ling3AblatedForCausalLM"], "model_type": "ling3_ablated", "mla_rope": False}
+    assert Ling3Config.from_dict(changed(TINY, **ablated)) == config, "as ling3 once wrote it"
+
+
+def test_the_layers_by_their_attention():
+    expected = {
+        "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23],
+        "full_attn_layers": [4, 8, 12, 16, 20, 24],
+        "head_dim": 128,
+        "num_heads": 16,
+        "short_conv_kernel_size": 4,
+    }
+    assert Ling3Config.from_dict(TINY).linear_attn_config == expected == Ling3Config().to_dict()["linear_attn_config"]
+    short = dataclasses.replace(Ling3Config(), num_hidden_layers=6, layer_overrides={0: {"attention": "none"}})
+    assert short.linear_attn_config["kda_layers"] == [2, 3, 5, 6], "none after the last whole group is MLA"
+    assert short.linear_attn_config["full_attn_layers"] == [4]
+    assert Ling3Config.from_dict(short.to_dict()) == short
+    raw = short.to_dict() | {"linear_attn_config": expected}
+    assert "linear_attn_config.kda_layers: found [1, 2, 3" in refusal(raw)
+
+
+def test_head_sizes():
+    config = Ling3Config()
+    assert (config.head_dim, config.qk_head_dim, config.latent_entry_dim) == (128, 192, 576)
+
+
+def test_the_number_of_mtp_layers_may_be_left_out():
+    config = Ling3Config.from_dict(changed(TINY, num_nextn_predict_layers=ABSENT))
+    assert config.num_nextn_predict_layers is None and Ling3Config.from_dict(config.to_dict()) == config
+
+
 def test_what_is_written_names_the_architecture_and_the_gate():
     raw = Ling3Config(kda_lower_bound=None, eos_token_id=(3, 5)).to_dict()
     assert raw["architectures"] == ["BailingMoeV3ForCausalLM"]
@@ -154,8 +194,8 @@ def test_rope_parameters():
         ("attention_bias", True),
         ("use_bias", True),
         ("use_qkv_bias", True),
-        ("use_mla_nope", True),
-        ("mla_use_nope", True),
+        ("use_mla_nope", 1),
+        ("mla_use_nope", "true"),
         ("rope_interleave", False),
         ("gated_attention_proj_granularity_type", None),
         ("gated_attention_proj_granularity_type", "element_wise"),
@@ -180,6 +220,7 @@ def test_rope_parameters():
         ("linear_num_heads", 8),
         ("linear_head_dim", 32),
         ("linear_attn_config", {"kda_layers": [1]}),
+        ("linear_attn_config", [1]),
         ("attn_logit_softcapping", 30.0),
         ("rope_local_base_freq", 10000),
         ("moe_gate_temperature", 2.0),

@@ -60,7 +60,7 @@ def context(setting: Setting) -> Trial:
         for name, timed in lines.items()
     ]
     config, layers = model.config, [model.config.attention_kind(i) for i in range(model.config.num_hidden_layers)]
-    entry = config.kv_lora_rank + config.qk_rope_head_dim
+    entry = config.latent_entry_dim
     by_bytes = 4 * entry * layers.count("mla") / floors.read_bandwidth()
     by_work = 4 * entry * config.num_attention_heads * layers.count("mla") / floors.matmul_rate()
     why = "each token's latent is read and multiplied by every head, at this machine's bandwidth and matmul rate"
@@ -86,7 +86,7 @@ def prefill(setting: Setting) -> Trial:
         for length in lengths
     ]
     heads, value, latent = config.num_attention_heads, config.v_head_dim, config.kv_lora_rank
-    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    width = config.qk_head_dim
     # Half of a prompt lies before a token, on average; every chunk expands all latents before it again.
     attended = heads * (width + value)
     expanded = 2 * latent * heads * (config.qk_nope_head_dim + value) / PREFILL_CHUNK / 2
@@ -153,7 +153,7 @@ def memory(setting: Setting) -> Trial:
 
     heads, width = TINY.num_attention_heads, TINY.head_dim
     kda = sum(TINY.attention_kind(i) == "kda" for i in range(TINY.num_hidden_layers))
-    entry = 2 * (TINY.kv_lora_rank + TINY.qk_rope_head_dim) * (TINY.num_hidden_layers - kda)
+    entry = 2 * TINY.latent_entry_dim * (TINY.num_hidden_layers - kda)
     tails = 2 * kda * (TINY.short_conv_kernel_size - 1) * 3 * heads * width
     predicted = {
         "states": Line(0.0, "4 bytes × key × value × heads × KDA layers", 4.0 * kda * heads * width * width),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
-from ling3.cli.options import Dtype, Model, check_directory, introduce, load, read_text
+from ling3.cli.options import Dtype, Model, Weights, WeightsOptions, check_directory, introduce, load, read_text
 
 if TYPE_CHECKING:
     from ling3.evals.ablation_report import Row
@@ -42,7 +42,8 @@ class Ablate:
     text: Annotated[str | None, FILE] = None
     """Measure the perplexity of this text (UTF-8; - for standard input), instead of solutions."""
     dtype: Dtype = "float32"
-    """The matrices' type; auto is as stored."""
+    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
+    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
     json: Annotated[str | None, FILE] = None
     """Write the numbers there as JSON; - prints them instead of the table."""
     plot: Annotated[str | None, FILE] = None
@@ -55,16 +56,16 @@ def run(command: Ablate) -> None:
     """Measures, and prints the table."""
     from ling3.bench_report import check_plot
     from ling3.evals.ablations import ablations, compare
-    from ling3.tokenizer import load_tokenizer
 
     _check(command)
     if command.plot is not None:
         check_plot(command.plot)
     text = None if command.text is None else read_text(command.text)
     console = Console(stderr=True)
-    tokenizer = load_tokenizer(command.model)
-    model = load(command.model, command.dtype, tokenizer)
-    introduce(command.model, model, console)
+    source = command.weights.of(command.model)
+    tokenizer = source.tokenizer()
+    model = load(source, command.dtype, tokenizer)
+    introduce(source, model, console)
     report = compare(
         model,
         tokenizer,

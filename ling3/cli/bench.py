@@ -6,12 +6,12 @@ import math
 import pathlib
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 
-from ling3.cli.options import check_directory
+from ling3.cli.options import Dtype, Weights, WeightsOptions, check_directory, load
 
 if TYPE_CHECKING:
     from ling3.bench import SampleRequest
@@ -52,8 +52,9 @@ class Bench:
     """0 takes the most likely token each time."""
     seed: int = 0
     """Draws prompts, lengths, arrivals and samples."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """The matrices' type; auto is as stored, and bfloat16 for random weights."""
+    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
     max_running_requests: int = 64
     """Slots of the engine; further requests wait."""
     page_size: int = 256
@@ -128,28 +129,17 @@ def run(command: Bench) -> None:
 
 def _load(command: Bench) -> "tuple[Ling3ForCausalLM, Tokenizer | None]":
     """The model, and its tokenizer if it has one, or has to have one for texts."""
-    import jax
-    import jax.numpy as jnp
-
-    from ling3 import checkpoint
-    from ling3.config import Ling3Config
-    from ling3.families import init
-    from ling3.tokenizer import load_tokenizer
-
-    dtype = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[command.dtype]
-    path = pathlib.Path(command.model)
+    path, weights = pathlib.Path(command.model), command.weights
     if path.suffix == ".json" and path.is_file():
-        if command.prompts is not None:
-            raise ValueError("--prompts needs a tokenizer, which a config.json has none of: give a checkpoint")
-        config = Ling3Config.from_file(path)
-        return init(config, key=jax.random.key(command.seed), dtype=jnp.bfloat16 if dtype is None else dtype), None
+        weights = dataclasses.replace(weights, random_weights=True)
+    source = weights.of(command.model)
     try:
-        tokenizer = load_tokenizer(command.model)
+        tokenizer = source.tokenizer()
     except FileNotFoundError:
         if command.prompts is not None:
             raise
         tokenizer = None
-    return checkpoint.load(command.model, dtype), tokenizer
+    return load(source, command.dtype, tokenizer), tokenizer
 
 
 def _requests(

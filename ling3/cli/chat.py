@@ -16,6 +16,8 @@ from ling3.cli.options import (
     SamplingOptions,
     TextOption,
     Thinking,
+    Weights,
+    WeightsOptions,
     WholeNumber,
     chat_ids,
     introduce,
@@ -61,7 +63,8 @@ class Chat:
     """The same seed draws the same answers; without it each is drawn anew."""
     sampling: SamplingOptions = dataclasses.field(default_factory=Sampling)
     dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored."""
+    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
+    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
     debug: bool = False
     """Show the traceback of an error, and check the types of what functions are given."""
 
@@ -69,13 +72,13 @@ class Chat:
 def run(command: Chat) -> None:
     """Talks until the input ends; ValueError then, if questions from a pipe found no answer."""
     from ling3.serve import Engine
-    from ling3.tokenizer import load_tokenizer
 
     most = CONTEXT if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed)
-    tokenizer = load_tokenizer(command.model)
+    source = command.weights.of(command.model)
+    tokenizer = source.tokenizer()
     chat_ids(tokenizer, [{"role": "user", "content": ""}], command.thinking)  # without a template, an error at once
-    model = load(command.model, command.dtype, tokenizer)
+    model = load(source, command.dtype, tokenizer)
     context = command.max_model_len
     if context is None:
         context = min(CONTEXT, model.config.max_position_embeddings)
@@ -93,7 +96,7 @@ def run(command: Chat) -> None:
     if command.max_tokens is None:
         params = dataclasses.replace(params, max_tokens=context)
     console = Console(stderr=True, highlight=False)
-    introduce(command.model, model, console)
+    introduce(source, model, console)
     engine.warmup()
     _talk(Conversation(engine, tokenizer, params, command.system, command.thinking), console)
 

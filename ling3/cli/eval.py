@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from ling3.cli.options import Dtype, Model, Thinking, WholeNumber, check_directory, introduce, load, read_text
+from ling3.cli.options import (
+    Dtype,
+    Model,
+    Thinking,
+    Weights,
+    WeightsOptions,
+    WholeNumber,
+    check_directory,
+    introduce,
+    load,
+    read_text,
+)
 
 if TYPE_CHECKING:
     from ling3.evals.answers import Parser
@@ -37,7 +48,7 @@ class Asking:
     prompts: FileOption = None
     """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
     questions: FileOption = None
-    """Instead, the questions of the public data set, as JSONL."""
+    """Instead, the questions of the public data set: Parquet, as on the hub, or JSONL."""
     examples: FileOption = None
     """With --questions: the data set's rows to show as worked examples."""
     shots: WholeNumber = None
@@ -59,7 +70,8 @@ class Asking:
     thinking: Thinking = "auto"
     """The template's thinking mode, with --chat; auto is the template's own choice."""
     dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored."""
+    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
+    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
     max_running_requests: int = 64
     """Questions that are answered at once."""
     debug: bool = False
@@ -78,7 +90,7 @@ class Gsm8k(Asking):
 class MmluPro(Asking):
     """Ask questions of up to ten choices; the last choice of an answer counts.
 
-    ling3 eval mmlu-pro MODEL --questions test.jsonl --examples validation.jsonl --out predictions.jsonl
+    ling3 eval mmlu-pro MODEL --questions test.parquet --examples validation.parquet --out predictions.jsonl
     """
 
 
@@ -98,7 +110,8 @@ class Perplexity:
     stride: WholeNumber = None
     """How far the next window moves, and how many tokens it scores; without it, half a window."""
     dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored."""
+    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
+    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -141,7 +154,6 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
     from ling3.evals.public import STOP
     from ling3.evals.run import check_seeds, evaluate, prepare
     from ling3.params import SamplingParams
-    from ling3.tokenizer import load_tokenizer
 
     _check(command)
     params = SamplingParams(
@@ -152,11 +164,12 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
     )
     questions = _questions(command, parse, build)
     check_seeds(command.seed, len(questions[: command.limit]))
-    tokenizer = load_tokenizer(command.model)
+    source = command.weights.of(command.model)
+    tokenizer = source.tokenizer()
     asked = prepare(tokenizer, questions, command.thinking if command.chat else None)
-    model = load(command.model, command.dtype, tokenizer)
+    model = load(source, command.dtype, tokenizer)
     console = Console(stderr=True, highlight=False)
-    introduce(command.model, model, console)
+    introduce(source, model, console)
     engine = _engine(model, tokenizer, asked, command)
     with _bar(console) as shown:
         score = evaluate(
@@ -242,12 +255,12 @@ def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
 
 def _perplexity(command: Perplexity) -> None:
     from ling3.evals.perplexity import perplexity
-    from ling3.tokenizer import load_tokenizer
 
     text = read_text(command.text)
-    tokenizer = load_tokenizer(command.model)
-    model = load(command.model, command.dtype, tokenizer)
-    introduce(command.model, model, Console(stderr=True, highlight=False))
+    source = command.weights.of(command.model)
+    tokenizer = source.tokenizer()
+    model = load(source, command.dtype, tokenizer)
+    introduce(source, model, Console(stderr=True, highlight=False))
     found = perplexity(model, tokenizer, text, command.context, command.stride)
     if command.json:
         names = ("nats_per_token", "bits_per_byte", "perplexity")

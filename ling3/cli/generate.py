@@ -18,6 +18,8 @@ from ling3.cli.options import (
     SamplingOptions,
     TextOption,
     Thinking,
+    Weights,
+    WeightsOptions,
     WholeNumber,
     chat_ids,
     introduce,
@@ -66,7 +68,8 @@ class Generate:
     """Prompt i samples from seed + i."""
     sampling: SamplingOptions = dataclasses.field(default_factory=Sampling)
     dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored."""
+    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
+    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
     json: bool = False
     """Print one JSON object per prompt, as each is done, instead of the text."""
     logprobs: WholeNumber = None
@@ -101,17 +104,17 @@ class _Row:
 def run(command: Generate) -> None:
     """Prints each prompt's continuation; FloatingPointError, after all of them, for those that the model broke off."""
     from ling3.params import check_prompt, check_room
-    from ling3.tokenizer import load_tokenizer
 
     if command.logprobs is not None and not command.json:
         raise ValueError("--logprobs is for --json")
     most = MAX_TOKENS if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed, logprobs=command.logprobs)
     prompts = command.prompt or (_from_stdin(),)
-    tokenizer = load_tokenizer(command.model)
+    source = command.weights.of(command.model)
+    tokenizer = source.tokenizer()
     names = [f"prompt {i + 1}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
     rows = [_Row(name, prompt, _encode(tokenizer, prompt, command)) for name, prompt in zip(names, prompts)]
-    model = load(command.model, command.dtype, tokenizer)
+    model = load(source, command.dtype, tokenizer)
     context, longest = model.config.max_position_embeddings, max(len(row.ids) for row in rows)
     if command.max_tokens is None:
         params = dataclasses.replace(params, max_tokens=max(1, min(MAX_TOKENS, context - longest)))
@@ -120,7 +123,7 @@ def run(command: Generate) -> None:
         check_room(row.ids, params.max_tokens, context, row.name)
 
     console = Console(stderr=True, highlight=False)
-    introduce(command.model, model, console)
+    introduce(source, model, console)
     clock = _Clock()
     engine = _engine(model, tokenizer, len(rows), longest, params.max_tokens)
     clock.start(engine.stats().compile_seconds)

@@ -12,6 +12,8 @@ from rich.text import Text
 from ling3.cli.terminal import count
 
 if TYPE_CHECKING:
+    from jaxtyping import DTypeLike
+
     from ling3.model import Ling3ForCausalLM
     from ling3.params import SamplingParams
     from ling3.tokenizer import Tokenizer
@@ -61,24 +63,103 @@ class Sampling:
 SamplingOptions = tyro.conf.OmitArgPrefixes[Sampling]
 
 
-def load(path: str, dtype: Dtype, tokenizer: "Tokenizer") -> "Ling3ForCausalLM":
-    """The model at `path`, which has to fit the tokenizer."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Which weights the model has."""
+
+    revision: TextOption = None
+    """A branch, a tag or a commit, where MODEL is a hub id; the branch main without it."""
+    random_weights: bool = False
+    """Draw weights at random. MODEL may then be a directory without weights, or a config.json."""
+    weights_seed: WholeNumber = None
+    """With --random-weights: what they are drawn from; 0 without it."""
+
+    def of(self, path: str) -> "Source":
+        """These weights of the model at `path`; a branch of the hub is what it is now."""
+        from ling3 import hub
+
+        if not self.random_weights:
+            if self.weights_seed is not None:
+                raise ValueError("--weights-seed is for --random-weights")
+            return Source(path, path, hub.pin(path, self.revision), None)
+        seed = self.weights_seed or 0
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--weights-seed is {seed}, expected a whole number in [0, 2**32)")
+        file = pathlib.Path(path)
+        directory = str(file.parent) if file.is_file() else path
+        return Source(path, directory, hub.pin(directory, self.revision), seed)
+
+
+WeightsOptions = tyro.conf.OmitArgPrefixes[Weights]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a command's model and tokenizer come from, both of one commit."""
+
+    name: str
+    """MODEL, as it was given."""
+    path: str
+    """`ling3.load`'s path; the directory where a config.json was given."""
+    revision: str | None
+    """The commit, where that is a hub id."""
+    seed: int | None
+    """What random weights are drawn from; None for the checkpoint's own."""
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer; FileNotFoundError where there is none."""
+        from ling3.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.path, revision=self.revision)
+
+
+def load(source: Source, dtype: Dtype, tokenizer: "Tokenizer | None") -> "Ling3ForCausalLM":
+    """The model of `source`, which has to fit the tokenizer."""
     import jax.numpy as jnp
 
     from ling3 import checkpoint, compilation_cache
 
     compilation_cache.switch_on()
-    model = checkpoint.load(path, {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[dtype])
-    tokenizer.check_fits(model.config.vocab_size)
+    wanted = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[dtype]
+    if source.seed is None:
+        model = checkpoint.load(source.path, wanted, revision=source.revision)
+    else:
+        model = _random(source, source.seed, jnp.bfloat16 if wanted is None else wanted)
+    if tokenizer is not None:
+        tokenizer.check_fits(model.config.vocab_size)
     return model
 
 
-def introduce(path: str, model: "Ling3ForCausalLM", console: Console) -> None:
+def _random(source: Source, seed: int, dtype: "DTypeLike") -> "Ling3ForCausalLM":
+    """A model of random weights; ValueError where they do not fit into the free memory."""
+    import jax
+
+    from ling3 import hub
+    from ling3.families import init, read_config
+    from ling3.runner import free_bytes
+    from ling3.weights import structure
+
+    given = pathlib.Path(source.name)
+    config = read_config(given if given.is_file() else hub.resolve(source.path, ("config.json",), source.revision))
+    arrays = jax.tree.leaves(structure(config, dtype))
+    # Each array is drawn in float32: its random bits, their values, and these scaled are there at once.
+    needed = sum(array.size * array.dtype.itemsize for array in arrays) + 12 * max(array.size for array in arrays)
+    if needed > (free := free_bytes()):
+        raise ValueError(
+            f"{source.name}: drawing {count(sum(array.size for array in arrays))} weights in "
+            f"{jax.numpy.dtype(dtype).name} takes {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free: "
+            "give a smaller config.json, or a narrower --dtype"
+        )
+    return init(config, key=jax.random.key(seed), dtype=dtype)
+
+
+def introduce(source: Source, model: "Ling3ForCausalLM", console: Console) -> None:
     """Says what runs where."""
     import jax
 
     size = sum(leaf.size for leaf in jax.tree.leaves(model))
-    facts = f"{path}: {count(size)} parameters, {model.lm_head.weight.dtype.name}, on {jax.default_backend()}"
+    kind = "parameters" if source.seed is None else "random parameters"
+    facts = f"{source.name}: {count(size)} {kind}, {model.lm_head.weight.dtype.name}, on {jax.default_backend()}"
     console.print(Text(facts, "bold"), soft_wrap=True)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from ling3 import checkpoint
+from ling3 import checkpoint, hub
 from ling3.evals.perplexity import log_likelihood, log_likelihoods, start_token
 from ling3.model import Ling3ForCausalLM
 from ling3.params import SamplingParams
@@ -46,9 +46,10 @@ ROWS, SMALLEST_WIDTH, LOGITS = 16, 16, 2**28
 class Ling3LM(TemplateLM):
     """A checkpoint as the harness asks it: log-likelihoods by `model(tokens)`, texts by the engine.
 
-    `pretrained` is `ling3.load`'s path; `max_length` the most tokens of prompt and answer (the model's context without
-    it); `thinking` the chat template's mode with the harness's `--apply_chat_template`. The harness's own `batch_size`,
-    `max_batch_size` and `device` are passed over: the engine batches by itself, and runs where JAX does.
+    `pretrained` and `revision` are `ling3.load`'s; `max_length` the most tokens of prompt and answer (the model's
+    context without it); `thinking` the chat template's mode with the harness's `--apply_chat_template`. The harness's
+    own `batch_size`, `max_batch_size` and `device` are passed over: the engine batches by itself, and runs where JAX
+    does.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Ling3LM(TemplateLM):
         max_gen_toks: int = 256,
         max_running_requests: int = 64,
         thinking: str = "auto",
+        revision: str | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
         device: Any = None,
@@ -67,8 +69,9 @@ class Ling3LM(TemplateLM):
         for name, value, known in (("dtype", dtype, DTYPES), ("thinking", thinking, THINKING)):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
-        self.tokenizer = load_tokenizer(pretrained)
-        self.model = checkpoint.load(pretrained, DTYPES[dtype])
+        commit = hub.pin(pretrained, revision)
+        self.tokenizer = load_tokenizer(pretrained, revision=commit)
+        self.model = checkpoint.load(pretrained, DTYPES[dtype], revision=commit)
         self.tokenizer.check_fits(self.model.config.vocab_size)
         limit = self.model.config.max_position_embeddings
         self.max_length = limit if max_length is None else max_length

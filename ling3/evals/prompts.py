@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ling3 import strict_json
+from ling3.evals import parquet_file
 from ling3.evals.answers import GOLD, Parser
 
 PROMPT = ("prompt", "origin_prompt", "question", "input")
@@ -64,13 +65,13 @@ def read(path: str | os.PathLike[str], parse: Parser) -> list[Question]:
     """The questions of a prompt file, whose answers `parse` must find.
 
     In its canonical form the file is a JSON list of objects, `[{"prompt": "Question: …", "answer": "18"}, …]`. An
-    object with that list as its `data` will do, or an object a line (JSONL); an answer may be a number, or a text such
-    as GSM8K's whose answer follows `####`; other names for the two fields are in `PROMPT` and `ANSWER`, and what else
-    an object has is passed over. The prompt is given to the model as it stands, worked examples and all. Raises
-    ValueError for anything else, and OSError for what cannot be read.
+    object with that list as its `data` will do, or an object a line (JSONL), or Parquet (`*.parquet`); an answer may be
+    a number, or a text such as GSM8K's whose answer follows `####`; other names for the two fields are in `PROMPT` and
+    `ANSWER`, and what else an object has is passed over. The prompt is given to the model as it stands, worked examples
+    and all. Raises ValueError for anything else, and OSError for what cannot be read.
     """
     questions = []
-    for row in rows(path):
+    for row in rows(path, (*PROMPT, *ANSWER, "options")):
         prompt = row.text(*PROMPT)
         if row.name(PROMPT) in ASKED_ALONE and "options" in row.fields:
             raise ValueError(
@@ -99,16 +100,23 @@ def write(path: str | os.PathLike[str], questions: Iterable[Question]) -> None:
     pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def rows(path: str | os.PathLike[str]) -> list[Row]:
-    """The objects of a JSON list, of an object's `data`, or of JSONL (empty lines are passed over)."""
+def rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[Row]:
+    """The objects of a JSON list, of an object's `data`, or of JSONL (empty lines are passed over).
+
+    Of a Parquet file, the rows with those `columns` that it has.
+    """
     path = pathlib.Path(path)
     if path.suffix.lower() == ".parquet":
-        raise ValueError(f"{path}: Parquet is not read here; convert it to JSONL, by pandas: read_parquet, to_json")
+        found = [Row(f"{path}, row {i}", row) for i, row in enumerate(parquet_file.read(path, columns), 1)]
+        return _not_empty(path, found)
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error})") from error
-    found = _lines(path, text) if _is_jsonl(path, text) else _items(path, text)
+    return _not_empty(path, _lines(path, text) if _is_jsonl(path, text) else _items(path, text))
+
+
+def _not_empty(path: pathlib.Path, found: list[Row]) -> list[Row]:
     if not found:
         raise ValueError(f"{path}: no question in it, expected a list of objects, or an object a line")
     return found

@@ -1,4 +1,4 @@
-"""Few-shot prompts from the public files of GSM8K and MMLU-Pro, for who has them (JSONL, or a JSON list)."""
+"""Few-shot prompts from the public files of GSM8K and MMLU-Pro, for who has them (Parquet, JSONL or a JSON list)."""
 
 import os
 import re
@@ -13,6 +13,9 @@ STOP = ("Question:",)
 SHOTS = 4
 """Worked examples before each question."""
 
+GSM8K = ("question", "answer")
+MMLU_PRO = ("question", "options", "answer", "category", "cot_content")
+
 THOUGHT = "Let's think step by step."
 
 
@@ -22,11 +25,11 @@ def from_gsm8k(
     """Prompts of GSM8K (Cobbe et al., arXiv 2110.14168): `test.jsonl` after the first `shots` rows of `train.jsonl`.
 
     Rows have `question` and `answer`, a solution with the number after `####`. Examples end on "The answer is 18."
-    (Wei et al., arXiv 2201.11903), without the calculator's notes `<<9*2=18>>`. Raises ValueError naming file, line and
-    field, and if there are too few examples.
+    (Wei et al., arXiv 2201.11903), without the calculator's notes `<<9*2=18>>`. Raises ValueError naming file, line (of
+    Parquet, the row) and field, and if there are too few examples.
     """
-    worked = "".join(f"{_asked(row)} {_solved(row)}\n\n" for row in _first(examples, shots))
-    return [Question(f"{worked}{_asked(row)}", expected(row, number, "answer")) for row in rows(questions)]
+    worked = "".join(f"{_asked(row)} {_solved(row)}\n\n" for row in _first(examples, shots, GSM8K))
+    return [Question(f"{worked}{_asked(row)}", expected(row, number, "answer")) for row in rows(questions, GSM8K)]
 
 
 def _asked(row: Row) -> str:
@@ -50,10 +53,10 @@ def from_mmlu_pro(
     line and field, and if a category has too few examples.
     """
     by_category: dict[str, list[Row]] = {}
-    for row in _given(examples, shots):
+    for row in _given(examples, shots, MMLU_PRO):
         by_category.setdefault(row.text("category"), []).append(row)
     built = []
-    for row in rows(questions):
+    for row in rows(questions, MMLU_PRO):
         category = row.text("category")
         shown = by_category.get(category, [])[:shots]
         if len(shown) < shots:
@@ -103,8 +106,8 @@ def _letter(row: Row) -> str:
     return letter
 
 
-def _first(examples: str | os.PathLike[str] | None, shots: int) -> list[Row]:
-    found = _given(examples, shots)[:shots]
+def _first(examples: str | os.PathLike[str] | None, shots: int, columns: Sequence[str]) -> list[Row]:
+    found = _given(examples, shots, columns)[:shots]
     if len(found) < shots:
         raise ValueError(
             f"{examples}: {len(found)} examples, but {shots} shots are to be shown; give fewer shots, or more examples"
@@ -112,10 +115,10 @@ def _first(examples: str | os.PathLike[str] | None, shots: int) -> list[Row]:
     return found
 
 
-def _given(examples: str | os.PathLike[str] | None, shots: int) -> list[Row]:
+def _given(examples: str | os.PathLike[str] | None, shots: int, columns: Sequence[str]) -> list[Row]:
     """The rows of `examples`, which are not read where none is to be shown."""
     if shots < 0:
         raise ValueError(f"shots is {shots}, expected at least 0")
     if shots and examples is None:
         raise ValueError(f"no file of examples was given, but {shots} shots are to be shown; give one, or no shots")
-    return [] if examples is None or not shots else rows(examples)
+    return [] if examples is None or not shots else rows(examples, columns)

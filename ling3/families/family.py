@@ -21,3 +21,7 @@ class Family:
     """`read(raw, source)`: the config in a JSON object; errors name `source`."""
     init: Callable[..., Any]
     """`init(config, *, key, dtype)`: a `CausalLM` of random weights."""
+    skips: Callable[[str, Any], bool] = lambda name, config: False
+    """`skips(name, config)`: True for a tensor that checkpoints may have beside the model's, and that `load` leaves."""
+    without_skipped: Callable[[Any], Any] = lambda config: config
+    """The config of a checkpoint that has none of the tensors that `load` skips: what `save` writes."""

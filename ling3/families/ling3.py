@@ -1,5 +1,7 @@
 """Ling-3 (`BailingMoeV3ForCausalLM`): three KDA layers to one gated MLA layer, over a sparse mixture of experts."""
 
+import dataclasses
+
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
@@ -104,6 +106,29 @@ def _layer(config: Ling3Config, layer: int, *, key: PRNGKeyArray, dtype: DTypeLi
     return DecoderLayer(RMSNorm.init(hidden, eps), attention, RMSNorm.init(hidden, eps), mlp)
 
 
+_MTP = frozenset(
+    {
+        "attention",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "eh_proj",
+        "enorm",
+        "hnorm",
+        "final_layernorm",
+    }
+)
+
+
+def is_mtp(name: str, config: Ling3Config) -> bool:
+    """True for a multi-token-prediction layer's tensor; there may be one layer where the config does not say."""
+    most = 1 if config.num_nextn_predict_layers is None else config.num_nextn_predict_layers
+    match name.split("."):
+        case ["model", "layers", layer, part, *_] if part in _MTP and layer.isdecimal():
+            return 0 <= int(layer) - config.num_hidden_layers < most
+    return False
+
+
 FAMILY = Family(
     name="Ling-3",
     architectures=(*config_reader.ARCHITECTURES, config_reader.ABLATED),
@@ -111,4 +136,6 @@ FAMILY = Family(
     config=Ling3Config,
     read=Ling3Config.from_dict,
     init=init,
+    skips=is_mtp,
+    without_skipped=lambda config: dataclasses.replace(config, num_nextn_predict_layers=0),
 )

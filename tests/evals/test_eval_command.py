@@ -195,4 +195,4 @@ def test_an_evaluation_needs_no_extra():
     code = "import sys, ling3.cli, ling3.evals.run, ling3.evals.public, ling3.evals.perplexity; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "ling3.evals.run" in loaded
-    assert not {"optax", "matplotlib", "lm_eval", "torch", "datasets"} & set(loaded)
+    assert not {"optax", "matplotlib", "lm_eval", "pyarrow", "torch", "datasets"} & set(loaded)

@@ -130,7 +130,7 @@ def test_a_row_whose_options_would_not_be_shown(put):
         ("p.json", "", "no valid JSON"),
         ("p.jsonl", "\n", "no question in it"),
         ("p.json", b"\xff\xfe", "not UTF-8"),
-        ("p.parquet", b"PAR1", "convert it to JSONL"),
+        ("p.parquet", b"PAR1", "damaged, or no Parquet file"),
     ],
 )
 def test_a_malformed_file_is_named_by_line_and_field(put, name, content, message):
