@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 from jinja2.exceptions import SecurityError
 
+from ling3.quoting import QuotingError
 from ling3.sandbox.environment import BoundedEnvironment
 from ling3.sandbox.meter import Meter
 
@@ -26,7 +27,7 @@ CHARACTERS, CHARACTERS_PER_CHARACTER = 8_000_000, 128
 FILENAME = "<chat template>"
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(QuotingError):
     """The template is malformed, oversteps its bounds, or refuses these messages."""
 
 
