@@ -21,7 +21,7 @@ FLOORS = (
     {"layers"},
     {"model"},
     {"sandbox", "safetensors_file"},
-    {"chat_template", "copying", "streaming", "weights"},
+    {"chat_template", "copying", "streaming", "tokenizer_file", "weights"},
     {"tokenizer", "sampling", "shards", "trace"},
     {"ablate"},
     {"pool"},

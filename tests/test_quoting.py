@@ -13,6 +13,7 @@ from ling3.cli import main
 from ling3.config import ConfigError, Ling3Config
 from ling3.quoting import MOST_LINES, message, printable, shown
 from ling3.shards import INDEX, complaint, open_all
+from ling3.tokenizer import TokenizerError, load_tokenizer
 
 ILL = "\x1b[31mred\r\n\0\x9b\u202ecba\ud800\u2028"
 WELL = r"\x1b[31mred\r\n\x00\x9b\u202ecba\ud800\u2028"
@@ -57,6 +58,13 @@ def test_a_config():
     assert is_plain(text) and text.count(WELL) == 2
     many = refusal(ConfigError, lambda: Ling3Config.from_dict({**TINY, **{f"rope_{i}": 1 for i in range(1000)}}))
     assert is_plain(many) and "1000 problems" in many and "and 978 more" in many
+
+
+def test_a_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": ILL}}))
+    assert is_plain(refusal(TokenizerError, lambda: load_tokenizer(tmp_path)))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {}, "normalizer": ILL}))
+    assert WELL in refusal(TokenizerError, lambda: load_tokenizer(tmp_path))
 
 
 @pytest.mark.parametrize("source", ["{{ raise_exception(a) }}", "{{ a.b.c }}", "{% " + ILL, "{{ [][a] + 1 }}"])
