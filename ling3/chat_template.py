@@ -44,6 +44,9 @@ class ChatTemplate:
         self.origin = origin
         self._code = self._compile()
 
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, str]]:
+        return ChatTemplate, (self.source, self.origin)
+
     def render(
         self,
         messages: Sequence[Any],

@@ -56,6 +56,10 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(ends)))
         self.pad_token_id: int | None = pads[0] if pads else None
 
+    def __repr__(self) -> str:
+        template = "no chat template" if self.chat_template is None else "a chat template"
+        return f"<Tokenizer of {self.directory}: {self.vocab_size:,} tokens, {template}>"
+
     @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the largest id that has a token; a model's embedding may have more rows."""

@@ -1,4 +1,5 @@
 import json
+import pickle
 
 import pytest
 import tokenizers
@@ -259,3 +260,19 @@ def test_a_huge_file_is_not_read(directory):
         file.truncate(2**30)
     with pytest.raises(TokenizerError, match="1,073,741,824 bytes long"):
         load_tokenizer(directory)
+
+
+def test_the_repr_is_short(directory):
+    text = f"<Tokenizer of {directory}: {BACKEND.get_vocab_size()} tokens, a chat template>"
+    assert repr(load_tokenizer(directory)) == text
+    write(directory, "tokenizer_config.json", chat_template=None)
+    assert repr(load_tokenizer(directory)).endswith("no chat template>")
+
+
+def test_a_tokenizer_pickles(directory):
+    tokenizer = load_tokenizer(directory)
+    (directory / "tokenizer.json").unlink()
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert repr(again) == repr(tokenizer) and again.eos_token_ids == tokenizer.eos_token_ids
+    ids = again.apply_chat_template(HELLO)
+    assert ids == tokenizer.apply_chat_template(HELLO) and again.decode(ids) == tokenizer.decode(ids)
