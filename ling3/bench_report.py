@@ -231,7 +231,7 @@ class Report:
         Raises ValueError as `check_plot` does.
         """
         check_plot(path)
-        from matplotlib.figure import Figure  # noqa: PLC0415 -- from an extra
+        from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
 
         good = self._good
         figure = Figure(figsize=(10.5, 3.3), layout="constrained")
@@ -304,12 +304,8 @@ def machine() -> dict[str, Any]:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError where `Report.plot` could not draw: no matplotlib, another suffix, or no such directory."""
+    """Raises ValueError where `Report.plot` could not draw: another suffix, or no such directory."""
     path = pathlib.Path(path)
-    try:
-        import matplotlib  # noqa: F401, PLC0415 -- from an extra
-    except ModuleNotFoundError as error:
-        raise ValueError("a plot needs matplotlib, which is not installed: pip install 'ling3[train]'") from error
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"plot: {path} ends in {path.suffix!r}, expected one of {', '.join(PLOT_SUFFIXES)}")
     if path.is_dir():

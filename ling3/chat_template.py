@@ -16,6 +16,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ling3.quoting import QuotingError
+
 # The longest published template is about 20,000 characters long.
 LONGEST_TEMPLATE = 65_536
 # For one rendering; 2,000 turns with 2,000,000 characters take about 0.1.
@@ -26,7 +28,7 @@ MEBIBYTES = 512
 WORKER = pathlib.Path(__file__).with_name("template_worker.py")
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(QuotingError):
     """The template is malformed, oversteps its bounds, or refuses these messages."""
 
 

@@ -6,13 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ling3.quoting import QuotingError, printable, shown
 
-class ConfigError(ValueError):
+
+class ConfigError(QuotingError):
     """No Ling-3 that this code computes: every field at fault, what it held, what was expected, what to do."""
 
     def __init__(self, source: str, problems: list[str]):
         count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-        super().__init__("\n  ".join([f"{source}: {count}", *problems]))
+        super().__init__("\n  ".join([f"{source}: {count}", *map(printable, problems)]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,13 +273,7 @@ def check(values: Mapping[str, Any]) -> list[str]:
 
 def found(value: object) -> str:
     """What a message says that a field held."""
-    return "absent" if value is None else f"found {shown(value)}"
-
-
-def shown(value: object) -> str:
-    """`value` for an error message, cut to a readable length."""
-    text = repr(list(value)) if isinstance(value, tuple) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return "absent" if value is None else f"found {shown(list(value) if isinstance(value, tuple) else value)}"
 
 
 def _advice(name: str, value: object) -> str:

@@ -14,8 +14,8 @@ from ling3.config_fields import (
     check,
     found,
     normalized,
-    shown,
 )
+from ling3.quoting import shown
 
 ABLATED, ABLATED_TYPE = "Ling3AblatedForCausalLM", "ling3_ablated"
 """Architecture and model_type of what no other program should take for a Ling-3: a model with a variant field."""

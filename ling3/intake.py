@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
-from ling3.params import SamplingParams, check_prompt, check_room, is_whole, shown
+from ling3.params import SamplingParams, check_prompt, check_room, is_whole
+from ling3.quoting import shown
 from ling3.request import Request, Run, draw_seed
 from ling3.streaming import StopStrings
 from ling3.tokenizer import Tokenizer

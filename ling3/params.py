@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ling3.quoting import shown
+
 MAX_LOGPROBS = 20
 """The most alternatives that are reported per token."""
 MAX_STOP_IDS = 64
@@ -180,15 +182,6 @@ def is_whole(value: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def shown(value: Any) -> str:
-    """`value` for an error message, cut to a readable length."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints no number of so many digits
-        text = f"a number of {value.bit_length()} bits"
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_prompt(prompt: Any, vocab: int, name: str = "prompt") -> list[int]:

@@ -8,6 +8,7 @@ equations do occur in training, as steps of other solutions.
 
 import dataclasses
 import hashlib
+import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -278,6 +279,17 @@ def problems(seed: int, split: Split) -> Iterator[Problem]:
         problem = draw(rng)
         if problem.split == split:
             yield problem
+
+
+def exam(count: int, seed: int = 2026) -> list[Problem]:
+    """The first `count` held-out problems that nano is examined on."""
+    return list(itertools.islice(problems(seed, "held_out"), count))
+
+
+def worked_examples(count: int, seed: int = 2027) -> list[list[Problem]]:
+    """Four training problems to show before each of `count` questions."""
+    stream = problems(seed, "train")
+    return [list(itertools.islice(stream, 4)) for _ in range(count)]
 
 
 def ask(problem: Problem, examples: Sequence[Problem] = ()) -> str:

@@ -14,6 +14,7 @@ import safetensors
 from jaxtyping import Shaped
 
 from ling3 import strict_json
+from ling3.quoting import QuotingError
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -47,7 +48,7 @@ _FOREIGN = {
 }
 
 
-class CheckpointError(ValueError):
+class CheckpointError(QuotingError):
     """A checkpoint that cannot be loaded as it should be; the message names the file, the key and what to do."""
 
 

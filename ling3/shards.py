@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ling3 import strict_json
+from ling3.quoting import LONGEST_LINE, MOST_LINES, printable, shown
 from ling3.safetensors_file import CheckpointError, SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
@@ -42,13 +43,16 @@ def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
 
 
 def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:
-    """An error message of several kinds of problems, each with its first items."""
+    """An error message of several kinds of problems, each with its first items: all kinds fit on one screen."""
+    found = [(kind, items) for kind, items in problems if items]
+    most = _LISTED
+    while sum(2 + min(len(items), most) for _, items in found) > MOST_LINES - 2:
+        most -= 1
     lines = [f"{place}:"]
-    for kind, items in problems:
-        if items:
-            lines.append(f"  {kind}:")
-            lines += [f"    {item}" for item in items[:_LISTED]]
-            lines += [f"    and {len(items) - _LISTED:,} more"] * (len(items) > _LISTED)
+    for kind, items in found:
+        lines.append(f"  {kind}:")
+        lines += [f"    {printable(item, LONGEST_LINE // 3)}" for item in items[:most]]
+        lines += [f"    and {len(items) - most:,} more"] * (len(items) > most)
     return "\n".join(lines)
 
 
@@ -65,7 +69,7 @@ def _index(directory: pathlib.Path) -> dict[str, str] | None:
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: found no weight_map; expected an object of tensor names and file names in it")
-    wrong = [f"{key}: {value!r}" for key, value in weight_map.items() if not _is_plain(value)]
+    wrong = [f"{key}: {shown(value)}" for key, value in weight_map.items() if not _is_plain(value)]
     if wrong:
         kind = "weight_map names what is no plain name of a .safetensors file in the same directory"
         raise CheckpointError(complaint(path, [(kind, wrong)]))
@@ -79,7 +83,7 @@ def _index(directory: pathlib.Path) -> dict[str, str] | None:
 def _is_plain(name: object) -> bool:
     if not isinstance(name, str) or not name.endswith(".safetensors"):
         return False
-    return not any(character in name for character in "/\\:\0") and not name.startswith(".")
+    return name.isprintable() and not any(character in name for character in "/\\:") and not name.startswith(".")
 
 
 def _misplaced(directory: pathlib.Path, name: str) -> str | None:

@@ -6,6 +6,8 @@ from typing import no_type_check
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from ling3.tokenizer_file import Reported, TokenizerError
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # The last bytes of a character are at most three, and each may be a token.
@@ -22,14 +24,19 @@ class StreamDecoder:
     The deltas of `feed` and the rest from `flush` make up what the tokenizer would decode from all ids at once, in time
     linear in their number. Ids without a token, and special tokens unless `skip_special_tokens` is False, show nothing.
     `prompt_ids` matter only for what the prompt ends in: none of its text is returned, but a character that it only
-    began is.
+    began is. TokenizerErrors, where the tokenizer fails, name its `source`.
     """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        source: str = "the tokenizer",
     ):
         added = tokenizer.get_added_tokens_decoder()
         self._tokenizer = tokenizer
+        self._reported = Reported(source, "the tokenizer fails on these ids")
         self._skip = skip_special_tokens
         self._hidden = {token for token in added if skip_special_tokens and added[token].special}
         self._held: list[int] = []
@@ -55,7 +62,11 @@ class StreamDecoder:
                 continue
             self._new = True
             self._held.append(token)
-            piece = self._stream.step(self._tokenizer, token)
+            try:
+                piece = self._step(token)
+            except TokenizerError:
+                self._held.clear()  # the `flush` that follows must not fail on them again
+                raise
             if piece is not None:
                 self._held.clear()
             elif len(self._held) >= MOST_HELD:
@@ -65,8 +76,8 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """What is held back, at the end; the bytes of an unfinished character are shown as U+FFFD."""
-        rest = self._decode(self._held) if self._new else ""
-        self._held.clear()
+        held, self._held = self._held, []
+        rest = self._decode(held) if self._new else ""
         self._stream = self._restart(())
         return self._without_prompt(rest)
 
@@ -82,14 +93,19 @@ class StreamDecoder:
         self._held = held[end:]
         self._stream = self._restart(())
         for token in self._held:
-            self._stream.step(self._tokenizer, token)
+            self._step(token)
         return text
+
+    def _step(self, token: int) -> str | None:
+        with self._reported:
+            return self._stream.step(self._tokenizer, token)
 
     def _restart(self, ids: Sequence[int]) -> DecodeStream:
         return DecodeStream(ids=list(ids), skip_special_tokens=self._skip)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        with self._reported:
+            return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
     def _shows(self, token: int) -> bool:
         return token not in self._hidden and self._tokenizer.id_to_token(token) is not None

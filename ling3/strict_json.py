@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from ling3.quoting import shown
+
 
 def parse(text: str | bytes, source: str) -> Any:
     """The value that `text` (UTF-8) holds; `source` is the file that errors name.
@@ -42,7 +44,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) < len(pairs):
         seen: set[str] = set()
         twice = sorted({key for key, _ in pairs if key in seen or seen.add(key)})
-        raise ValueError(f"the same key twice: {', '.join(map(repr, twice[:5]))}; keep one of each")
+        raise ValueError(f"the same key twice: {', '.join(map(shown, twice[:5]))}; keep one of each")
     return mapping
 
 

@@ -10,7 +10,9 @@ import tokenizers
 
 from ling3 import hub, strict_json
 from ling3.chat_template import ChatTemplate
+from ling3.quoting import shown
 from ling3.streaming import StreamDecoder
+from ling3.tokenizer_file import Reported, TokenizerError, read
 
 VOCABULARY, SETTINGS, MODEL, GENERATION = (
     "tokenizer.json",
@@ -24,10 +26,6 @@ PATTERNS = (VOCABULARY, SETTINGS, MODEL, GENERATION, *TEMPLATES)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class TokenizerError(ValueError):
-    """A tokenizer's file is damaged, or does not fit the others."""
-
-
 class Tokenizer:
     """The Hugging Face fast tokenizer of a checkpoint directory.
 
@@ -39,7 +37,7 @@ class Tokenizer:
     def __init__(self, directory: pathlib.Path):
         settings = _read(directory / SETTINGS)
         self.directory = directory
-        self.backend = _backend(directory / VOCABULARY)
+        self.backend = read(directory / VOCABULARY)
         self.special_tokens = _special_tokens(settings, self.backend, directory / SETTINGS)
         self.chat_template = _chat_template(directory, settings)
         self._added = _added_by_encode(settings, self.special_tokens, self.backend)
@@ -57,6 +55,10 @@ class Tokenizer:
         ]
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(ends)))
         self.pad_token_id: int | None = pads[0] if pads else None
+
+    def __repr__(self) -> str:
+        template = "no chat template" if self.chat_template is None else "a chat template"
+        return f"<Tokenizer of {self.directory}: {self.vocab_size:,} tokens, {template}>"
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -76,7 +78,7 @@ class Tokenizer:
         """The ids of `text`; control tokens in it are recognised.
 
         As in transformers, `add_special_tokens` puts in what the tokenizer adds around a text: for Ling-3, nothing.
-        Raises ValueError for text that is no Unicode (a lone surrogate).
+        Raises ValueError for text that is no Unicode (a lone surrogate), TokenizerError where the tokenizer fails.
         """
         try:
             text.encode("utf-8")
@@ -84,13 +86,18 @@ class Tokenizer:
             raise ValueError(
                 f"text: a lone surrogate, {text[error.start]!r}, at position {error.start}, which has no UTF-8 form"
             ) from error
-        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens and self._added is None)
+        with Reported(self.directory / VOCABULARY, "the tokenizer fails on this text"):
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens and self._added is None)
         before, after = self._added if self._added and add_special_tokens else ([], [])
         return [*before, *encoding.ids, *after]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that make up no character are shown as U+FFFD, ids without a token as nothing."""
-        return self.backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
+        """The text of `ids`; bytes that make up no character are shown as U+FFFD, ids without a token as nothing.
+
+        Raises TokenizerError where the tokenizer fails.
+        """
+        with Reported(self.directory / VOCABULARY, "the tokenizer fails on these ids"):
+            return self.backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
 
     @overload
     def apply_chat_template(
@@ -124,7 +131,7 @@ class Tokenizer:
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder for the tokens that follow `prompt_ids` as they come."""
-        return StreamDecoder(self.backend, prompt_ids, skip_special_tokens)
+        return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, str(self.directory / VOCABULARY))
 
     def _id_of(self, name: str) -> list[int]:
         token = self.backend.token_to_id(self.special_tokens.get(name, ""))
@@ -155,21 +162,6 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def _backend(path: pathlib.Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing: a checkpoint's tokenizer is its {VOCABULARY} (the Hugging Face fast format)"
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:
-        raise TokenizerError(f"{path}: not a tokenizer that the tokenizers library can read ({error})") from error
-    # What is written there is for batches; here a text becomes its ids, all of them.
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
 def _special_tokens(settings: Mapping[str, Any], backend: tokenizers.Tokenizer, path: pathlib.Path) -> dict[str, str]:
     """The named special tokens of `tokenizer_config.json`, each made special in `backend` if it was not."""
     tokens: dict[str, str] = {}
@@ -179,9 +171,9 @@ def _special_tokens(settings: Mapping[str, Any], backend: tokenizers.Tokenizer, 
         if value is None:
             continue
         if not isinstance(token, str):
-            raise TokenizerError(f"{path}: {name} is {value!r}, where a string or {{'content': string}} was expected")
+            raise TokenizerError(f"{path}: {name} is {shown(value)}, where a string or {{'content': …}} was expected")
         if backend.token_to_id(token) is None:
-            raise TokenizerError(f"{path}: {name} is {token!r}, which is no token of {VOCABULARY}")
+            raise TokenizerError(f"{path}: {name} is {shown(token)}, which is no token of {VOCABULARY}")
         tokens[name] = token
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens(
@@ -238,5 +230,5 @@ def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path) -> list[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         if type(token) is not int or token < 0:
-            raise TokenizerError(f"{path}: {name} is {value!r}, where an id or a list of ids was expected")
+            raise TokenizerError(f"{path}: {name} is {shown(value)}, where an id or a list of ids was expected")
     return ids

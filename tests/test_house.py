@@ -15,7 +15,7 @@ ROOT = pathlib.Path(ling3.__file__).parent
 # A module may import what stands in an earlier row, or beside it in its own row.
 FLOORS = (
     {"user_cache", "compilation_cache", "native"},
-    {"checks", "version", "strict_json", "progress", "hub", "interrupts", "outputs", "params"},
+    {"checks", "version", "quoting", "strict_json", "progress", "hub", "interrupts", "outputs", "params"},
     {"ops", "recorder"},
     {"execution"},
     {"cache"},
@@ -24,7 +24,7 @@ FLOORS = (
     {"config", "config_fields", "config_reader"},
     {"families"},
     {"safetensors_file", "template_worker"},
-    {"chat_template", "copying", "streaming", "weights"},
+    {"chat_template", "copying", "streaming", "tokenizer_file", "weights"},
     {"tokenizer", "sampling", "shards", "trace"},
     {"ablate"},
     {"pool"},

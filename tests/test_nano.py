@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ling3
 from ling3.config import Ling3Config
 from ling3.problems import ask
-from ling3.train.exam import chat_prompt, exact_answers, exam, examine, worked_examples
+from ling3.train.exam import chat_prompt, exact_answers, examine
 from ling3.train.nano import Recipe
 
 NANO = Path(ling3.__file__).parent / "checkpoints" / "nano"

@@ -2,6 +2,9 @@
 
 import pathlib
 import re
+import subprocess
+import sys
+import tomllib
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
@@ -11,11 +14,14 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     ten_lines, engine, cut = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     scope = {}
     exec(ten_lines, scope)
-    assert capsys.readouterr().out.strip() == "16 - 12 = 4. 4 + 18 = 22. The answer is 22."
+    answer = capsys.readouterr().out.strip()
+    assert answer == "16 - 12 = 4. 4 + 18 = 22. The answer is 22." and f"  # {answer}\n" in ten_lines
     assert scope["logits"].shape == (1, len(scope["ids"]), scope["model"].config.vocab_size)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     exec(engine, scope)
-    assert "The answer is 22. stop" in capsys.readouterr().out
+    chat, text, stream = capsys.readouterr().out.strip().split("\n")
+    assert chat.startswith(f"{answer} stop") and stream == answer
+    assert text.startswith(" 7 + 5 = 12. The answer is 12. stop")
     exec(cut, scope)
     assert scope["cut"].config.at(0).kda_output_gate == "none" and scope["seen"].kda[0].decay.shape[:2] == (
         1,
@@ -30,3 +36,20 @@ def test_the_map_names_every_file():
         if path.name not in ("__pycache__", "py.typed", "version.py"):
             name = f"{path.name}/" if path.is_dir() else path.name
             assert name in text, f"{name} is not on the README's map"
+
+
+def test_a_command_needs_what_everyone_installs_or_names_its_extra():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    found = {name for line in lines if "extra" not in line for name in re.findall(r"python -m ([a-z0-9_.]+)", line)}
+    assert {"benchmarks.soak", "ling3.evals.nano_files"} <= found
+    mains = {name: pathlib.Path(*name.split("."), "__main__.py") for name in found}
+    modules = [f"{name}.__main__" if (README.parent / main).is_file() else name for name, main in mains.items()]
+    blocked = dict.fromkeys(("optax", "lm_eval", "torch", "transformers", "pytest"))
+    program = f"import importlib, sys; sys.modules |= {blocked}; [importlib.import_module(name) for name in {modules}]"
+    subprocess.run([sys.executable, "-c", program], cwd=README.parent, check=True)
+
+
+def test_plots_need_no_extra():
+    with (README.parent / "pyproject.toml").open("rb") as file:
+        needed = tomllib.load(file)["project"]["dependencies"]
+    assert any(name.startswith("matplotlib") for name in needed)

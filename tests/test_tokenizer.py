@@ -1,8 +1,10 @@
 import json
+import pickle
 
 import pytest
 import tokenizers
 
+from ling3 import tokenizer_file
 from ling3.chat_template import ChatTemplateError
 from ling3.tokenizer import TokenizerError, load_tokenizer
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
@@ -170,3 +172,107 @@ def test_without_a_tokenizer(tmp_path):
 def test_text_that_is_no_unicode(directory):
     with pytest.raises(ValueError, match=r"lone surrogate, '\\ud800', at position 1"):
         load_tokenizer(directory).encode("a\ud800")
+
+
+def step(kind, **fields):
+    return {"type": kind, **fields}
+
+
+def replace(old, new, kind="String"):
+    return step("Replace", pattern={kind: old}, content=new)
+
+
+def split(pattern):
+    return step("Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+
+
+def sequence(part, steps):
+    return {part: step("Sequence", **{tokenizer_file.PARTS[part]: steps})}
+
+
+WORDS = {"type": "WordLevel", "vocab": {"hello": 0}, "unk_token": "<unknown>"}
+STRIP = step("Strip", content=BACKEND.id_to_token(50), start=0, stop=9)
+BACKTRACKING = split(r"(?:a|a)*(?:\d|cz)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "call", "message"),
+    [
+        ({"model": WORDS}, lambda t: t.encode("you"), r"fails on this text \(WordLevel error: Missing"),
+        ({"pre_tokenizer": BACKTRACKING}, lambda t: t.encode("a" * 60 + "c1"), "fails on this text .*retry-limit"),
+        ({"pre_tokenizer": step("FixedLength", length=0)}, lambda t: t.apply_chat_template(HELLO), "fails on this"),
+        ({"decoder": replace("h", "x", "Regex")}, lambda t: t.decode(t.encode("hello")), None),
+        ({"decoder": STRIP}, lambda t: t.decode([50]), "fails on these ids"),
+        ({"decoder": STRIP}, lambda t: t.stream([50]), "fails on these ids"),
+    ],
+)
+def test_what_the_library_cannot_do_names_the_file(directory, changes, call, message):
+    """Neither a bare Exception nor Rust's panic, which is no Exception."""
+    write(directory, "tokenizer.json", **changes)
+    tokenizer = load_tokenizer(directory)
+    if message is None:
+        assert call(tokenizer)
+        return
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.json: the tokenizer {message}"):
+        call(tokenizer)
+
+
+def test_a_stream_that_failed_can_still_be_ended(directory):
+    write(directory, "tokenizer.json", decoder=STRIP)
+    decoder = load_tokenizer(directory).stream()
+    with pytest.raises(TokenizerError, match="fails on these ids"):
+        decoder.feed([50])
+    assert decoder.flush() == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (sequence("normalizer", [replace("a", "aa")] * 40), "42 steps in all"),
+        (sequence("normalizer", [replace("a", "aa")] * 20), "normalizer and pre_tokenizer: .* 1,048,576 times longer"),
+        (sequence("normalizer", [sequence("normalizer", [replace("a", "a" * 20)])["normalizer"]] * 2), "400 times"),
+        (sequence("normalizer", [replace("", "a")] * 9), "512 times"),
+        (sequence("normalizer", [replace("x*", "a", "Regex")] * 9), "512 times"),
+        (sequence("pre_tokenizer", [step("ByteLevel")] * 9), "512 times"),
+        (sequence("decoder", [replace("a", "aa")] * 9), "decoder: .* 512 times"),
+        ({"normalizer": step("Precompiled", precompiled_charsmap="AAAAAAA" + "x" * 4001)}, "times longer"),
+        ({"normalizer": {"pattern": {"String": "a"}, "content": "aa"}}, "expected an object with a type"),
+        ({"normalizer": ["Replace", {"String": "a"}, "aa"]}, "normalizer: .* expected an object with a type"),
+        ({"normalizer": step("Sequence", normalizers=3)}, "expected the list of a sequence's steps"),
+        ({"normalizer": step("Replace", pattern="a")}, "expected a pattern and a content"),
+        ({"normalizer": step("Prepend", prepend="a" * 20_000)}, "a string of 20,000 characters"),
+        ({"model": {**WORDS, "vocab": {"a" * 20_000: 0}}}, "a string of 20,000 characters"),
+        ({"model": {**WORDS, "max_input_chars_per_word": 10**9}}, "max_input_chars_per_word: found 1000000000"),
+        ({"model": 3}, "expected an object with a model"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_out_of_bounds_is_refused_before_it_runs(directory, changes, message):
+    # This token would be normalized when the file is loaded.
+    added = {"id": 390, "content": "aaaaa", "normalized": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+    write(directory, "tokenizer.json", **{"pre_tokenizer": None, "added_tokens": [{**added, **flags}], **changes})
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.json: not a tokenizer that ling3 can read: .*{message}"):
+        load_tokenizer(directory)
+
+
+def test_a_huge_file_is_not_read(directory):
+    with (directory / "tokenizer.json").open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(TokenizerError, match="1,073,741,824 bytes long"):
+        load_tokenizer(directory)
+
+
+def test_the_repr_is_short(directory):
+    text = f"<Tokenizer of {directory}: {BACKEND.get_vocab_size()} tokens, a chat template>"
+    assert repr(load_tokenizer(directory)) == text
+    write(directory, "tokenizer_config.json", chat_template=None)
+    assert repr(load_tokenizer(directory)).endswith("no chat template>")
+
+
+def test_a_tokenizer_pickles(directory):
+    tokenizer = load_tokenizer(directory)
+    (directory / "tokenizer.json").unlink()
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert repr(again) == repr(tokenizer) and again.eos_token_ids == tokenizer.eos_token_ids
+    ids = again.apply_chat_template(HELLO)
+    assert ids == tokenizer.apply_chat_template(HELLO) and again.decode(ids) == tokenizer.decode(ids)

@@ -15,6 +15,7 @@ from ling3.cli.chat import Chat
 from ling3.cli.eval import Eval
 from ling3.cli.generate import Generate
 from ling3.cli.inspect import Inspect
+from ling3.quoting import message
 from ling3.version import __version__
 
 RUN = {
@@ -65,6 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, FloatingPointError) as error:
         if command.debug:
             raise
-        print(f"ling3: error: {error}", file=sys.stderr)
+        print(f"ling3: error: {message(str(error))}", file=sys.stderr)
         return 2
     return 0

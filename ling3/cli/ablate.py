@@ -47,7 +47,7 @@ class Ablate:
     json: Annotated[str | None, FILE] = None
     """Write the numbers there as JSON; - prints them instead of the table."""
     plot: Annotated[str | None, FILE] = None
-    """Draw the table there (PNG, PDF or SVG); needs matplotlib, of the extra "train"."""
+    """Draw the table there (PNG, PDF or SVG)."""
     debug: bool = False
     """Show the traceback of an error, and check the types of what functions are given."""
 

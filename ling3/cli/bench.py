@@ -78,7 +78,7 @@ class Bench:
     json: Annotated[str | None, FILE] = None
     """Write the numbers there as JSON; - prints them instead of the table."""
     plot: Annotated[str | None, FILE] = None
-    """Draw latencies and load there (PNG, PDF or SVG); needs matplotlib, of the extra "train"."""
+    """Draw latencies and load there (PNG, PDF or SVG)."""
     debug: bool = False
     """Show the traceback of an error, and check the types of what functions are given."""
 

@@ -74,7 +74,7 @@ class Report:
         PNG, PDF or SVG; raises ValueError as `bench_report.check_plot` does.
         """
         check_plot(path)
-        from matplotlib.figure import Figure  # noqa: PLC0415 -- from an extra
+        from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
 
         height = 1.3 + 0.27 * len(self.rows)
         figure = Figure(figsize=(9.5, height), layout="constrained")

@@ -1,4 +1,4 @@
-"""Nano's examination as prompt files: `python -m ling3.evals.nano_files --out DIR` (needs the extra `train`).
+"""Nano's examination as prompt files: `python -m ling3.evals.nano_files --out DIR`.
 
 `alone.json` asks held-out problems by themselves, `four_shot.json` the same after four worked examples each: what
 `ling3 eval gsm8k nano --prompts alone.json --out predictions.jsonl` reads.
@@ -9,8 +9,7 @@ import pathlib
 import tyro
 
 from ling3.evals.prompts import Question, write
-from ling3.problems import ask
-from ling3.train.exam import exam, worked_examples
+from ling3.problems import ask, exam, worked_examples
 
 
 def files(out: pathlib.Path, count: int = 500) -> tuple[pathlib.Path, pathlib.Path]:

@@ -15,6 +15,7 @@ import numpy as np
 from ling3 import strict_json
 from ling3.interrupts import held_back
 from ling3.model import Ling3ForCausalLM
+from ling3.quoting import shown
 
 try:
     import fcntl
@@ -120,7 +121,7 @@ class Predictions:
     def _differences(self, settings: Any) -> str:
         there = settings if isinstance(settings, dict) else {}
         return "; ".join(
-            f"{name} is {there.get(name)!r} there and {self._settings.get(name)!r} now"
+            f"{name} is {shown(there.get(name))} there and {shown(self._settings.get(name))} now"
             for name in sorted({*there, *self._settings})
             if there.get(name) != self._settings.get(name)
         )

@@ -10,6 +10,7 @@ from typing import Any
 from ling3 import strict_json
 from ling3.evals import parquet_file
 from ling3.evals.answers import GOLD, Parser
+from ling3.quoting import printable
 
 PROMPT = ("prompt", "origin_prompt", "question", "input")
 """What the text to continue may be called; the first that an object has counts."""
@@ -51,9 +52,8 @@ class Row:
         found = next((name for name in names if name in self.fields), None)
         if found is None:
             others = f" (or {', '.join(map(repr, names[1:]))})" if len(names) > 1 else ""
-            raise ValueError(
-                f"{self.where}: the field {names[0]!r}{others} is missing; there is {', '.join(self.fields) or 'none'}"
-            )
+            there = printable(", ".join(self.fields) or "none", 200)
+            raise ValueError(f"{self.where}: the field {names[0]!r}{others} is missing; there is {there}")
         return found
 
     def error(self, name: str, expected: str) -> ValueError:

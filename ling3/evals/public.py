@@ -61,8 +61,8 @@ def from_mmlu_pro(
         shown = by_category.get(category, [])[:shots]
         if len(shown) < shots:
             raise ValueError(
-                f"{row.where}: {len(shown)} examples of the category {category!r} in {examples}, but {shots} shots are "
-                "to be shown; give fewer shots, or the whole validation set"
+                f"{row.where}: {len(shown)} examples of the category {category!r:.80} in {examples}, but {shots} shots "
+                "are to be shown; give fewer shots, or the whole validation set"
             )
         built.append(Question(_introduced(category, shown, row), _letter(row)))
     return built

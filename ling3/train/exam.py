@@ -1,6 +1,5 @@
 """The examination of nano: held-out word problems, asked alone, after four worked examples, and in a chat."""
 
-import itertools
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -10,7 +9,7 @@ from jaxtyping import Array, Bool
 
 from ling3.generate import generate
 from ling3.model import Ling3ForCausalLM
-from ling3.problems import Problem, ask, last_number, problems
+from ling3.problems import Problem, ask, exam, last_number, worked_examples
 from ling3.tokenizer import Tokenizer
 from ling3.train.loop import Batch
 
@@ -20,17 +19,6 @@ SYSTEM_TURN = "<role>SYSTEM</role>detailed thinking off<|role_end|>"
 def chat_prompt(problem: Problem) -> str:
     """The problem as a user's turn, as the checkpoint's chat template renders it."""
     return f"{SYSTEM_TURN}<role>HUMAN</role>{problem.question}<|role_end|><role>ASSISTANT</role>\n<think></think>"
-
-
-def exam(count: int, seed: int = 2026) -> list[Problem]:
-    """The first `count` held-out problems that nano is examined on."""
-    return list(itertools.islice(problems(seed, "held_out"), count))
-
-
-def worked_examples(count: int, seed: int = 2027) -> list[list[Problem]]:
-    """Four training problems to show before each of `count` questions."""
-    stream = problems(seed, "train")
-    return [list(itertools.islice(stream, 4)) for _ in range(count)]
 
 
 def exact_answers(

@@ -1,0 +1,36 @@
+"""What strangers wrote, quoted in messages: escaped, so that no file writes to a terminal, and cut to a screen."""
+
+from typing import Any
+
+LONGEST_VALUE, LONGEST_LINE, MOST_LINES = 80, 600, 24
+
+
+def shown(value: Any) -> str:
+    """`value` as Python writes it, on one line, cut to `LONGEST_VALUE` characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes no number of over 4,300 digits
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return printable(text, LONGEST_VALUE)
+
+
+def printable(text: object, longest: int = LONGEST_LINE) -> str:
+    """`text` on one line of at most `longest` characters, with `\\x1b` for the control character of that number."""
+    written = str(text)[: longest + 1]
+    # A lone surrogate does not print either, nor does what changes the direction of the text.
+    written = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in written)
+    return written if len(written) <= longest else f"{written[: longest - 3]}..."
+
+
+def message(text: str) -> str:
+    """An error's message with its lines made printable, and only as many of them as fit on a screen."""
+    lines = text.split("\n")
+    more = [f"  ... and {len(lines) - MOST_LINES + 1:,} more"] if len(lines) > MOST_LINES else []
+    return "\n".join([printable(line) for line in lines[: MOST_LINES - len(more)]] + more)
+
+
+class QuotingError(ValueError):
+    """An error about what strangers may have written: its message is printable and fits on a screen."""
+
+    def __init__(self, text: str):
+        super().__init__(message(text))
