@@ -91,7 +91,7 @@ class Ling3Config:
         file = pathlib.Path(path)
         file = file / "config.json" if file.is_dir() else file
         try:
-            raw = strict_json.parse(file.read_bytes(), str(file))
+            raw = strict_json.read(file)
         except OSError as error:
             raise ConfigError(str(file), [f"cannot be read ({error}); expected a checkpoint's config.json"]) from error
         except ValueError as error:

@@ -9,6 +9,11 @@ from ling3.safetensors_file import CheckpointError, SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+INDEX_BYTES = 2**25
+"""The most that an index may have: enough for 200,000 tensors."""
+MOST_FILES = 1000
+"""The most files of one checkpoint: each stays open while it is read, and many systems let a process open 1,024."""
+
 _LISTED = 12
 
 
@@ -28,6 +33,11 @@ def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
             raise CheckpointError(_nothing_to_read(directory))
     else:
         names = sorted(set(weight_map.values()))
+    if len(names) > MOST_FILES:
+        place = directory if weight_map is None else directory / INDEX
+        raise CheckpointError(
+            f"{place}: found {len(names):,} safetensors files; expected at most {MOST_FILES:,}; write it in fewer"
+        )
     problems = [problem for name in names if (problem := _misplaced(directory, name))]
     if problems:
         raise CheckpointError(complaint(directory, [("files that are absent or lie elsewhere", problems)]))
@@ -57,7 +67,7 @@ def _index(directory: pathlib.Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:
-        raw: Any = strict_json.parse(path.read_bytes(), str(path))
+        raw: Any = strict_json.read(path, INDEX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     except ValueError as error:
@@ -79,7 +89,7 @@ def _index(directory: pathlib.Path) -> dict[str, str] | None:
 def _is_plain(name: object) -> bool:
     if not isinstance(name, str) or not name.endswith(".safetensors"):
         return False
-    return not any(character in name for character in "/\\:\0") and not name.startswith(".")
+    return name.isprintable() and not any(character in name for character in "/\\:") and not name.startswith(".")
 
 
 def _misplaced(directory: pathlib.Path, name: str) -> str | None:

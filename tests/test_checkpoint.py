@@ -453,6 +453,22 @@ class TestShards:
         (directory / "model.safetensors.index.json").write_text(text)
         assert said in refusal(directory)
 
+    @pytest.mark.parametrize("name", ["\ud800.safetensors", "a\nb.safetensors", "\x1b[2J.safetensors"])
+    def test_names_that_cannot_be_printed(self, directory, name):
+        weight_map = sharded(directory)
+        message = refusal_at(directory, weight_map | {EXPERT: name})
+        assert (
+            "model.safetensors.index.json" in message
+            and f"{EXPERT}: {name!r}" in message
+            and "no plain name" in message
+        )
+        message.encode()
+
+    def test_more_files_than_a_process_may_open(self, directory):
+        sharded(directory)
+        message = refusal_at(directory, {f"x{i}": f"{i}.safetensors" for i in range(2000)})
+        assert "index.json: found 2,000 safetensors files; expected at most 1,000" in message
+
     def test_an_index_that_is_no_file(self, directory):
         (directory / "model.safetensors.index.json").mkdir()
         assert "index.json: cannot be read" in refusal(directory)
