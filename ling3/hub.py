@@ -5,6 +5,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from ling3 import replacing
+
 
 def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str]) -> pathlib.Path:
     """The local directory of the checkpoint that `path` names, downloaded first when it is only on the hub.
@@ -12,10 +14,12 @@ def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str]) -> path
     `"nano"` is always the checkpoint in the package (write `"./nano"` for a directory of that name). Otherwise an
     existing directory wins, then whatever cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a
     `pathlib.Path`) is an error without a look at the network, and the rest is a hub id, `owner/name`: only its files
-    that match `allow_patterns` are fetched, into the hub's own cache, progress on stderr.
+    that match `allow_patterns` are fetched, into the hub's own cache, progress on stderr. A `save` to the directory
+    that was killed while it moved its files is completed first, or undone.
 
     Raises FileNotFoundError when there is nothing of that name or the hub cannot be reached, NotADirectoryError when
-    `path` is a file, PermissionError when the repository is gated, ValueError when it is no possible name at all.
+    `path` is a file, PermissionError when the repository is gated, ValueError when it is no possible name at all, and
+    other OSErrors when a killed `save` can be neither completed nor undone.
     """
     name = os.fspath(path)
     if name == "nano":
@@ -26,6 +30,7 @@ def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str]) -> path
     # Unlike pathlib's, these do not raise for an unknown user or a name that is too long.
     directory = pathlib.Path(os.path.expanduser(name))  # noqa: PTH111
     if os.path.isdir(directory):  # noqa: PTH112
+        replacing.settle(directory)
         return directory
     if os.path.exists(directory):  # noqa: PTH110
         raise NotADirectoryError(f"{directory} is a file: give the directory that holds config.json and the weights")

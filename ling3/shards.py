@@ -26,7 +26,7 @@ def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
 
     Raises CheckpointError: all problems of a kind in one message.
     """
-    weight_map = _index(directory)
+    weight_map = index(directory)
     if weight_map is None:
         names = sorted(p.name for p in directory.glob("*.safetensors") if not p.name.startswith("."))
         if not names:
@@ -62,7 +62,8 @@ def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:
     return "\n".join(lines)
 
 
-def _index(directory: pathlib.Path) -> dict[str, str] | None:
+def index(directory: pathlib.Path) -> dict[str, str] | None:
+    """The file of each tensor by the directory's index, by plain names; None without one. Raises CheckpointError."""
     path = directory / INDEX
     if not path.exists():
         return None
