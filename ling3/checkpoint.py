@@ -51,8 +51,11 @@ def load(
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
     directory = hub.resolve(path, PATTERNS, revision)
+    version = _version(directory)
     config = families.read_config(directory)
     files = shards.open_all(directory)
+    if _version(directory) != version:
+        raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
     tree = structure(config)
     parts = [(leaf, tuple(leaf.weights())) for leaf in leaves(tree)]
     _account(directory, config, parts, files, wanted)
@@ -73,6 +76,15 @@ def load(
         kind = "weights that are NaN or infinite; fetch the file again, or load with check_finite=False"
         raise CheckpointError(shards.complaint(directory, [(kind, list(infinite))]))
     return jax.tree.unflatten(jax.tree.structure(tree), arrays)
+
+
+def _version(directory: pathlib.Path) -> tuple[int, int] | None:
+    """What tells a `config.json` from its successor; `save` moves the old one away first, and the new one in last."""
+    try:
+        status = (directory / "config.json").stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _account(

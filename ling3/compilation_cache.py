@@ -12,11 +12,16 @@ Whoever has told JAX already, by JAX_COMPILATION_CACHE_DIR, `jax.config` or JAX_
 and so are bounds of their own for what is kept.
 """
 
+import functools
 import pathlib
+import threading
+import time
+import zlib
 from typing import Any
 
 import filelock
 import jax
+import jax.monitoring
 
 from ling3 import user_cache
 
@@ -47,7 +52,50 @@ def switch_on() -> pathlib.Path | None:
     for name, (value, default) in BOUNDS.items():
         if _told(name) == default:
             jax.config.update(name, value)
+    _watch(directory)
     return directory
+
+
+@functools.cache
+def _watch(directory: pathlib.Path) -> None:
+    """Removes damaged entries from `directory` as JAX meets them: it would keep them, and warn in every process.
+
+    JAX records the time at which it reads an entry, and sends an event for each request, and for each program that it
+    compiled, just before it writes that. An entry that was read in between is the damaged one.
+    """
+    request = threading.local()
+
+    def listen(event: str, **kwargs: Any) -> None:
+        if _told("jax_compilation_cache_dir") != str(directory):
+            return
+        if event == "/jax/compilation_cache/compile_requests_use_cache":
+            request.time = time.time_ns()
+        elif event == "/jax/compilation_cache/cache_misses" and hasattr(request, "time"):
+            _drop_unreadable(directory, request.time)
+
+    jax.monitoring.register_event_listener(listen)
+
+
+def _drop_unreadable(directory: pathlib.Path, since: int) -> None:
+    """Removes the damaged entries that this process or another has read after `since`, in ns since the epoch."""
+    try:
+        with filelock.FileLock(directory / ".lockfile", timeout=1):
+            for used in directory.glob("*-atime"):
+                entry = used.with_name(used.name.removesuffix("-atime") + "-cache")
+                if int.from_bytes(used.read_bytes(), "little") >= since and not _is_whole(entry):
+                    entry.unlink(missing_ok=True)
+                    used.unlink(missing_ok=True)
+    except (filelock.Timeout, OSError):
+        pass
+
+
+def _is_whole(entry: pathlib.Path) -> bool:
+    """Whether its checksum is right; one that zstandard compressed has none, and counts as damaged."""
+    try:
+        zlib.decompress(entry.read_bytes())
+    except zlib.error:
+        return False
+    return True
 
 
 def _drop_halves(directory: pathlib.Path) -> None:

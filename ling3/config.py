@@ -182,7 +182,7 @@ def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
     file = pathlib.Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        return strict_json.parse(file.read_bytes(), str(file)), str(file)
+        return strict_json.read(file), str(file)
     except OSError as error:
         raise ConfigError(str(file), [f"cannot be read ({error}); expected a checkpoint's config.json"]) from error
     except ValueError as error:

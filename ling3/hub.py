@@ -5,6 +5,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from ling3 import replacing
+
 
 def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revision: str | None = None) -> pathlib.Path:
     """The local directory of the checkpoint that `path` names, downloaded first when it is only on the hub.
@@ -13,11 +15,12 @@ def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revisio
     existing directory wins, then whatever cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a
     `pathlib.Path`) is an error without a look at the network, and the rest is a hub id, `owner/name`: only its files
     that match `allow_patterns` are fetched, into the hub's own cache, progress on stderr. They are of `revision`, a
-    branch, a tag or a commit; without it, of the branch `main`.
+    branch, a tag or a commit; without it, of the branch `main`. A `save` to the directory that was killed while it
+    moved its files is completed first, or undone.
 
     Raises FileNotFoundError when there is nothing of that name or the hub cannot be reached, NotADirectoryError when
     `path` is a file, PermissionError when the repository is gated, ValueError when it is no possible name at all, and
-    for a `revision` of what is not on the hub.
+    for a `revision` of what is not on the hub; other OSErrors when a killed `save` can be neither completed nor undone.
     """
     directory = _local(path)
     if directory is None:
@@ -48,6 +51,7 @@ def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
     # Unlike pathlib's, these do not raise for an unknown user or a name that is too long.
     directory = pathlib.Path(os.path.expanduser(name))  # noqa: PTH111
     if os.path.isdir(directory):  # noqa: PTH112
+        replacing.settle(directory)
         return directory
     if os.path.exists(directory):  # noqa: PTH110
         raise NotADirectoryError(f"{directory} is a file: give the directory that holds config.json and the weights")

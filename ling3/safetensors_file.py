@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 from jaxtyping import Shaped
 
-from ling3 import strict_json
+from ling3 import regular_file, strict_json
 from ling3.quoting import QuotingError
 
 DTYPES: dict[str, np.dtype] = {
@@ -35,6 +35,9 @@ DTYPES: dict[str, np.dtype] = {
 
 FLOATS = ("F32", "BF16", "F16")
 """The types that weights may have."""
+
+HEADER_BYTES = 2**25
+"""The most that a header may have: enough for 200,000 tensors."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -77,12 +80,17 @@ class SafetensorsFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
         try:
+            regular_file.check(self.path)
             self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
             head = os.pread(self._file, 32, 0)
-            self._check(head)
             length = int.from_bytes(head[:8], "little")
-            header = self._header(os.pread(self._file, length, 8))
+            self._check(head, length)
+            header = strict_json.parse(os.pread(self._file, length, 8), f"{self.path}: header")
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error})") from error
         self.tensors: dict[str, TensorInfo] = {
@@ -111,11 +119,13 @@ class SafetensorsFile:
                 raise CheckpointError(f"{self.path}: ends within {name}; it has been cut since it was opened")
             left, offset = left[count:], offset + count
 
-    def _check(self, head: bytes) -> None:
+    def _check(self, head: bytes, length: int) -> None:
         try:
+            if length > HEADER_BYTES:
+                raise ValueError(f"its header would have {length:,} bytes; expected at most {HEADER_BYTES:,}")
             with safetensors.safe_open(self.path, framework="numpy"):
                 pass
-        except safetensors.SafetensorError as error:
+        except (ValueError, safetensors.SafetensorError) as error:
             # Only now: a safetensors file begins with its header's length, which may look like any of these.
             for magic, what in _FOREIGN.items():
                 if head.startswith(magic):
@@ -123,12 +133,6 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{self.path}: no valid safetensors file ({error}); it is damaged or incomplete: fetch it again"
             ) from error
-
-    def _header(self, text: bytes) -> dict[str, dict]:
-        try:
-            return strict_json.parse(text, f"{self.path}: header")
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
 
 
 def write(

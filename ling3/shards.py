@@ -10,6 +10,11 @@ from ling3.safetensors_file import CheckpointError, SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+INDEX_BYTES = 2**25
+"""The most that an index may have: enough for 200,000 tensors."""
+MOST_FILES = 1000
+"""The most files of one checkpoint: each stays open while it is read, and many systems let a process open 1,024."""
+
 _LISTED = 12
 
 
@@ -22,13 +27,18 @@ def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
 
     Raises CheckpointError: all problems of a kind in one message.
     """
-    weight_map = _index(directory)
+    weight_map = index(directory)
     if weight_map is None:
         names = sorted(p.name for p in directory.glob("*.safetensors") if not p.name.startswith("."))
         if not names:
             raise CheckpointError(_nothing_to_read(directory))
     else:
         names = sorted(set(weight_map.values()))
+    if len(names) > MOST_FILES:
+        place = directory if weight_map is None else directory / INDEX
+        raise CheckpointError(
+            f"{place}: found {len(names):,} safetensors files; expected at most {MOST_FILES:,}; write it in fewer"
+        )
     problems = [problem for name in names if (problem := _misplaced(directory, name))]
     if problems:
         raise CheckpointError(complaint(directory, [("files that are absent or lie elsewhere", problems)]))
@@ -56,12 +66,13 @@ def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:
     return "\n".join(lines)
 
 
-def _index(directory: pathlib.Path) -> dict[str, str] | None:
+def index(directory: pathlib.Path) -> dict[str, str] | None:
+    """The file of each tensor by the directory's index, by plain names; None without one. Raises CheckpointError."""
     path = directory / INDEX
     if not path.exists():
         return None
     try:
-        raw: Any = strict_json.parse(path.read_bytes(), str(path))
+        raw: Any = strict_json.read(path, INDEX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     except ValueError as error:

@@ -1,9 +1,19 @@
 """JSON from files that strangers wrote: no key twice, no NaN, no nesting deep enough to exhaust the stack."""
 
 import json
+import os
 from typing import Any
 
+from ling3 import regular_file
 from ling3.quoting import shown
+
+CONFIG_BYTES = 2**22
+"""The most that a configuration or settings file may have; published ones have at most a few hundred thousand."""
+
+
+def read(path: str | os.PathLike[str], largest: int = CONFIG_BYTES) -> Any:
+    """The value in a JSON file of at most `largest` bytes. Raises what `regular_file.read` and `parse` do."""
+    return parse(regular_file.read(path, largest), str(path))
 
 
 def parse(text: str | bytes, source: str) -> Any:

@@ -8,8 +8,8 @@ from typing import Any, Literal, overload
 
 import tokenizers
 
-from ling3 import hub, strict_json
-from ling3.chat_template import ChatTemplate
+from ling3 import hub, regular_file, strict_json
+from ling3.chat_template import LONGEST_TEMPLATE, ChatTemplate
 from ling3.quoting import shown
 from ling3.streaming import StreamDecoder
 from ling3.tokenizer_file import Reported, TokenizerError, read
@@ -22,6 +22,8 @@ VOCABULARY, SETTINGS, MODEL, GENERATION = (
 )
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 PATTERNS = (VOCABULARY, SETTINGS, MODEL, GENERATION, *TEMPLATES)
+
+"""The most that `tokenizer.json` may have; the largest published ones have a quarter of it."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -154,7 +156,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = strict_json.parse(path.read_bytes(), str(path))
+        value = strict_json.read(path)
     except ValueError as error:
         raise TokenizerError(str(error)) from error
     if not isinstance(value, dict):
@@ -208,9 +210,13 @@ def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> Chat
     jinja, legacy = (directory / name for name in TEMPLATES)
     if jinja.exists():
         try:
-            return ChatTemplate(jinja.read_text(encoding="utf-8"), str(jinja))
+            # UTF-8 has at most four bytes for a character.
+            source = regular_file.read(jinja, 4 * LONGEST_TEMPLATE).decode("utf-8")
         except UnicodeDecodeError as error:
             raise TokenizerError(f"{jinja}: not UTF-8 ({error})") from error
+        except ValueError as error:
+            raise TokenizerError(str(error)) from error
+        return ChatTemplate(source, str(jinja))
     path, value = directory / SETTINGS, settings.get("chat_template")
     if value is None:
         path, value = legacy, _read(legacy).get("chat_template")

@@ -14,7 +14,7 @@ from typing import Any, no_type_check
 
 import tokenizers
 
-from ling3 import strict_json
+from ling3 import regular_file, strict_json
 from ling3.quoting import QuotingError, printable, shown
 
 LARGEST_FILE = 2**27
@@ -61,14 +61,12 @@ class Reported:
 
 def read(path: pathlib.Path) -> tokenizers.Tokenizer:
     """The tokenizer in a file. Raises FileNotFoundError, and TokenizerError if it is damaged or out of bounds."""
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(
             f"{path} is missing: a checkpoint's tokenizer is its {path.name} (the Hugging Face fast format)"
         )
-    if (size := path.stat().st_size) > LARGEST_FILE:
-        raise TokenizerError(f"{path}: {size:,} bytes long, expected at most {LARGEST_FILE:,}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_file.read(path, LARGEST_FILE).decode("utf-8")
         _check(strict_json.parse(text, str(path)))
     except (ValueError, RecursionError) as error:
         reason = str(error).removeprefix(f"{path}: ")

@@ -162,7 +162,7 @@ scores = show("layers.1.mlp: router scores", moe.gate.scores(normed[0]))
 chosen, weights = moe.gate(normed[0])
 show("layers.1.mlp: chosen experts", chosen)
 show("layers.1.mlp: their weights", weights)
-x = show("layers.1: after the experts", h + moe(normed))
+x = show("layers.1: after the experts", h + moe(normed, span))
 
 # %% [markdown]
 # Layers 2 and 3 are like 0 and 1 (both with experts). A last norm and one more matrix turn the stream into a score for

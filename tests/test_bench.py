@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 import math
+import shutil
 
 import jax
 import numpy as np

@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from published_configs import TINY
 from random_checkpoint import FLASH_LIKE, TINY_LIKE, draw, to_bfloat16, write
 
 import ling3
-from ling3 import checkpoint, copying, safetensors_file
+from ling3 import checkpoint, copying, safetensors_file, shards
 from ling3.checkpoint import CheckpointError, load, save, weight_names
 from ling3.config import ConfigError, Ling3Config
 
@@ -78,6 +79,10 @@ def stored_in(directory: Path) -> dict[str, np.ndarray]:
 
 def arrays_of(model: ling3.Ling3ForCausalLM) -> dict[str, np.ndarray]:
     return {leaf.path: np.asarray(leaf.value) for leaf in checkpoint.leaves(model)}
+
+
+def negated(model: ling3.Ling3ForCausalLM) -> ling3.Ling3ForCausalLM:
+    return eqx.tree_at(lambda m: m.lm_head.weight, model, replace_fn=lambda w: -w)
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -455,6 +460,22 @@ class TestShards:
         (directory / "model.safetensors.index.json").write_text(text)
         assert said in refusal(directory)
 
+    @pytest.mark.parametrize("name", ["\ud800.safetensors", "a\nb.safetensors", "\x1b[2J.safetensors"])
+    def test_names_that_cannot_be_printed(self, directory, name):
+        weight_map = sharded(directory)
+        message = refusal_at(directory, weight_map | {EXPERT: name})
+        assert (
+            "model.safetensors.index.json" in message
+            and f"{EXPERT}: {name!r}" in message
+            and "no plain name" in message
+        )
+        message.encode()
+
+    def test_more_files_than_a_process_may_open(self, directory):
+        sharded(directory)
+        message = refusal_at(directory, {f"x{i}": f"{i}.safetensors" for i in range(2000)})
+        assert "index.json: found 2,000 safetensors files; expected at most 1,000" in message
+
     def test_an_index_that_is_no_file(self, directory):
         (directory / "model.safetensors.index.json").mkdir()
         assert "index.json: cannot be read" in refusal(directory)
@@ -560,43 +581,209 @@ class TestSave:
         assert (tmp_path / "diary" / "page").exists()
 
     def test_replacing_a_checkpoint_even_the_one_it_came_from(self, directory, tmp_path):
-        (directory / "stale.safetensors.bak").touch()
-        model = eqx.tree_at(lambda m: m.lm_head.weight, load(directory), replace_fn=lambda w: -w)
+        model = negated(load(directory))
         save(model, directory, overwrite=True)
         assert_same(arrays_of(load(directory)), arrays_of(model))
         assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
         assert sorted(p.name for p in directory.iterdir()) == ["config.json", "model.safetensors"]
 
+    def test_what_is_no_part_of_the_checkpoint_stays(self, directory, monkeypatch):
+        """In the working directory, too, which keeps its place."""
+        others = ("notes.txt", ".git/HEAD", "model.safetensors.bak", "lora.safetensors", "tokenizer.json")
+        for name in others:
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(name)
+        weight_map = sharded(directory)
+        model = negated(load(directory))
+        monkeypatch.chdir(directory)
+        inode = directory.stat().st_ino
+        save(model, ".", overwrite=True)
+        assert directory.stat().st_ino == inode and Path.cwd() == directory
+        assert all((directory / name).read_text() == name for name in others)
+        assert not any((directory / name).exists() for name in weight_map.values())
+        assert_same(arrays_of(load(directory)), arrays_of(model))
+        assert not list(directory.glob(".ling3*"))
+
+    def test_from_shards_to_one_file_and_back(self, directory):
+        model = load(directory)
+        save(model, directory, max_shard_bytes=50_000, overwrite=True)
+        assert not (directory / "model.safetensors").exists()
+        save(negated(model), directory, max_shard_bytes=100_000, overwrite=True)
+        assert_same(arrays_of(load(directory)), arrays_of(negated(model)))
+        save(model, directory, overwrite=True)
+        assert sorted(p.name for p in directory.iterdir()) == ["config.json", "model.safetensors"]
+
+    def test_a_tokenizer_is_replaced_whole(self, directory, tmp_path):
+        model = load(directory)
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "tokenizer.json").write_text("new")
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            (directory / name).write_text("old")
+        save(model, directory, overwrite=True)
+        assert (directory / "chat_template.jinja").read_text() == (directory / "tokenizer.json").read_text() == "old"
+        save(model, directory, overwrite=True, tokenizer_from=tmp_path / "other")
+        assert (directory / "tokenizer.json").read_text() == "new" and not (directory / "chat_template.jinja").exists()
+        save(model, directory, overwrite=True, tokenizer_from=directory)
+        assert (directory / "tokenizer.json").read_text() == "new"
+
+    def test_another_programs_configuration(self, directory, tmp_path):
+        model = load(directory)
+        (tmp_path / "app").mkdir()
+        (tmp_path / "app" / "config.json").write_text('{"port": 8080}')
+        with pytest.raises(CheckpointError, match=r"app: holds no checkpoint of a Ling-3(.|\n)*architectures: absent"):
+            save(model, tmp_path / "app", overwrite=True)
+        assert (tmp_path / "app" / "config.json").read_text() == '{"port": 8080}'
+
+    def test_a_directory_by_the_name_of_weights(self, directory):
+        model = load(directory)
+        sharded(directory)
+        (directory / "model-00001-of-00002.safetensors").mkdir()
+        with pytest.raises(CheckpointError, match=r"found model-00001-of-00002\.safetensors, which is no file"):
+            save(model, directory, overwrite=True)
+
     @pytest.mark.parametrize("overwrite", [True, False])
-    def test_a_failure_leaves_nothing_behind(self, directory, tmp_path, monkeypatch, overwrite):
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EBUSY])
+    def test_a_failure_leaves_nothing_behind(self, directory, tmp_path, monkeypatch, overwrite, number):
         model = load(directory)
         target = directory if overwrite else tmp_path / "out"
         real = safetensors_file.write
 
         def fail(path, tensors, read):
             real(path, tensors, read)
-            raise OSError("disk full")
+            raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(safetensors_file, "write", fail)
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(OSError, match=r"a checkpoint of [\d,]+ bytes could not be saved there") as caught:
             save(model, target, overwrite=overwrite)
+        assert caught.value.errno == number
+        assert os.strerror(number) in str(caught.value) and str(target) in str(caught.value)
+        assert ("make room on the disk" in str(caught.value)) == (number == errno.ENOSPC)
         assert sorted(tmp_path.rglob("*")) == before
 
-    def test_a_failed_replacement_puts_the_old_one_back(self, directory, tmp_path, monkeypatch):
-        model = load(directory)
+    @pytest.mark.parametrize("failing", ["x/config.json", "x/model.safetensors", "new", "ready/config.json", "old"])
+    def test_a_failed_replacement_puts_the_old_one_back(self, directory, tmp_path, monkeypatch, failing):
+        """Whichever of its moves fails."""
+        model = negated(load(directory))
         rename = Path.rename
 
         def fail(path, target):
-            if path.name.endswith(".partial"):
-                raise OSError("no rename today")
+            if str(path).endswith(f"/{failing}"):
+                raise OSError(errno.EBUSY, "busy")
             return rename(path, target)
 
         monkeypatch.setattr(Path, "rename", fail)
-        with pytest.raises(OSError, match="no rename today"):
+        with pytest.raises(OSError, match=r"nothing was replaced .*busy"):
             save(model, directory, overwrite=True)
         assert_same(stored_in(directory), STORED)
+        assert Ling3Config.from_file(directory) == CONFIG
         assert [p.name for p in tmp_path.iterdir()] == ["x"]
+        assert sorted(p.name for p in directory.iterdir()) == ["config.json", "model.safetensors"]
+
+    def test_killed_at_any_moment_it_is_the_old_or_the_new_one(self, directory, tmp_path, monkeypatch):
+        """The directory is copied after each step, and the copy loaded as the next process would find it."""
+        old = load(directory)
+        write(tmp_path / "y", dataclasses.replace(CONFIG, rope_theta=5.0), STORED)
+        new = negated(load(tmp_path / "y"))
+        copies = []
+
+        def then_copied(step):
+            def stepped(path, *args, **kwargs):
+                step(path, *args, **kwargs)
+                copies.append(tmp_path / f"copy-{len(copies)}")
+                shutil.copytree(directory, copies[-1])
+
+            return stepped
+
+        with monkeypatch.context() as patch:
+            for name in ("rename", "rmdir"):
+                patch.setattr(Path, name, then_copied(getattr(Path, name)))
+            save(new, directory, overwrite=True, max_shard_bytes=200_000)
+        kinds = []
+        for copy in copies:
+            whole = (copy / "config.json").exists()
+            found = load(copy)
+            kinds.append((is_new := found.config.rope_theta == 5.0, whole))
+            assert_same(arrays_of(found), arrays_of(new if is_new else old))
+            left = {p.name for p in copy.iterdir()} - {".ling3.partial"}
+            assert left == ({p.name for p in directory.iterdir()} if is_new else {"config.json", "model.safetensors"})
+            save(old, copy, overwrite=True)
+            assert sorted(p.name for p in copy.iterdir()) == ["config.json", "model.safetensors"]
+        assert len(kinds) > 5
+        assert list(dict.fromkeys(kinds)) == [(False, False), (True, False), (True, True)]
+
+    def test_what_a_killed_process_left_is_removed(self, directory, tmp_path):
+        model = load(directory)
+        for work in (tmp_path / ".out.ling3.partial", directory / ".ling3.partial"):
+            (work / "new").mkdir(parents=True)
+            (work / "new" / "half.safetensors").write_bytes(bytes(10))
+            (work / "lock").touch()
+        save(model, tmp_path / "out")
+        save(model, directory, overwrite=True)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "x"]
+        assert sorted(p.name for p in directory.iterdir()) == ["config.json", "model.safetensors"]
+
+    @pytest.mark.parametrize("overwrite", [True, False])
+    def test_two_at_once(self, directory, tmp_path, monkeypatch, overwrite):
+        """The first wins, and the second says so."""
+        model = load(directory)
+        target = directory if overwrite else tmp_path / "out"
+        real = safetensors_file.write
+
+        def second(path, tensors, read):
+            monkeypatch.setattr(safetensors_file, "write", real)
+            with pytest.raises(CheckpointError, match="another process is saving there"):
+                save(negated(model), target, overwrite=overwrite)
+            real(path, tensors, read)
+
+        monkeypatch.setattr(safetensors_file, "write", second)
+        save(model, target, overwrite=overwrite)
+        assert_same(stored_in(target), STORED)
+        assert sorted(p.name for p in target.iterdir()) == ["config.json", "model.safetensors"]
+
+    def test_a_link_where_a_save_would_write(self, directory, tmp_path):
+        """In a stranger's checkpoint it may lead anywhere."""
+        for name in ("ready", "old"):
+            (tmp_path / "precious" / name).mkdir(parents=True)
+            (tmp_path / "precious" / name / "page").touch()
+        before = sorted((tmp_path / "precious").rglob("*"))
+        (directory / ".ling3.partial").symlink_to(tmp_path / "precious")
+        model = load(directory)
+        with pytest.raises(FileExistsError, match="is a link"):
+            save(model, directory, overwrite=True)
+        (directory / ".ling3.partial").unlink()
+        (directory / ".ling3.partial").mkdir()
+        for name in ("ready", "old"):
+            (directory / ".ling3.partial" / name).symlink_to(tmp_path / "precious" / name)
+        load(directory)
+        assert sorted((tmp_path / "precious").rglob("*")) == before
+
+    def test_replaced_while_it_is_loaded(self, directory, monkeypatch):
+        model = load(directory)
+        real = shards.open_all
+
+        def replaced(path):
+            save(negated(model), directory, overwrite=True)
+            return real(path)
+
+        monkeypatch.setattr(shards, "open_all", replaced)
+        assert "was replaced while it was being loaded; load it again" in refusal(directory)
+
+    @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+    def test_numbers_that_are_not_finite(self, directory, tmp_path, value):
+        model = load(directory)
+        model = eqx.tree_at(lambda m: m.lm_head.weight, model, replace_fn=lambda w: w.at[3, 1].set(value))
+        model = eqx.tree_at(
+            lambda m: m.model.layers[2].mlp.experts.up_proj, model, replace_fn=lambda w: w.at[5, 0, 0].set(value)
+        )
+        with pytest.raises(
+            CheckpointError, match="NaN or infinite; mend them, or save with check_finite=False"
+        ) as caught:
+            save(model, tmp_path / "deep" / "out")
+        assert sorted(str(caught.value).splitlines()[2:]) == sorted(["    lm_head.weight", f"    {EXPERT}"])
+        assert not (tmp_path / "deep").exists()
+        save(model, tmp_path / "out", check_finite=False)
+        assert EXPERT in refusal(tmp_path / "out")
 
     def test_shards_of_no_size(self, directory, tmp_path):
         with pytest.raises(ValueError, match="max_shard_bytes: found 0; expected at least 1"):

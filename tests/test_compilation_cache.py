@@ -31,6 +31,32 @@ def triple(x):
 
 assert triple(2) == 6
 """
+DAMAGED = """
+import pathlib, warnings
+import jax
+from ling3 import compilation_cache
+directory = compilation_cache.switch_on()
+
+@jax.jit
+def triple(x):
+    return 3 * x
+
+def warned():
+    jax.clear_caches()  # as in a new process
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert triple(2) == 6
+    return [str(warning.message) for warning in caught]
+
+assert warned() == []
+entries = {path: path.read_bytes() for path in directory.glob("*-cache")}
+for damage in (lambda whole: b"", lambda whole: whole[:-20], lambda whole: b"x" * len(whole)):
+    for path, whole in entries.items():
+        path.write_bytes(damage(whole))
+    assert any("Error reading" in text for text in warned())
+    assert warned() == []
+    assert {path for path in directory.glob("*-cache")} == set(entries)
+"""
 
 
 @pytest.fixture
@@ -85,6 +111,13 @@ def test_a_process_that_was_killed_as_it_wrote_costs_the_next_nothing(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     kept = {path.name for path in programs.glob("jit*")}
     assert "jit_half-0123-cache" not in kept and any(name.startswith("jit_triple") for name in kept)
+
+
+def test_a_damaged_entry_is_replaced(tmp_path):
+    """JAX by itself warns of it in every later process, and compiles again."""
+    command = [sys.executable, "-c", DAMAGED]
+    done = subprocess.run(command, env=environment(tmp_path / "programs"), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_bounds_of_ones_own_are_kept(untold, monkeypatch, tmp_path):

@@ -15,7 +15,9 @@ ROOT = pathlib.Path(ling3.__file__).parent
 # A module may import what stands in an earlier row, or beside it in its own row.
 FLOORS = (
     {"user_cache", "compilation_cache", "native"},
-    {"checks", "version", "quoting", "strict_json", "progress", "hub", "interrupts", "outputs", "params"},
+    {"checks", "version", "quoting", "regular_file", "strict_json", "progress", "interrupts", "outputs", "params"},
+    {"replacing"},
+    {"hub"},
     {"ops", "recorder"},
     {"execution"},
     {"cache"},

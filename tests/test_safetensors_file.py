@@ -185,6 +185,12 @@ def test_a_missing_file_and_a_directory(tmp_path):
     assert "cannot be read" in refusal(tmp_path)
 
 
+def test_a_header_that_is_too_large(tmp_path, monkeypatch):
+    path = raw_file(tmp_path / "x.safetensors", {"a": entry("F32", [2], 0, 8)}, bytes(8))
+    monkeypatch.setattr(safetensors_file, "HEADER_BYTES", 40)
+    assert "its header would have" in refusal(path)
+
+
 def test_fp8_is_listed_with_its_name(tmp_path):
     path = raw_file(tmp_path / "x.safetensors", {"a": entry("F8_E4M3", [4], 0, 4)}, bytes(4))
     assert SafetensorsFile(path).tensors["a"].dtype == "F8_E4M3"
