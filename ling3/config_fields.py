@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ling3 import params
+
 
 class ConfigError(ValueError):
     """No Ling-3 that this code computes: every field at fault, what it held, what was expected, what to do."""
@@ -61,7 +63,9 @@ class Field:
 
     def _number(self, value: object) -> bool:
         wanted = int if self.kind.startswith("int") else float
-        if isinstance(value, bool) or not isinstance(value, wanted) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            return False
+        if isinstance(value, float) and not math.isfinite(value):
             return False
         return self.low < value < self.high if self.exclusive else self.low <= value <= self.high
 
@@ -279,8 +283,7 @@ def found(value: object) -> str:
 
 def shown(value: object) -> str:
     """`value` for an error message, cut to a readable length."""
-    text = repr(list(value)) if isinstance(value, tuple) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return params.shown(list(value) if isinstance(value, tuple) else value)
 
 
 def _advice(name: str, value: object) -> str:

@@ -187,7 +187,7 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python prints no number of so many digits
-        text = f"a number of {value.bit_length()} bits"
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else "values too long to print"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
