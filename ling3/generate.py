@@ -61,9 +61,10 @@ def generate(
         ignore_eos=ignore_eos,
     )
     stops = params.check(config.vocab_size, config.eos_token_id)
-    ids = [check_prompt(prompt, config.vocab_size, f"prompt {i}") for i, prompt in enumerate(prompts)]
-    for i, prompt in enumerate(ids):
+    ids = []
+    for i, prompt in enumerate(prompts):
         check_room(prompt, params.max_tokens, config.max_position_embeddings, f"prompt {i}")
+        ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
     return _run(model, ids, params, stops) if ids else []
 
 

@@ -92,6 +92,18 @@ def test_a_hopeless_request_is_refused_and_leaves_no_trace(busy, monkeypatch, pr
     assert busy.stats() == before
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_a_look_at_its_ids(busy):
+    """A billion of them, none of which is an id."""
+    endless = range(-(10**9), 0)
+    for ask in (busy.submit, busy.stream, lambda prompt: busy.generate([prompt])):
+        with pytest.raises(ValueError, match="1000000128 together, but there is room for 256"):
+            ask(endless)
+    with pytest.raises(ValueError, match="prompt 0 has 1000000000 tokens"):
+        ling3.generate(model(), [endless])
+    with pytest.raises(ValueError, match="prompt, token 1 is -1"):  # what would be cut off is checked too
+        busy.submit([3, -1] + [3] * 300, SHORT, truncate="prompt")
+
+
 @pytest.mark.parametrize("prompts", [{"role": "user", "content": "x"}, b"ab", {3, 4}])
 def test_what_is_no_list_of_prompts_is_refused(busy, prompts):
     with pytest.raises(ValueError, match=r"prompts are .*, expected a list; a chat is a list of messages"):
