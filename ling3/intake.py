@@ -9,6 +9,15 @@ from ling3.request import Request, Run, draw_seed
 from ling3.streaming import StopStrings
 from ling3.tokenizer import Tokenizer
 
+MAX_SLOTS = 2**16
+"""The most slots of an engine, and the most rows of its decode call."""
+MAX_PAGES = 2**26
+"""The most pages: each takes some memory of the host's too."""
+MAX_TOKENS = 2**17
+"""The most tokens of a page, and of a prefill call."""
+MAX_PADDINGS = 64
+"""The most widths of a prefill call: each is a program to compile."""
+
 Truncate = Literal["prompt", "output"] | None
 """What gives way where prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
 
@@ -94,7 +103,7 @@ def listed(prompts: Any) -> list[Any]:
 def check_settings(**settings: tuple[Any, int, int | None]) -> None:
     """ValueError for each (value, least, most) that is no whole number between them."""
     problems = [
-        f"{name} is {value!r:.40}, expected a whole number in [{low}, {'∞' if high is None else high}]"
+        f"{name} is {shown(value)}, expected a whole number in [{low}, {'∞' if high is None else high}]"
         for name, (value, low, high) in settings.items()
         if not (is_whole(value) and low <= value and (high is None or value <= high))
     ]
