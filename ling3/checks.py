@@ -19,8 +19,8 @@ CONF = beartype.BeartypeConf(is_pep484_tower=True)
 WRITTEN = beartype.beartype(conf=CONF)
 
 
-class WrongTypeError(jaxtyping.TypeCheckError, jaxtyping.AnnotationError):
-    """A `jaxtyping.TypeCheckError` in one line: which argument, what was found, what was expected.
+class TypeCheckError(jaxtyping.TypeCheckError, jaxtyping.AnnotationError):
+    """jaxtyping's in one line: which argument, what was found, what was expected.
 
     jaxtyping adds a print of every argument, the whole model among them, to any error but an AnnotationError.
     """
@@ -41,7 +41,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return check(*args, **kwargs)
         except beartype.roar.BeartypeCallHintViolation as error:
-            raise WrongTypeError(_problem(error, function, args, kwargs)) from None
+            raise TypeCheckError(_problem(error, function, args, kwargs)) from None
 
     return call
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from ling3 import compilation_cache
+from ling3.entry_checks import refuse_fork
 from ling3.model import Ling3ForCausalLM
 from ling3.ops.attention import BLOCK
 from ling3.params import SamplingParams, check_prompt, check_room
@@ -48,6 +49,7 @@ def generate(
     Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context, before any work;
     FloatingPointError if the model's logits are not numbers.
     """
+    refuse_fork()
     compilation_cache.switch_on()
     config = model.config
     params = SamplingParams(

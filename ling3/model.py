@@ -7,6 +7,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32, PRNGKeyArray
 
 from ling3.cache import Cache, KDAState, LatentCache, Span
 from ling3.config import Ling3Config
+from ling3.entry_checks import checks_ids, refuse_fork
 from ling3.layers.kda import KDA
 from ling3.layers.linear import Embedding, Linear
 from ling3.layers.mla import MLA
@@ -113,13 +114,15 @@ class Ling3ForCausalLM(eqx.Module):
     lm_head: Linear  # [vocab, hidden]
     config: Ling3Config = eqx.field(static=True)
 
+    @checks_ids
     @eqx.filter_jit
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float32[Array, "batch seq vocab"]:
         """The logits after each token of each sequence, from position 0 on. Compiled once per shape.
 
         Differentiable in reverse mode (the experts' fast form has no forward mode).
 
-        Ids must lie in [0, vocab): this is not checked here, and JAX would read another row. ValueError for no tokens.
+        ValueError for no tokens, and for ids outside [0, vocab). Inside `jax.jit` and other transformations these are
+        not checked, and JAX reads another row.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):
@@ -133,6 +136,7 @@ class Ling3ForCausalLM(eqx.Module):
 
         Latents and conv tails have `dtype` (that of the weights without it), KDA's recurrent states float32.
         """
+        refuse_fork()
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch is {batch} and max_length {max_length}, expected at least 1 of each")
         dtype = self.model.word_embeddings.weight.dtype if dtype is None else dtype
@@ -144,6 +148,7 @@ class Ling3ForCausalLM(eqx.Module):
         )
         return Cache(tuple(states), jnp.zeros(batch, jnp.int32))
 
+    @checks_ids
     @eqx.filter_jit
     def step(
         self,
@@ -158,7 +163,7 @@ class Ling3ForCausalLM(eqx.Module):
         Row b brings `lengths[b]` tokens (all `seq` without `lengths`, 0 leaves the row untouched) and right padding
         after them, whose logits mean nothing. `last=True` computes the logits after each row's last token alone
         (`out` = 1) and not of all (`out` = seq). A row that the cache has no room for gets NaN logits, and so does one
-        whose length is not in [0, seq]. ValueError for no tokens at all.
+        whose length is not in [0, seq]. ValueError for no tokens at all, and for ids as in `__call__`.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 
 from ling3 import checkpoint, compilation_cache
+from ling3.entry_checks import refuse_fork
 from ling3.guard import Guard
 from ling3.intake import (
     MAX_PADDINGS,
@@ -80,6 +81,7 @@ class Engine:
         decode_steps: int = 8,
         batch_invariant: bool = True,
     ):
+        refuse_fork()
         compilation_cache.switch_on()
         config = model.config
         if tokenizer is not None:
@@ -394,6 +396,7 @@ class Engine:
 
     def _request(self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str) -> Request:
         """The checked request, not yet in the queue."""
+        refuse_fork()
         return self._intake.request(next(self._ids), prompt, params, truncate, name)
 
     def _enqueued(self, request: Request) -> bool:

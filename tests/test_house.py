@@ -18,7 +18,7 @@ ROOT = pathlib.Path(ling3.__file__).parent
 # A module may import what stands in an earlier row, or beside it in its own row.
 FLOORS = (
     {"user_cache", "compilation_cache", "native"},
-    {"checks", "version", "strict_json", "progress", "hub", "interrupts", "outputs", "params"},
+    {"checks", "entry_checks", "version", "strict_json", "progress", "hub", "interrupts", "outputs", "params"},
     {"config", "config_fields", "config_reader"},
     {"cache", "ops"},
     {"layers"},
