@@ -34,7 +34,6 @@ def test_ids_under_tracing_are_not_checked():
     model, wrong = open_model(TINY), IDS.at[0, 0].set(-1)
     for entry in ENTRIES.values():
         assert jax.eval_shape(entry, model, wrong).shape == (2, 3, 96)
-    np.testing.assert_allclose(jax.jit(lambda m, ids: m(ids))(model, IDS), model(IDS), atol=1e-5)
     assert jax.eval_shape(jax.vmap(model), wrong[:, None]).shape == (2, 1, 3, 96)
     cache = model.init_cache(2, 8)
     assert eqx.filter_eval_shape(eqx.filter_jit(model.step), wrong, cache)[0].shape == (2, 3, 96)
