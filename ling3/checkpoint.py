@@ -12,6 +12,7 @@ from jaxtyping import DTypeLike
 
 from ling3 import families, hub, shards
 from ling3.copying import Copier, Copy
+from ling3.entry_checks import refuse_fork
 from ling3.export import save
 from ling3.model import Ling3ForCausalLM
 from ling3.progress import progress
@@ -47,6 +48,7 @@ def load(
     Raises CheckpointError for files that are damaged or do not fit, ConfigError for a configuration that is no Ling-3,
     and `hub.resolve`'s errors where there is no checkpoint.
     """
+    refuse_fork()
     wanted = None if dtype is None else np.dtype(dtype)
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")

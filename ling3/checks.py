@@ -1,12 +1,29 @@
 """The type checker of every function in the package: beartype, at work from a function's first call on."""
 
-from collections.abc import Callable
+import contextlib
+import inspect
+import io
+import re
+import reprlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import beartype
+import beartype.door
+import beartype.roar
+import equinox as eqx
+import jaxtyping
 
 # An int is a fine float.
-WRITTEN = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
+CONF = beartype.BeartypeConf(is_pep484_tower=True)
+WRITTEN = beartype.beartype(conf=CONF)
+
+
+class TypeCheckError(jaxtyping.TypeCheckError, jaxtyping.AnnotationError):
+    """jaxtyping's in one line: which argument, what was found, what was expected.
+
+    jaxtyping adds a print of every argument, the whole model among them, to any error but an AnnotationError.
+    """
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,6 +38,61 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal check
         if check is None:
             check = WRITTEN(function)
-        return check(*args, **kwargs)
+        try:
+            return check(*args, **kwargs)
+        except beartype.roar.BeartypeCallHintViolation as error:
+            raise TypeCheckError(_problem(error, function, args, kwargs)) from None
 
     return call
+
+
+def _problem(error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What is wrong with a call. `function` is jaxtyping's stand-in, which returns what the true one has returned."""
+    signature = inspect.signature(function)
+    bound = signature.bind(*args, **kwargs)
+    where = f"{function.__module__}.{function.__qualname__}"
+    if isinstance(error, beartype.roar.BeartypeCallHintReturnViolation):
+        values = iter([("the result", function(*args, **kwargs), signature.return_annotation)])
+    else:
+        values = _arguments(signature, bound)
+    for what, value, hint in values:
+        if not beartype.door.is_bearable(value, hint, conf=CONF):
+            return f"{where}: {what} is {_shown(value)}; expected {_expected(hint, bound.arguments)}"
+    return f"{where}: {error}"  # of a list, beartype looks at one item, and each time at another
+
+
+def _arguments(signature: inspect.Signature, bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, Any]]:
+    """What to call each argument, its value and its type."""
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if parameter.annotation is inspect.Parameter.empty:
+            continue
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            several = [(f"argument '*{name}[{i}]'", item) for i, item in enumerate(value)]
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            several = [(f"argument '{key}'", item) for key, item in value.items()]
+        else:
+            several = [(f"argument '{name}'", value)]
+        yield from ((what, item, parameter.annotation) for what, item in several)
+
+
+def _shown(value: Any) -> str:
+    """An array as `f32[2,3]`, a module by its name, anything else cut to a readable length."""
+    if isinstance(value, eqx.Module):
+        return type(value).__name__
+    return eqx.tree_pformat(value) if hasattr(value, "dtype") else reprlib.repr(value)
+
+
+def _expected(hint: Any, arguments: dict[str, Any]) -> str:
+    """The type as it is written, with the sizes of those of its axes that are known."""
+    text = hint.__name__ if isinstance(hint, type) else str(hint)
+    text = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text)  # no names of modules
+    sizes = {field: f"{{{field}}}".format(**arguments) for field in re.findall(r"{([\w.\[\]]+)", text)}
+    with contextlib.redirect_stdout(io.StringIO()) as bindings:
+        jaxtyping.print_bindings()
+    for line in bindings.getvalue().splitlines():
+        axis, _, size = line.partition("=")
+        if re.search(rf"\b{axis}\b", text) and size:
+            sizes[axis] = size
+    known = ", ".join(f"{axis} = {size}" for axis, size in sizes.items())
+    return f"{text}, where {known}" if known else text

@@ -63,7 +63,9 @@ class Field:
 
     def _number(self, value: object) -> bool:
         wanted = int if self.kind.startswith("int") else float
-        if isinstance(value, bool) or not isinstance(value, wanted) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            return False
+        if isinstance(value, float) and not math.isfinite(value):
             return False
         return self.low < value < self.high if self.exclusive else self.low <= value <= self.high
 

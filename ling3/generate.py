@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from ling3 import compilation_cache
+from ling3.entry_checks import refuse_fork
 from ling3.execution import Execution
 from ling3.model import Ling3ForCausalLM
 from ling3.ops.attention import BLOCK
@@ -51,6 +52,7 @@ def generate(
     Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context, before any work;
     FloatingPointError if the model's logits are not numbers.
     """
+    refuse_fork()
     compilation_cache.switch_on()
     config = model.config
     params = SamplingParams(
@@ -64,9 +66,10 @@ def generate(
         ignore_eos=ignore_eos,
     )
     stops = params.check(config.vocab_size, config.eos_token_id)
-    ids = [check_prompt(prompt, config.vocab_size, f"prompt {i}") for i, prompt in enumerate(prompts)]
-    for i, prompt in enumerate(ids):
+    ids = []
+    for i, prompt in enumerate(prompts):
         check_room(prompt, params.max_tokens, config.max_position_embeddings, f"prompt {i}")
+        ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
     return _run(model, ids, params, stops, execution or Execution.default()) if ids else []
 
 

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from ling3.entry_checks import refuse_fork
 from ling3.interrupts import Interrupt, held_back
 from ling3.outputs import Delta
 from ling3.request import Request
@@ -29,6 +30,7 @@ class Guard:
     @contextlib.contextmanager
     def moving(self) -> Iterator[Interrupt]:
         """Held by the one thread that moves the loop."""
+        refuse_fork()
         if self._calling == threading.get_ident():
             raise RuntimeError(
                 "a callback for deltas cannot move the loop that called it: submit there, and the loop will come to it"
@@ -39,6 +41,7 @@ class Guard:
     @contextlib.contextmanager
     def books(self) -> Iterator[None]:
         """Held by the one thread that looks at the books or changes them."""
+        refuse_fork()
         with held_back():
             with self._lock:
                 self._changing += 1

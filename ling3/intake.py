@@ -4,11 +4,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
-from ling3.params import SamplingParams, check_prompt, check_room, is_whole
+from ling3.params import SamplingParams, check_length, check_prompt, check_room, is_whole
 from ling3.quoting import shown
 from ling3.request import Request, Run, draw_seed
 from ling3.streaming import StopStrings
 from ling3.tokenizer import Tokenizer
+
+MAX_SLOTS = 2**16
+"""The most slots of an engine, and the most rows of its decode call."""
+MAX_PAGES = 2**26
+"""The most pages: each takes some memory of the host's too."""
+MAX_TOKENS = 2**17
+"""The most tokens of a page, and of a prefill call."""
+MAX_PADDINGS = 64
+"""The most widths of a prefill call: each is a program to compile."""
 
 Truncate = Literal["prompt", "output"] | None
 """What gives way where prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
@@ -38,8 +47,10 @@ class Intake:
         ends = params.check(self.vocab, self.ends)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: strings need a tokenizer, and this engine has none; use stop_token_ids")
-        ids = check_prompt(self._encoded(prompt, name), self.vocab, name)
-        ids, params = self._fitted(ids, params, truncate, name)
+        encoded = self._encoded(prompt, name)
+        # The length first: it is known at once, and a look at every id of a long prompt takes a while.
+        places, params = self._fitted(range(check_length(encoded, name)), params, truncate, name)
+        ids = check_prompt(encoded, self.vocab, name)[places.start :]
         seed = draw_seed() if params.seed is None else params.seed
         request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
         for index in range(params.n):
@@ -62,23 +73,23 @@ class Intake:
             raise ValueError(f"{name}: {error}") from error
 
     def _fitted(
-        self, ids: list[int], params: SamplingParams, truncate: Truncate, name: str
-    ) -> tuple[list[int], SamplingParams]:
-        """Prompt and params, one of them cut where they do not fit and `truncate` says which."""
-        if truncate == "output" and len(ids) < self.room:
-            most = min(params.max_tokens, self.room - len(ids))
+        self, places: range, params: SamplingParams, truncate: Truncate, name: str
+    ) -> tuple[range, SamplingParams]:
+        """The prompt's places and params, one of them cut where they do not fit and `truncate` says which."""
+        if truncate == "output" and len(places) < self.room:
+            most = min(params.max_tokens, self.room - len(places))
             params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         elif truncate == "prompt" and params.max_tokens < self.room:
-            ids = ids[-(self.room - params.max_tokens) :]
-        check_room(ids, params.max_tokens, self.room, name)
-        pages = -(-(len(ids) + params.max_tokens - 1) // self.page_size)
+            places = places[-(self.room - params.max_tokens) :]
+        check_room(places, params.max_tokens, self.room, name)
+        pages = -(-(len(places) + params.max_tokens - 1) // self.page_size)
         if pages > self.pages:
             raise ValueError(
-                f"{name} has {len(ids)} tokens and max_tokens is {params.max_tokens}: that takes {pages} pages of "
+                f"{name} has {len(places)} tokens and max_tokens is {params.max_tokens}: that takes {pages} pages of "
                 f"{self.page_size} tokens, and the engine has {self.pages}; ask for less, or give the engine more "
                 "(num_pages, mem_fraction)"
             )
-        return ids, params
+        return places, params
 
 
 def listed(prompts: Any) -> list[Any]:
@@ -86,14 +97,14 @@ def listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, (bytes, Mapping, Set)):
         raise ValueError(f"prompts are {shown(prompts)}, expected a list; a chat is a list of messages")
     several = [prompts] if isinstance(prompts, str) else list(prompts)
-    one = len(several) > 0 and all(is_whole(x) or isinstance(x, dict) for x in several)
+    one = len(several) > 0 and (is_whole(several[0]) or isinstance(several[0], dict))
     return [several] if one else several
 
 
 def check_settings(**settings: tuple[Any, int, int | None]) -> None:
     """ValueError for each (value, least, most) that is no whole number between them."""
     problems = [
-        f"{name} is {value!r:.40}, expected a whole number in [{low}, {'∞' if high is None else high}]"
+        f"{name} is {shown(value)}, expected a whole number in [{low}, {'∞' if high is None else high}]"
         for name, (value, low, high) in settings.items()
         if not (is_whole(value) and low <= value and (high is None or value <= high))
     ]

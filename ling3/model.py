@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, Span, State
+from ling3.entry_checks import checks_ids, refuse_fork
 from ling3.execution import Execution
 from ling3.layers.linear import Embedding, Linear
 from ling3.layers.norm import RMSNorm
@@ -107,6 +108,7 @@ class Ling3ForCausalLM(eqx.Module):
     lm_head: Linear  # [vocab, hidden]
     config: Any = eqx.field(static=True)  # the family's own
 
+    @checks_ids
     @eqx.filter_jit
     def __call__(
         self, tokens: Int[Array, "batch seq"], execution: Execution | None = None
@@ -115,8 +117,10 @@ class Ling3ForCausalLM(eqx.Module):
 
         Differentiable in reverse mode (the experts' fast form has no forward mode).
 
-        `execution` is how it runs, by default as suits the platform. Ids must lie in [0, vocab): this is not checked
-        here, and JAX would read another row. ValueError for no tokens.
+        `execution` is how it runs, by default as suits the platform.
+
+        ValueError for no tokens, and for ids outside [0, vocab). Inside `jax.jit` and other transformations these are
+        not checked, and JAX reads another row.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):
@@ -133,6 +137,7 @@ class Ling3ForCausalLM(eqx.Module):
 
         Latents and conv tails have `dtype` (that of the weights without it), KDA's recurrent states float32.
         """
+        refuse_fork()
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch is {batch} and max_length {max_length}, expected at least 1 of each")
         dtype = self.model.word_embeddings.weight.dtype if dtype is None else dtype
@@ -145,6 +150,7 @@ class Ling3ForCausalLM(eqx.Module):
         """The memory of every mixer before the first token, for so many rows and pages of `page_size` tokens."""
         return tuple(mixer.empty_state(slots, pages, page_size, dtype) for mixer in self.model.attentions)
 
+    @checks_ids
     @eqx.filter_jit
     def step(
         self,
@@ -160,7 +166,7 @@ class Ling3ForCausalLM(eqx.Module):
         Row b brings `lengths[b]` tokens (all `seq` without `lengths`, 0 leaves the row untouched) and right padding
         after them, whose logits mean nothing. `last=True` computes the logits after each row's last token alone
         (`out` = 1) and not of all (`out` = seq). A row that the cache has no room for gets NaN logits, and so does one
-        whose length is not in [0, seq]. ValueError for no tokens at all.
+        whose length is not in [0, seq]. ValueError for no tokens at all, and for ids as in `__call__`.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):

@@ -5,7 +5,7 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, no_type_check
 
 import numpy as np
 
@@ -173,8 +173,12 @@ class SamplingParams:
         return tuple(sorted(stops))
 
 
+# Asked of every token of a prompt: checking types would take longer than the answer.
+@no_type_check
 def is_whole(value: Any) -> bool:
     """Whether `value` is a whole number; a bool is none."""
+    if type(value) is int:
+        return True
     if isinstance(value, (bool, np.bool_)):
         return False
     try:
@@ -186,24 +190,32 @@ def is_whole(value: Any) -> bool:
 
 def check_prompt(prompt: Any, vocab: int, name: str = "prompt") -> list[int]:
     """The prompt's ids as plain ints; ValueError, with its `name`, for an empty prompt and for what is no id."""
+    check_length(prompt, name)
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array's items are slow to come by
+    for place, token in enumerate(ids):
+        if not is_whole(token):
+            raise ValueError(f"{name}, token {place} is {shown(token)}, expected a whole number")
+        if not 0 <= token < vocab:
+            raise ValueError(f"{name}, token {place} is {shown(token)}, expected an id in [0, {vocab})")
+    return [operator.index(token) for token in ids]
+
+
+def check_length(prompt: Any, name: str = "prompt") -> int:
+    """How many ids the prompt has, without a look at them; ValueError if it is empty or no list."""
     text_or_unordered = isinstance(prompt, (str, bytes, Mapping, Set))
     if text_or_unordered or not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) != 1:
         raise ValueError(f"{name} is {shown(prompt)}, expected a list of token ids (see ling3.load_tokenizer)")
     if len(prompt) == 0:
         raise ValueError(f"{name} is empty, expected at least one token id")
-    for place, token in enumerate(prompt):
-        if not is_whole(token):
-            raise ValueError(f"{name}, token {place} is {shown(token)}, expected a whole number")
-        if not 0 <= token < vocab:
-            raise ValueError(f"{name}, token {place} is {shown(token)}, expected an id in [0, {vocab})")
-    return [operator.index(token) for token in prompt]
+    return len(prompt)
 
 
-def check_room(prompt: Sequence[int], max_tokens: int, context: int, name: str = "prompt") -> None:
-    """ValueError, with the prompt's `name`, where prompt and `max_tokens` do not fit into `context` tokens."""
-    if len(prompt) + max_tokens > context:
+def check_room(prompt: Any, max_tokens: int, context: int, name: str = "prompt") -> None:
+    """ValueError, with the prompt's `name`, where it is no list or does not fit into `context` with `max_tokens`."""
+    length = check_length(prompt, name)
+    if length + max_tokens > context:
         raise ValueError(
-            f"{name} has {len(prompt)} tokens and max_tokens is {max_tokens}: {len(prompt) + max_tokens} together, "
+            f"{name} has {length} tokens and max_tokens is {max_tokens}: {length + max_tokens} together, "
             f"but there is room for {context} (the model's max_position_embeddings, or a smaller max_model_len); "
             "shorten one or the other"
         )

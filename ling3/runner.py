@@ -36,6 +36,8 @@ from ling3.sampling import IN_PROMPT, Adjustments, Choice, Sampling
 
 # Programs compiled at once. XLA spreads some of the work on one over more cores.
 COMPILED_AT_ONCE = 4
+# Where Linux says what memory there is.
+MEMORY = pathlib.Path("/proc/meminfo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,34 +237,46 @@ class Runner:
 
 
 def pages_that_fit(model: Ling3ForCausalLM, slots: int, columns: int, page_size: int, mem_fraction: float) -> int:
-    """As many pages as fit into `mem_fraction` of the free memory beside the slots' states, or as could ever be used.
+    """As many pages as fit into `mem_fraction` of the free memory beside the slots, or as could ever be used.
 
     Raises ValueError if that is not one.
     """
-    memory = eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
-    parts = (slots_of(memory), pages_of(memory))
-    state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in parts)
-    free = free_bytes()
-    fit = int(mem_fraction * free - slots * state) // page if page else slots * columns
+    (slot, page), free = _bytes(model, page_size), free_bytes()
+    fit = int(mem_fraction * free - slots * slot) // max(page, 1)
     if fit < 1:
         raise ValueError(
-            f"{slots} slots of {state / 1e6:.1f} MB and one page of {page / 1e6:.1f} MB do not fit into mem_fraction "
+            f"{slots} slots of {slot / 1e6:.1f} MB and one page of {page / 1e6:.1f} MB do not fit into mem_fraction "
             f"{mem_fraction} of the {free / 1e6:,.0f} MB free: lower max_running_requests or raise mem_fraction"
         )
     return min(fit, slots * columns)
 
 
+def check_memory(model: Ling3ForCausalLM, slots: int, pages: int, page_size: int) -> None:
+    """ValueError if there is no memory for so many slots and pages."""
+    (slot, page), free = _bytes(model, page_size), free_bytes()
+    if slots * slot + pages * page > free:
+        raise ValueError(
+            f"max_running_requests {slots} of {slot / 1e6:.1f} MB and num_pages {pages} of {page / 1e6:.2g} MB take "
+            f"{(slots * slot + pages * page) / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free: lower one of them"
+        )
+
+
+def _bytes(model: Ling3ForCausalLM, page_size: int) -> tuple[int, int]:
+    """What a slot takes, and what a page does."""
+    memory = eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
+    parts = (slots_of(memory), pages_of(memory))
+    state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in parts)
+    return state + 8 * model.config.vocab_size, page  # a slot's states, and a bias and a count of each token
+
+
 def free_bytes() -> int:
-    """What the default device has free; for the CPU, what the machine has."""
+    """What the default device has free; for the CPU, what the machine has, with the files that it would forget."""
     stats = jax.local_devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    try:
-        # With what the page cache would give back, which is not among the free pages.
-        lines = pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if MEMORY.exists():
+        return 1024 * int(MEMORY.read_text().partition("MemAvailable:")[2].split()[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:

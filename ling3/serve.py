@@ -14,9 +14,19 @@ from typing import Any, Literal
 import jax
 
 from ling3 import checkpoint, compilation_cache, hub
+from ling3.entry_checks import refuse_fork
 from ling3.execution import Execution
 from ling3.guard import Guard
-from ling3.intake import Intake, Truncate, check_settings, listed
+from ling3.intake import (
+    MAX_PADDINGS,
+    MAX_PAGES,
+    MAX_SLOTS,
+    MAX_TOKENS,
+    Intake,
+    Truncate,
+    check_settings,
+    listed,
+)
 from ling3.interrupts import held_back
 from ling3.loop import Loop
 from ling3.model import Ling3ForCausalLM
@@ -25,7 +35,7 @@ from ling3.params import SamplingParams
 from ling3.pool import DECODE_STEPS
 from ling3.progress import progress
 from ling3.request import Request
-from ling3.runner import Runner, Shapes, pages_that_fit, smallest
+from ling3.runner import Runner, Shapes, check_memory, pages_that_fit, smallest
 from ling3.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -41,7 +51,8 @@ class Engine:
     at multiples of `chunked_prefill_size` tokens, padded to the smallest of `token_paddings` that holds them. A request
     may have `max_model_len` tokens (the config's max_position_embeddings without it), and `max_queue` may wait.
 
-    `decode_rows` requests share a decode call of `decode_steps` tokens: 16 on a CPU, all slots elsewhere. With
+    `decode_rows` requests share a decode call of `decode_steps` tokens: all slots, but at most 16 on a CPU. The last
+    bits of an answer may depend on this number, and engines of different sizes agree where it is given. With
     `batch_invariant=False` few running requests share a smaller call instead, which is faster for them; then the last
     bits of an answer may depend on how many there are.
 
@@ -53,7 +64,8 @@ class Engine:
 
     What it compiles is kept for later processes, as `ling3.compilation_cache` says.
 
-    `settings` is what it runs with. Raises ValueError for senseless settings, and if tokenizer and model do not fit.
+    `settings` is what it runs with. Raises ValueError for senseless settings, for more slots and pages than there is
+    memory for, and if tokenizer and model do not fit.
     """
 
     def __init__(
@@ -73,23 +85,23 @@ class Engine:
         batch_invariant: bool = True,
         execution: Execution | None = None,
     ):
+        refuse_fork()
         compilation_cache.switch_on()
         config = model.config
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab_size)
         max_model_len = int(config.max_position_embeddings) if max_model_len is None else max_model_len
-        if decode_rows is None:
-            decode_rows = 16 if jax.default_backend() == "cpu" else max_running_requests
+        optional = {"num_pages": (num_pages, 1, MAX_PAGES), "decode_rows": (decode_rows, 1, MAX_SLOTS)}
         check_settings(
-            max_running_requests=(max_running_requests, 1, None),
-            page_size=(page_size, 1, None),
-            chunked_prefill_size=(chunked_prefill_size, 1, None),
+            max_running_requests=(max_running_requests, 1, MAX_SLOTS),
+            page_size=(page_size, 1, MAX_TOKENS),
+            chunked_prefill_size=(chunked_prefill_size, 1, MAX_TOKENS),
             max_model_len=(max_model_len, 1, config.max_position_embeddings),
             max_queue=(max_queue, 1, None),
-            decode_rows=(decode_rows, 1, None),
             decode_steps=(decode_steps, 1, DECODE_STEPS),
-            **{f"token_paddings[{i}]": (width, 1, None) for i, width in enumerate(token_paddings)},
-            **({} if num_pages is None else {"num_pages": (num_pages, 1, None)}),
+            **{"the number of token_paddings": (len(token_paddings), 0, MAX_PADDINGS)},
+            **{f"token_paddings[{i}]": (width, 1, MAX_TOKENS) for i, width in enumerate(token_paddings[:MAX_PADDINGS])},
+            **{name: setting for name, setting in optional.items() if setting[0] is not None},
         )
         if max(token_paddings, default=0) < chunked_prefill_size:
             raise ValueError(
@@ -98,9 +110,14 @@ class Engine:
             )
         if not 0 < mem_fraction <= 1:
             raise ValueError(f"engine settings: mem_fraction is {mem_fraction!r}, expected a number in (0, 1]")
+        if decode_rows is None:
+            decode_rows = min(max_running_requests, 16) if jax.default_backend() == "cpu" else max_running_requests
         columns = -(-max_model_len // page_size)
         if num_pages is None:
             num_pages = pages_that_fit(model, max_running_requests, columns, page_size, float(mem_fraction))
+            num_pages = min(num_pages, MAX_PAGES)
+        else:
+            check_memory(model, max_running_requests, num_pages, page_size)
         widths = sorted(set(token_paddings))
         self.settings = {
             "max_running_requests": max_running_requests,
@@ -371,6 +388,14 @@ class Engine:
                 advance(int(compiled is not None))
                 interrupt.pass_on()
 
+    def __repr__(self) -> str:
+        runner, scheduler = self._loop.runner, self._loop.scheduler  # as they are: the books may be in use for long
+        size = sum(leaf.size for leaf in jax.tree.leaves(runner.model))
+        return (
+            f"<Engine: {size:,} parameters, {len(scheduler.running)} of {scheduler.slots} slots running, "
+            f"{scheduler.waiting} waiting, {scheduler.pages - scheduler.free_pages} of {scheduler.pages} pages in use>"
+        )
+
     def stats(self) -> Stats:
         """The books, at this moment."""
         with self._guard.books():
@@ -378,6 +403,7 @@ class Engine:
 
     def _request(self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str) -> Request:
         """The checked request, not yet in the queue."""
+        refuse_fork()
         return self._intake.request(next(self._ids), prompt, params, truncate, name)
 
     def _enqueued(self, request: Request) -> bool:
@@ -409,8 +435,7 @@ class Engine:
 
 
 def _doublings(most: int) -> tuple[int, ...]:
-    """2, 4, 8, … and `most`, which is at least 2."""
-    most = max(most, 2)
+    """2, 4, 8, … and `most`."""
     return tuple(sorted({most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)}))
 
 

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from ling3.cache import Span
+from ling3.entry_checks import checks_ids
 from ling3.execution import Execution
 from ling3.layers.kda import KDA
 from ling3.layers.mla import MLA
@@ -83,13 +84,15 @@ class Trace(eqx.Module):
         return {i: x.moe for i, x in enumerate(self.layers) if x.moe is not None}
 
 
+@checks_ids
 @eqx.filter_jit
 def trace(model: Ling3ForCausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool = True) -> Trace:
     """One forward pass over whole sequences, with everything that is worth a plot. Compiled once per shape.
 
     `trace(model, tokens).logits` are `model(tokens)`, to rounding. Attention maps take batch · heads · seq² numbers per
     layer, the logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020) batch · seq · vocab: leave it out
-    with `logit_lens=False` where the vocabulary is large. Raises ValueError for no tokens.
+    with `logit_lens=False` where the vocabulary is large. Raises ValueError for no tokens, and for ids outside the
+    vocabulary.
     """
     batch, seq = tokens.shape
     if 0 in (batch, seq):

@@ -6,6 +6,7 @@ import pytest
 from published_configs import FLASH, LING_26, NOTE, TINY, TRANSFORMERS
 
 from ling3.config import ConfigError, Ling3Config
+from ling3.config_fields import FIELDS
 
 ABSENT = object()
 
@@ -312,6 +313,22 @@ def test_types_and_ranges(name, value):
     if name != "kda_lower_bound":
         with pytest.raises(ConfigError, match=f"Ling3Config: 1 problem\n  {name}: found"):
             dataclasses.replace(Ling3Config(), **{name: value})
+
+
+@pytest.mark.parametrize("huge", [10**400, -(10**400)], ids=["positive", "negative"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_integer_beyond_every_float_is_out_of_range(name, huge):
+    for value in (huge, [huge], [1, huge]):
+        assert f"\n  {name}: found" in refusal(changed(TINY, **{name: value}))
+        with pytest.raises(ConfigError, match=f"Ling3Config: 1 problem\n  {name}: found"):
+            dataclasses.replace(Ling3Config(), **{name: value})
+
+
+def test_an_integer_too_long_to_print_is_told_by_its_bits():
+    with pytest.raises(ConfigError, match="vocab_size: found a number of 16610 bits"):
+        Ling3Config(vocab_size=10**5000)
+    with pytest.raises(ConfigError, match="eos_token_id: found values too long to print"):
+        Ling3Config(eos_token_id=(10**5000,))
 
 
 def test_sizes_that_are_left_out_are_not_guessed():

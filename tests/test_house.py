@@ -2,20 +2,34 @@
 
 import ast
 import pathlib
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+from jaxtyping import Array, Float
 from tiny import TINY, open_model
 
 import ling3
+from ling3 import checks
 from ling3.cache import Span
 
 ROOT = pathlib.Path(ling3.__file__).parent
 # A module may import what stands in an earlier row, or beside it in its own row.
 FLOORS = (
     {"user_cache", "compilation_cache", "native"},
-    {"checks", "version", "quoting", "regular_file", "strict_json", "progress", "interrupts", "outputs", "params"},
+    {
+        "checks",
+        "entry_checks",
+        "version",
+        "quoting",
+        "regular_file",
+        "strict_json",
+        "progress",
+        "interrupts",
+        "outputs",
+        "params",
+    },
     {"replacing"},
     {"hub"},
     {"ops", "recorder"},
@@ -101,6 +115,62 @@ def test_the_package_needs_no_torch():
 def test_a_wrong_shape_names_its_axis(call, message):
     with pytest.raises(jaxtyping.TypeCheckError, match=message):
         call(open_model(TINY))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m: ling3.trace(m, jnp.arange(5)),
+            "ling3.trace.trace: argument 'tokens' is i32[5]; expected Int[Array, 'batch seq']",
+        ),
+        (
+            lambda m: m.step(jnp.zeros((2, 3), jnp.int32), m.init_cache(2, 8), jnp.zeros(3, jnp.int32)),
+            "ling3.model.Ling3ForCausalLM.step: argument 'lengths' is i32[3]; expected Int32[Array, 'batch'] | None, "
+            "where batch = 2",
+        ),
+        (
+            lambda m: m.lm_head(jnp.zeros((1, 2, 33))),
+            "ling3.layers.linear.Linear.__call__: argument 'x' is f32[1,2,33]; expected Float[Array, '*batch "
+            "{self.weight.shape[1]}'], where self.weight.shape[1] = 32",
+        ),
+        (
+            lambda m: m.step(jnp.zeros((2, 3), jnp.int32), m),
+            "ling3.model.Ling3ForCausalLM.step: argument 'cache' is Ling3ForCausalLM; expected Cache",
+        ),
+    ],
+)
+def test_a_wrong_type_is_told_in_one_line(call, message):
+    with pytest.raises(jaxtyping.TypeCheckError) as raised:
+        call(open_model(TINY))
+    assert str(raised.value) == message
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__
+
+
+def test_a_wrong_result_is_told_in_one_line():
+    @jaxtyping.jaxtyped(typechecker=checks.checked)
+    def turned(x: Float[Array, "rows columns"]) -> Float[Array, "columns rows"]:
+        return x
+
+    message = r"turned: the result is f32\[2,3\]; expected .*'columns rows'\], where rows = 2, columns = 3$"
+    with pytest.raises(jaxtyping.TypeCheckError, match=message):
+        turned(jnp.zeros((2, 3)))
+
+
+def test_one_wrong_item_of_many_is_told_too():
+    @jaxtyping.jaxtyped(typechecker=checks.checked)
+    def total(numbers: Sequence[int], *more: int) -> int:
+        return sum(numbers) + sum(more)
+
+    for _ in range(20):  # beartype looks at one item, and each time at another
+        try:
+            total([0, 1, "x", 3])
+        except jaxtyping.TypeCheckError as error:
+            assert "total" in str(error) and "numbers" in str(error)
+        except TypeError as error:
+            assert "unsupported operand" in str(error)
+    with pytest.raises(jaxtyping.TypeCheckError, match=r"argument '\*more\[1\]' is 'x'; expected int"):
+        total([0], 1, "x")
 
 
 def span(batch):

@@ -3,6 +3,7 @@
 import dataclasses
 import fractions
 import math
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -204,6 +205,16 @@ def test_a_prompt_becomes_plain_ints(prompt):
 def test_what_is_no_prompt_is_named(prompt, message):
     with pytest.raises(ValueError, match=message):
         check_prompt(prompt, 6)
+
+
+def test_a_long_prompt_takes_no_time_to_check():
+    ids = [3, 4, 5] * 40_000
+    for prompt in (ids, np.asarray(ids), jnp.asarray(ids)):
+        begin = time.perf_counter()
+        assert check_prompt(prompt, 6) == ids
+        assert time.perf_counter() - begin < 0.25  # 8 µs per id would be 1 s
+    with pytest.raises(ValueError, match="prompt, token 119999 is 6"):
+        check_prompt([*ids[:-1], 6], 6)
 
 
 def test_a_prompt_and_its_answer_have_to_fit():

@@ -92,6 +92,18 @@ def test_a_hopeless_request_is_refused_and_leaves_no_trace(busy, monkeypatch, pr
     assert busy.stats() == before
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_a_look_at_its_ids(busy):
+    """A billion of them, none of which is an id."""
+    endless = range(-(10**9), 0)
+    for ask in (busy.submit, busy.stream, lambda prompt: busy.generate([prompt])):
+        with pytest.raises(ValueError, match="1000000128 together, but there is room for 256"):
+            ask(endless)
+    with pytest.raises(ValueError, match="prompt 0 has 1000000000 tokens"):
+        ling3.generate(model(), [endless])
+    with pytest.raises(ValueError, match="prompt, token 1 is -1"):  # what would be cut off is checked too
+        busy.submit([3, -1] + [3] * 300, SHORT, truncate="prompt")
+
+
 @pytest.mark.parametrize("prompts", [{"role": "user", "content": "x"}, b"ab", {3, 4}])
 def test_what_is_no_list_of_prompts_is_refused(busy, prompts):
     with pytest.raises(ValueError, match=r"prompts are .*, expected a list; a chat is a list of messages"):
@@ -173,6 +185,14 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
         ({"token_paddings": ()}, "expected one of at least chunked_prefill_size, which is 32"),
         ({"token_paddings": (16, 31)}, r"token_paddings are \(16, 31\), expected one of at least"),
         ({"token_paddings": (0, 32)}, r"token_paddings\[0\] is 0"),
+        ({"max_running_requests": 10**30}, r"max_running_requests is 10+, expected a whole number in \[1, 65536\]"),
+        ({"num_pages": 10**30}, r"num_pages is 10+, expected a whole number in \[1, 67108864\]"),
+        ({"num_pages": 10**9}, "num_pages is 1000000000, expected"),
+        ({"page_size": 10**5000}, r"page_size is a number of 16610 bits, expected a whole number in \[1, 131072\]"),
+        ({"chunked_prefill_size": 10**9}, "chunked_prefill_size is 1000000000, expected"),
+        ({"token_paddings": (16, 10**9)}, r"token_paddings\[1\] is 1000000000, expected"),
+        ({"token_paddings": range(1, 10**9)}, "the number of token_paddings is 999999999, expected"),
+        ({"decode_rows": 10**9}, r"decode_rows is 1000000000, expected a whole number in \[1, 65536\]"),
         ({"mem_fraction": 0.0}, r"mem_fraction is 0.0, expected a number in \(0, 1\]"),
         ({"mem_fraction": 1.5}, "mem_fraction is 1.5"),
         ({"mem_fraction": float("nan")}, "mem_fraction is nan"),
@@ -184,6 +204,38 @@ def test_senseless_engines_are_refused(changes, message):
         engine(**changes)
     with pytest.raises(TypeError, match="max_runing_requests"):
         ling3.Engine(model(), max_runing_requests=4)
+
+
+def test_what_there_is_no_memory_for_is_refused_before_it_is_allocated(monkeypatch):
+    """A slot has 8 bytes for each of 400 ids and three KDA states; a page has 20 numbers for each of 16 tokens."""
+    slot, page = 8 * 400 + 3 * 4 * (2 * 8 * 8 + 3 * 48), 4 * 16 * 20
+    monkeypatch.setattr("ling3.runner.free_bytes", lambda: 4 * slot + 20 * page)
+    assert engine().settings["num_pages"] == 20
+    message = r"max_running_requests 4 of 0.0 MB and num_pages 21 of 0.0013 MB take 0 MB, and 0 MB are free: lower one"
+    for changes in ({"num_pages": 21}, {"max_running_requests": 5}, {"page_size": 17}):
+        with pytest.raises(ValueError, match=message if "num_pages" in changes else "are free: lower one of them"):
+            engine(**changes)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"max_running_requests 4 of .* MB are free: lower one of them"):
+        engine(num_pages=2**26, page_size=2**17)
+    with pytest.raises(ValueError, match="lower max_running_requests or raise mem_fraction"):
+        engine(max_running_requests=2**16, num_pages=None, mem_fraction=1e-6)
+
+
+def test_a_decode_call_has_no_more_rows_than_there_are_slots():
+    for slots, rows in ((1, 1), (5, 5), (64, 16)):
+        small = engine(max_running_requests=slots, decode_rows=None)
+        assert (small.settings["decode_rows"], small._loop.runner.shapes.rows) == (rows, (rows,))
+    assert engine(max_running_requests=1, batch_invariant=False)._loop.runner.shapes.rows == (1,)
+
+
+def test_an_engine_shows_its_size_and_its_load(busy):
+    size = sum(leaf.size for leaf in jax.tree.leaves(model()))
+    asked = [busy.submit([3], SHORT) for _ in range(6)]
+    busy.step()
+    assert repr(busy) == f"<Engine: {size:,} parameters, 4 of 4 slots running, 2 waiting, 4 of 20 pages in use>"
+    for request in asked:
+        busy.abort(request)
 
 
 def test_the_queue_is_bounded(busy, monkeypatch):
