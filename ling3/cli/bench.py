@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # What a command needs is imported when it runs, so that help and errors come at once.
 
 REQUESTS = 64
+# A workload is drawn before it is measured, and as many tokens take some 4 GB.
+MOST_TOKENS = 10**8
 LENGTH = tyro.conf.arg(metavar="TOKENS|FIRST:LAST")
 
 
@@ -92,6 +94,7 @@ def run(command: Bench) -> None:
         check_directory("--json", command.json)
     if command.plot is not None:
         check_plot(command.plot)
+    _check_sizes(command, *lengths)
     model, tokenizer = _load(command)
     requests = _requests(command, model.config.vocab_size, *lengths)
     settings = (
@@ -122,6 +125,34 @@ def run(command: Bench) -> None:
         pathlib.Path(command.json).write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     if command.plot is not None:
         report.plot(command.plot)
+
+
+def _check_sizes(command: Bench, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
+    """ValueError for a workload that the model's context or memory has no room for, before any of it is drawn."""
+    from ling3 import bench, hub
+    from ling3.config import Ling3Config
+
+    requests = REQUESTS if command.num_prompts is None else command.num_prompts
+    bench.check_count(requests)
+    bench.check_lengths("input_len", input_len)
+    bench.check_lengths("output_len", output_len)
+    path = pathlib.Path(command.model)
+    given = path.suffix == ".json" and path.is_file()
+    config = Ling3Config.from_file(path if given else hub.resolve(command.model, ("config.json",)))
+    context = config.max_position_embeddings if command.max_model_len is None else command.max_model_len
+    longest = output_len[1] + (input_len[1] if command.prompts is None else 1)
+    if longest > context:
+        names = "--output-len and a prompt" if command.prompts is not None else "--input-len and --output-len"
+        raise ValueError(
+            f"{names} are up to {longest:,} tokens together, but a request has room for {context:,} "
+            "(the model's context, or a smaller --max-model-len): ask for fewer"
+        )
+    tokens = requests * longest
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"--num-prompts is {requests:,}, with up to {longest:,} tokens each: {tokens:,} tokens in all, expected at "
+            f"most {MOST_TOKENS:,}"
+        )
 
 
 def _load(command: Bench) -> "tuple[Ling3ForCausalLM, Tokenizer | None]":
