@@ -352,6 +352,7 @@ def test_command_prints_json(directory, capsys):
         (("--input-len", 100), "--input-len and --output-len are up to 108 tokens together, but a request has room"),
         (("--input-len", "1:1000000000"), "up to 1,000,000,008 tokens together"),
         (("--prompts", "p.txt", "--output-len", 64), "--output-len and a prompt are up to 65 tokens together"),
+        (("--seed", -1), "--seed is -1, expected a whole number >= 0"),
         (("--num-prompts", 10**9), "16,000,000,000 tokens in all, expected at most"),
     ],
 )

@@ -133,6 +133,8 @@ def _check_sizes(command: Bench, input_len: tuple[int, int], output_len: tuple[i
     from ling3.config import Ling3Config
 
     requests = REQUESTS if command.num_prompts is None else command.num_prompts
+    if command.seed < 0:
+        raise ValueError(f"--seed is {command.seed}, expected a whole number >= 0")
     bench.check_count(requests)
     bench.check_lengths("input_len", input_len)
     bench.check_lengths("output_len", output_len)
