@@ -1,30 +1,27 @@
 """Ling-3: a hybrid of Kimi Delta Attention and gated MLA over a sparse mixture of experts, in JAX and Equinox."""
 
+import sys
+import types
 import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# Before the hook: what is first imported beneath a hooked module, Python compiles once more for itself.
-import equinox as _equinox  # noqa: F401
-from jaxtyping import install_import_hook as _install_import_hook
+from ling3.version import __version__
 
-from ling3 import checks as _checks  # noqa: F401
-
-# Shapes and types are checked in every session, but for the command line's without --debug.
-_install_import_hook("ling3", "ling3.checks.checked")
-
-from ling3 import ablate  # noqa: E402
-from ling3.cache import Cache, KDAState, Paged  # noqa: E402
-from ling3.checkpoint import CheckpointError, load, save  # noqa: E402
-from ling3.config import ConfigError, Ling3Config  # noqa: E402
-from ling3.execution import Execution  # noqa: E402
-from ling3.families import Family, init, register_family  # noqa: E402
-from ling3.generate import generate  # noqa: E402
-from ling3.model import Ling3ForCausalLM  # noqa: E402
-from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings  # noqa: E402
-from ling3.params import SamplingParams  # noqa: E402
-from ling3.serve import Engine, QueueFull  # noqa: E402
-from ling3.tokenizer import Tokenizer, TokenizerError, load_tokenizer  # noqa: E402
-from ling3.trace import Trace, trace  # noqa: E402
-from ling3.version import __version__  # noqa: E402
+if TYPE_CHECKING:
+    from ling3 import ablate
+    from ling3.cache import Cache, KDAState, Paged
+    from ling3.checkpoint import CheckpointError, load, save
+    from ling3.config import ConfigError, Ling3Config
+    from ling3.execution import Execution
+    from ling3.families import Family, init, register_family
+    from ling3.generate import generate
+    from ling3.model import Ling3ForCausalLM
+    from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
+    from ling3.params import SamplingParams
+    from ling3.serve import Engine, QueueFull
+    from ling3.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+    from ling3.trace import Trace, trace
 
 __all__ = [
     "Cache",
@@ -59,16 +56,88 @@ __all__ = [
     "trace",
 ]
 
+# The public names and the modules that define them. They are imported when first used, so that the command line
+# answers `--help`, a wrong option and Ctrl-C without waiting for JAX.
+_MODULES = {
+    "cache": ("Cache", "KDAState", "Paged"),
+    "checkpoint": ("CheckpointError", "load", "save"),
+    "config": ("ConfigError", "Ling3Config"),
+    "execution": ("Execution",),
+    "families": ("Family", "init", "register_family"),
+    "generate": ("generate",),
+    "model": ("Ling3ForCausalLM",),
+    "outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
+    "params": ("SamplingParams",),
+    "serve": ("Engine", "QueueFull"),
+    "tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),
+    "trace": ("Trace", "trace"),
+}
+# Former names, for one release.
 _RENAMED = {"LatentCache": "Paged"}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+# What the command line imports before it knows what to do: no arrays, so no checks of their shapes.
+_WITHOUT_ARRAYS = ("__main__", "cli", "version")
 
 
-def __getattr__(name: str) -> object:
-    """The former names of what has another one now, for one release."""
-    if name in _RENAMED:
-        warnings.warn(
-            f"ling3.{name} is now ling3.{_RENAMED[name]}; the old name goes with the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return globals()[_RENAMED[name]]
-    raise AttributeError(f"module 'ling3' has no attribute {name!r}")
+class _Package(types.ModuleType):
+    """This package, whose `generate` and `trace` are functions although submodules have these names."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # After importing a submodule, Python sets it as an attribute of its package.
+        if name not in _MODULE_OF or not isinstance(value, types.ModuleType):
+            super().__setattr__(name, value)
+
+
+class _InstallHook:
+    """A finder that installs the import hook for checks of shapes and types, before the first module with arrays."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        package, _, module = fullname.partition(".")
+        if package != "ling3" or module.partition(".")[0] in _WITHOUT_ARRAYS:
+            return None
+        sys.meta_path.remove(self)
+        # Equinox before the hook: Python keeps separate bytecode for modules that are first imported by a hooked one.
+        import importlib.util  # noqa: PLC0415
+
+        import equinox  # noqa: F401, PLC0415
+        from jaxtyping import install_import_hook  # noqa: PLC0415
+
+        from ling3 import checks  # noqa: F401, PLC0415
+
+        install_import_hook("ling3", "ling3.checks.checked")
+        # The search that is under way goes through the finders as they were without the hook.
+        return importlib.util.find_spec(fullname)
+
+
+def leave_types_unchecked() -> None:
+    """Leaves out the hook, with which importing takes longer; without effect once it is installed."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _InstallHook)]
+
+
+sys.modules[__name__].__class__ = _Package
+sys.meta_path.insert(0, _InstallHook())
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """A public name, or a submodule, imported when it is first used."""
+        if name in _MODULE_OF:
+            value = getattr(import_module(f"ling3.{_MODULE_OF[name]}"), name)
+            globals()[name] = value
+            return value
+        if name in _RENAMED:
+            words = f"ling3.{name} is now ling3.{_RENAMED[name]}; the old name goes with the next release"
+            warnings.warn(words, DeprecationWarning, stacklevel=2)
+            return __getattr__(_RENAMED[name])
+        missing = AttributeError(f"module 'ling3' has no attribute {name!r}")
+        if name.startswith("_"):
+            raise missing
+        try:
+            return import_module(f"ling3.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"ling3.{name}":
+                raise
+            raise missing from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -74,11 +74,23 @@ def read_requests(
     return [SampleRequest(prompts[i % len(prompts)], length) for i, length in enumerate(outputs)]
 
 
-def _lengths(name: str, bounds: tuple[int, int], count: int, rng: np.random.Generator) -> list[int]:
+def check_lengths(name: str, bounds: tuple[int, int]) -> None:
+    """Raises ValueError unless `bounds` are the first and the last of possible lengths."""
     low, high = bounds
     if not 1 <= low <= high:
         raise ValueError(f"{name} is from {low} to {high} tokens, expected at least 1, and no less at the end")
-    _check_count(count)
+
+
+def check_count(count: int) -> None:
+    """Raises ValueError unless there is anything to measure."""
+    if count < 1:
+        raise ValueError(f"the number of requests is {count}, expected at least 1")
+
+
+def _lengths(name: str, bounds: tuple[int, int], count: int, rng: np.random.Generator) -> list[int]:
+    low, high = bounds
+    check_lengths(name, bounds)
+    check_count(count)
     return rng.integers(low, high + 1, count).tolist()
 
 
@@ -116,7 +128,7 @@ def measure(
 
     Raises ValueError, before anything is measured, for requests that the engine could not answer.
     """
-    _check_count(len(requests))
+    check_count(len(requests))
     params = [
         SamplingParams(max_tokens=request.max_tokens, ignore_eos=ignore_eos, temperature=temperature, seed=seed + i)
         for i, request in enumerate(requests)
@@ -207,9 +219,3 @@ def _aborting(engine: Engine, ids: Sequence[int]) -> Iterator[None]:
     finally:
         for request_id in ids:
             engine.abort(request_id)
-
-
-def _check_count(count: int) -> None:
-    """Raises ValueError unless there is anything to measure."""
-    if count < 1:
-        raise ValueError(f"the number of requests is {count}, expected at least 1")

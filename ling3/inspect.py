@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
-from rich.console import Group
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
@@ -117,10 +117,7 @@ class Report:
             "problem": self.problem,
         }
 
-    def __rich__(self) -> Group:
-        return Group(*self._render())
-
-    def _render(self) -> Iterator[Text | Table]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
         config, memory = self.config, self.memory
         facts = Table.grid(padding=(0, 2))
         facts.add_row("model", self.source)
@@ -139,23 +136,17 @@ class Report:
             yield Text(f"\nThe weights cannot be read:\n{self.problem}", style="red")
         yield Text("\nlayer schedule", style="bold")
         yield _schedule(config)
-        yield Text(
-            "\nmodule tree: shape, dtype, parameters, and what the checkpoint has where it differs", style="bold"
-        )
-        table = _table()
+        yield Text("\nmodule tree: shape, dtype, parameters; in the checkpoint, where it differs", style="bold")
         for row in self.arrays:
             if row.layer is None:
-                _add(table, row.path, row)
-        yield table
+                yield _line(row.path, row, options.max_width)
         for (part, kind, _), layers in self._parts().items():
             rows = [row for row in self.arrays if row.layer == layers[0] and row.part == part]
             size = sum(row.parameters for row in rows)
             times = f"{len(layers)} x " if len(layers) > 1 else ""
             yield Text(f"\nmodel.layers.{_ranges(layers)}.{part}  {kind}  {times}{size:,}")
-            table = _table()
             for row in rows:
-                _add(table, f"  {row.within}", row)
-            yield table
+                yield _line(f"  {row.within}", row, options.max_width)
 
     def _parts(self) -> dict[tuple[str, str, tuple[Any, ...]], list[int]]:
         """The parts of decoder layers, equal ones folded into one entry with the layers that have it."""
@@ -272,20 +263,13 @@ def _ranges(layers: list[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _table() -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(width=33, overflow="fold")
-    table.add_column(justify="right", min_width=17)
-    table.add_column(min_width=8)
-    table.add_column(justify="right", min_width=13)
-    table.add_column(overflow="fold")
-    return table
-
-
-def _add(table: Table, path: str, row: ArrayRow) -> None:
-    published = ""
+def _line(path: str, row: ArrayRow, width: int) -> Text:
+    """An array in columns; what the checkpoint has instead follows, on a line of its own where `width` is too small."""
+    line = f"{path:<33}  {list(row.shape)!s:>17}  {row.dtype:<8}  {row.parameters:>13,}"
     if row.published != row.path:
         published = f"{row.published.removeprefix(f'model.layers.{row.layer}.{row.part}.')} {list(row.published_shape)}"
     elif row.published_shape != row.shape:
         published = str(list(row.published_shape))
-    table.add_row(path, Text(str(list(row.shape))), row.dtype, f"{row.parameters:,}", Text(published))
+    else:
+        return Text(line)
+    return Text(f"{line}  {published}" if len(line) + 2 + len(published) <= width else f"{line}\n    {published}")

@@ -39,8 +39,8 @@ def target(source: pathlib.Path, handler: str) -> str | None:
     """The name by which `jax.ffi.ffi_call` finds `handler` of a C++ file on a CPU; None where it cannot be had.
 
     The first call on a machine compiles the file, which takes seconds; others wait for it. A file that does not compile
-    is a RuntimeWarning the first time, and not tried again; whatever else goes wrong is one each time. ValueError if a
-    variable makes no sense.
+    is a RuntimeWarning the first time, and not tried again; whatever else goes wrong, also that what CXX names is no
+    compiler, is one each time. ValueError if a variable makes no sense.
     """
     library, key = _library(source)
     if library is None:
@@ -54,12 +54,14 @@ def target(source: pathlib.Path, handler: str) -> str | None:
 def _library(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
     """The library made from a source, if need be now, and the hash in its name."""
     directory = user_cache.directory(VARIABLE, "native")
-    if directory is None or not (compiler := _compiler()) or (processor := _processor(compiler)) is None:
-        return None, ""
     try:
+        compiler = [] if directory is None else _compiler()
+        processor = _processor(compiler) if compiler else None
         content = source.read_bytes()
     except OSError as error:
         return _without(source, str(error))
+    if directory is None or processor is None:
+        return None, ""
     made_from = (content, processor, jaxlib.version.__version__.encode(), repr((compiler, FLAGS)).encode())
     key = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
     library = directory / f"{source.stem}-{key}.so"
@@ -105,8 +107,14 @@ def _compiler() -> list[str]:
 
 
 def _processor(compiler: list[str]) -> bytes | None:
-    """What the compiler says of itself and of this machine's instructions; None if it does not know them."""
-    return _output([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+    """What the compiler says of itself and of this machine's instructions; None if it does not know them.
+
+    OSError if it is CXX that names such a compiler, or none.
+    """
+    said = _output([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+    if said is None and (named := os.environ.get("CXX")):
+        raise OSError(f"CXX is {named!r}, which cannot be run or does not know -march=native")
+    return said
 
 
 def _output(command: list[str]) -> bytes | None:

@@ -346,11 +346,15 @@ def test_command_prints_json(directory, capsys):
         (("--plot", "picture.bmp"), "ends in '.bmp'"),
         (("--prompts", "no-such-file.txt"), "no-such-file.txt"),
         (("--decode-steps", 0), "decode_steps is 0"),
-        (("--input-len", 100), "request 0: prompt has 100 tokens"),
+        (("--input-len", 100), "--input-len and --output-len are up to 108 tokens together, but a request has room"),
+        (("--input-len", "1:1000000000"), "up to 1,000,000,008 tokens together"),
+        (("--prompts", "p.txt", "--output-len", 64), "--output-len and a prompt are up to 65 tokens together"),
+        (("--seed", -1), "--seed is -1, expected a whole number >= 0"),
+        (("--num-prompts", 10**9), "16,000,000,000 tokens in all, expected at most"),
     ],
 )
 def test_command_with_senseless_options(directory, capsys, arguments, message):
-    code, out, err = run(capsys, directory, *OPTIONS, *arguments)
+    code, out, err = run(capsys, directory, *OPTIONS, "--input-len", 8, "--output-len", 8, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("ling3: error: ") and message in err and "Traceback" not in err
 

@@ -1,10 +1,14 @@
 import dataclasses
 import io
 import json
+import os
+import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import equinox as eqx
 import jax
@@ -17,6 +21,8 @@ from tiny import TINY
 import ling3
 from ling3 import cli
 from ling3.checkpoint import load
+from ling3.cli import generate
+from ling3.cli.terminal import print_json
 from ling3.params import SamplingParams
 from ling3.tokenizer import load_tokenizer
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
@@ -324,16 +330,134 @@ def test_a_reader_that_goes_away(directory):
 
 PROBE = """
 import gc, sys
-from ling3 import cache, cli
-cli.main = lambda: 3
+from ling3 import cli
+from ling3.cli import generate
+from ling3.cli.terminal import print_json
 sys.argv = {argv!r}
-assert cli.process() == 3 and gc.get_freeze_count() > 0
+assert cli.process() == 0 and gc.get_freeze_count() > 0
+from ling3 import cache
 cache.KDAState("no array", "nor this")
 """
 
 
-@pytest.mark.parametrize(("argv", "code"), [(["ling3", "generate"], 0), (["ling3", "generate", "--debug"], 1)])
-def test_a_process_checks_types_only_where_it_is_debugged(argv, code):
-    done = subprocess.run([sys.executable, "-c", PROBE.format(argv=argv)], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("debug", "code"), [([], 0), (["--debug"], 1)])
+def test_a_process_checks_types_only_where_it_is_debugged(debug, code):
+    program = PROBE.format(argv=["ling3", "inspect", "nano", *debug])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert ("TypeCheckError" in done.stderr) == (code == 1)
+
+
+INTERRUPTED = """
+import sys
+from ling3.cli import interruption, process
+interruption.end_process()
+print("ready", flush=True)
+sys.argv = ["ling3", "generate", "nano", "--ignore-eos", *["-p", "Sam has 3 pens."] * 400]
+sys.exit(process())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Ctrl-C is a signal on POSIX")
+@pytest.mark.parametrize("delay", [0.0, 0.3, 1.5])
+def test_ctrl_c_ends_a_process_at_once(delay):
+    """While it imports, loads, compiles or generates; before `end_process`, Python itself answers Ctrl-C."""
+    # What a child inherits may be that Ctrl-C is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        command = [sys.executable, "-c", INTERRUPTED]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.endswith("\ninterrupted\n") and "Traceback" not in err
+
+
+class Panic(BaseException):
+    """Like pyo3's, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (Panic("index out of bounds\nnote: …"), 1, "Panic: index out of bounds (--debug shows the traceback)"),
+        (KeyError("weight"), 1, "KeyError: 'weight' (--debug shows the traceback)"),
+        (MemoryError(), 1, "MemoryError (--debug shows the traceback)"),
+        (ValueError("two\nlines"), 2, "two lines"),
+    ],
+)
+def test_any_exception_is_one_line(directory, capsys, monkeypatch, error, code, message):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr("ling3.inspect.report", fail)
+    assert cli.main(["inspect", str(directory)]) == code
+    assert capsys.readouterr().err == f"ling3: error: {message}\n"
+    with pytest.raises(type(error)):
+        cli.main(["inspect", str(directory), "--debug"])
+
+
+def test_what_takes_long_to_compile_is_said(directory, scripted, capsys, monkeypatch):
+    monkeypatch.setattr("ling3.cli.options.PATIENCE", 0.0)
+    monkeypatch.setattr("ling3.cli.generate._engine", lambda *arguments, made=generate._engine: slow(made, *arguments))
+    scripted("x")
+    assert "compiling (first time)…" in run(capsys, directory, "-p", "hello")[2]
+
+
+def slow(function, *arguments):
+    time.sleep(0.2)
+    return function(*arguments)
+
+
+@pytest.mark.parametrize("option", ["--max-tokens", "--top-k", "--logprobs"])
+def test_an_option_that_may_be_left_out_is_read_plainly(option, capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["generate", "nano", option, "None"])
+    error = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert f"Error parsing {option}: found 'None', expected a whole number" in error and "NoneType" not in error
+
+
+def test_help_shows_no_python(capsys):
+    for command in (
+        ["generate"],
+        ["chat"],
+        ["bench"],
+        ["ablate"],
+        ["inspect"],
+        ["eval", "gsm8k"],
+        ["eval", "perplexity"],
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--help"])
+        assert "None" not in capsys.readouterr().out, command
+
+
+def test_json_has_only_characters_that_stdout_can_write(monkeypatch):
+    value = {"text": "é 你好 😀"}
+    for encoding, written in (("ascii", r"\u4f60"), ("latin-1", r"\u4f60"), ("utf-8", "你好")):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", stream)
+        print_json(value)
+        text = stream.buffer.getvalue().decode(encoding)
+        assert json.loads(text) == value and written in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("inspect nano --json >&-", 1, "ling3: error: standard output is closed"),
+        ("--version >/dev/full", 2, "No space left on device"),
+    ],
+)
+def test_stdout_that_takes_nothing(line, code, message):
+    if "/dev/full" in line and not pathlib.Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    done = subprocess.run(f"{sys.executable} -m ling3 {line}", shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert message in done.stderr and done.stderr.count("\n") == 1

@@ -51,7 +51,7 @@ FLOORS = (
     {"serve"},
     {"problems", "train"},
     {"bench", "bench_report", "evals"},
-    {"cli"},
+    {"cli", "__main__"},
 )
 
 

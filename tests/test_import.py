@@ -1,24 +1,63 @@
+import ast
+import pathlib
 import subprocess
 import sys
 
 import jaxtyping
 import pytest
 
+import ling3
 from ling3 import checks
 
 # What only some of a user's commands need, and what takes long to import.
 LATER = ("huggingface_hub", "matplotlib", "optax", "rich", "torch", "transformers", "tyro")
+# What takes long to import and is not needed for `ling3 --help`.
+ARRAYS = ("beartype", "equinox", "jax", "jaxtyping", "numpy", "tokenizers")
+
+FACE = f"""
+import sys, ling3, ling3.cli.generate
+assert not [name for name in {ARRAYS!r} if name in sys.modules]
+import ling3.trace, ling3.generate
+for name in ling3.__all__:
+    assert getattr(ling3, name) is not None and name in dir(ling3)
+assert callable(ling3.generate) and callable(ling3.trace) and ling3.ops.kda.recurrent_kda
+for name in ("nonesuch", "_nonesuch"):
+    try:
+        getattr(ling3, name)
+    except AttributeError:
+        pass
+    else:
+        raise AssertionError(name)
+"""
+
+
+def test_public_names_are_imported_when_they_are_used():
+    """The functions `generate` and `trace` stay functions, although submodules have the same names."""
+    done = subprocess.run([sys.executable, "-c", FACE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_package_leaves_for_later_what_not_everyone_needs():
-    program = f"import sys, ling3; print([name for name in {LATER!r} if name in sys.modules])"
+    program = f"import sys; from ling3 import *; print([name for name in {LATER!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
+def test_type_checkers_see_the_names_that_are_imported():
+    """The imports for type checkers, `__all__` and the table of modules agree."""
+    tree = ast.parse(pathlib.Path(ling3.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and isinstance(node.body[0], ast.ImportFrom))
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert seen.pop("ablate") == "ling3"
+    assert seen == {name: f"ling3.{module}" for name, module in ling3._MODULE_OF.items()}
+    assert {*seen, "ablate", "__version__"} == set(ling3.__all__)
+
+
 def test_what_the_package_builds_on_is_not_compiled_for_it_alone():
     """Beneath a module with the hook, Python would look for its own bytecode of jax and find none."""
-    program = "import sys, ling3; print([m.__cached__ for m in map(sys.modules.get, ('jax', 'beartype', 'equinox'))])"
+    program = (
+        "import sys, ling3.serve; print([m.__cached__ for m in map(sys.modules.get, ('jax', 'beartype', 'equinox'))])"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "jaxtyping" not in done.stdout and done.stdout.count(".pyc") == 3
 

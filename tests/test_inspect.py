@@ -78,6 +78,16 @@ def test_everything_is_shown_folded(tiny):
     assert "…" not in shown(tiny, width=60)
 
 
+def test_no_array_is_folded_within_80_columns(tiny):
+    """What the checkpoint has instead moves to a line of its own."""
+    row = f"  experts.gate_proj{'[128, 512, 1536]':>33}  bfloat16    100,663,296"
+    published = "experts.{0..127}.gate_proj.weight [512, 1536]"
+    assert f"{row}  {published}" in shown(tiny, width=160).splitlines()
+    narrow = shown(tiny, width=80).splitlines()
+    at = narrow.index(row)
+    assert narrow[at + 1] == f"    {published}" and narrow[at + 2].startswith("  experts.up_proj ")
+
+
 def test_each_array_says_where_it_comes_from(tiny):
     rows = {row.path: row for row in tiny.arrays}
     conv = rows["model.layers.0.attention.q_conv1d.weight"]

@@ -143,12 +143,13 @@ def test_where_the_systems_own_compiler_is_used(monkeypatch, platform, tools, fo
 
 
 @pytest.mark.parametrize("script", ["exit 1", None], ids=["knows no native", "is not there"])
-def test_without_a_compiler_there_is_none(kept, source, tmp_path, monkeypatch, script):
+def test_what_cxx_names_and_is_no_compiler_is_said(kept, source, tmp_path, monkeypatch, script):
     if script is None:
-        monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
+        monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
     else:
         compiler_of(tmp_path, monkeypatch, script)
-    assert native.target(source, "nothing") is None
+    with pytest.warns(RuntimeWarning, match=r"nothing\.cc .* plain form.*CXX is '.*compiler', which cannot be run"):
+        assert native.target(source, "nothing") is None
     assert not files(kept)
 
 

@@ -19,7 +19,7 @@ ANSWER = 7
 
 @case("start/import", "import ling3, in a fresh process.", limit=1.0, always_measured=True)
 def import_ling3(setting: Setting) -> Trial:
-    """Seconds for the import alone; the interpreter's own start is not in it."""
+    """Seconds for the import and that of its public names; the interpreter's own start is not in it."""
     return Trial([Side("import ling3", lambda: ask("import", "ling3")["seconds"], lambda: "imports")], unit="s")
 
 

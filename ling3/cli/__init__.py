@@ -1,71 +1,120 @@
 """The `ling3` command: a module for each of its commands. Results go to stdout, all else to stderr."""
 
-import gc
+import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import jaxtyping
-import tyro
+# ruff: noqa: PLC0415
+# Everything is imported when it is needed: first Ctrl-C is seen to, then the options are read, then JAX is imported.
 
-from ling3.cli import ablate, bench, chat, eval, generate, inspect
-from ling3.cli.ablate import Ablate
-from ling3.cli.bench import Bench
-from ling3.cli.chat import Chat
-from ling3.cli.eval import Eval
-from ling3.cli.generate import Generate
-from ling3.cli.inspect import Inspect
-from ling3.quoting import message
-from ling3.version import __version__
 
-RUN = {
-    Generate: generate.run,
-    Chat: chat.run,
-    Bench: bench.run,
-    Eval: eval.run,
-    Ablate: ablate.run,
-    Inspect: inspect.run,
-}
+# Characters of an error: a screen of 24 lines.
+LONGEST_ERROR = 24 * 80
 
 
 def process() -> int:
-    """`main` as a process of its own, whose first token comes in four fifths of the time.
+    """`main` as a process of its own: Ctrl-C ends it at once, and no character that stdout cannot encode does."""
+    from ling3.cli import interruption
+
+    interruption.end_process()
+    # Streams are None where they are closed, as by >&-.
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123
+    if sys.stdout is None:
+        return _failed(1, "standard output is closed, and results go there: leave it open")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return main(before=_settle)
+
+
+def _settle(debug: bool) -> None:
+    """Imports what commands need, in a way that brings the first token sooner.
 
     What is imported stays, so the garbage collector need not look through it again. And the package's functions do not
     check the types of each other's arguments, except with --debug: what a user types is checked by the commands.
     """
+    import gc
+
+    import ling3
+
+    if not debug:
+        ling3.leave_types_unchecked()
+    import ling3.serve
+
     gc.freeze()
-    if "--debug" not in sys.argv:
-        jaxtyping.config.update("jaxtyping_disable", True)
-    return main()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code is 2 for what the user can mend, and 130 after Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
-    if list(argv) == ["--version"]:
+def main(argv: Sequence[str] | None = None, before: Callable[[bool], Any] | None = None) -> int:
+    """Runs the command line; `before` is called with --debug's value once the options are read.
+
+    The exit code is 2 for what the user can mend, 1 for any other error, 130 after Ctrl-C and 141 where the reader of
+    stdout has gone. An error is one line on stderr; with --debug it is raised instead.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            _run(argv, before)
+        finally:
+            _flush()
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 141
+    except (ValueError, OSError, FloatingPointError) as error:
+        if "--debug" in argv:
+            raise
+        return _failed(2, str(error) or type(error).__name__)
+    except BaseException as error:
+        # Whatever it is, and Rust's panics are not even an Exception.
+        if "--debug" in argv:
+            raise
+        lines = str(error).strip().splitlines()
+        words = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return _failed(1, f"{words} (--debug shows the traceback)")
+    return 0
+
+
+def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
+    if argv == ["--version"]:
+        from ling3.version import __version__
+
         print(f"ling3 {__version__}")
-        return 0
+        return
+    import tyro
+
+    from ling3.cli import ablate, bench, chat, eval, generate, inspect
+
     command = tyro.cli(
-        Generate | Chat | Bench | Eval | Ablate | Inspect,
+        generate.Generate | chat.Chat | bench.Bench | eval.Eval | ablate.Ablate | inspect.Inspect,
         prog="ling3",
         description="Ling-3 in JAX.",
         args=argv,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
     )
+    if before is not None:
+        before(command.debug)
+    sys.modules[type(command).__module__].run(command)
+
+
+def _failed(code: int, message: str) -> int:
+    """Says what went wrong, in one line that is no longer than a screen; the exit code."""
+    from ling3.quoting import printable
+
+    print(f"ling3: error: {printable(' '.join(message.splitlines()), LONGEST_ERROR)}", file=sys.stderr)
+    return code
+
+
+def _flush() -> None:
+    """Writes what stdout still holds, and drops it where nobody takes it, as after `| head`."""
     try:
-        RUN[type(command)](command)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader has gone, as `head` does; the interpreter must not flush to it once more.
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (ValueError, OSError, FloatingPointError) as error:
-        if command.debug:
-            raise
-        print(f"ling3: error: {message(str(error))}", file=sys.stderr)
-        return 2
-    return 0
+        raise

@@ -3,20 +3,28 @@
 import dataclasses
 import json
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import tyro
 from rich.console import Console
 
-from ling3.cli.options import Dtype, Model, Weights, WeightsOptions, check_directory, introduce, load, read_text
+from ling3.cli.options import (
+    Dtype,
+    FileOption,
+    Model,
+    Weights,
+    WeightsOptions,
+    check_directory,
+    introduce,
+    load,
+    read_text,
+)
+from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from ling3.evals.ablation_report import Row
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
-
-FILE = tyro.conf.arg(metavar="FILE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +47,14 @@ class Ablate:
     """How many of them to ask once more in a long context."""
     examples: int = 20
     """Worked examples that make up this context."""
-    text: Annotated[str | None, FILE] = None
+    text: FileOption = None
     """Measure the perplexity of this text (UTF-8; - for standard input), instead of solutions."""
     dtype: Dtype = "float32"
     """The matrices' type; auto is as stored, and bfloat16 for random weights."""
     weights: WeightsOptions = dataclasses.field(default_factory=Weights)
-    json: Annotated[str | None, FILE] = None
+    json: FileOption = None
     """Write the numbers there as JSON; - prints them instead of the table."""
-    plot: Annotated[str | None, FILE] = None
+    plot: FileOption = None
     """Draw the table there (PNG, PDF or SVG)."""
     debug: bool = False
     """Show the traceback of an error, and check the types of what functions are given."""
@@ -78,13 +86,13 @@ def run(command: Ablate) -> None:
     )
     settings = {name: getattr(command, name) for name in ("suite", "questions", "recalls", "examples", "text", "dtype")}
     report = dataclasses.replace(report, about={"model": command.model, "settings": settings})
-    numbers = json.dumps(report.to_dict(), indent=1, ensure_ascii=False)
     if command.json == "-":
-        print(numbers)
+        print_json(report.to_dict(), indent=1)
     else:
         # Rich would leave out columns where there is no room for them.
         Console(width=max(120, Console().width)).print(report)
     if command.json not in (None, "-"):
+        numbers = json.dumps(report.to_dict(), indent=1, ensure_ascii=False)
         pathlib.Path(command.json).write_text(numbers + "\n", encoding="utf-8")
     if command.plot is not None:
         report.plot(command.plot)

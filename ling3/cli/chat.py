@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from ling3.cli import interruption
 from ling3.cli.conversation import Conversation, Unanswered, changed, written
 from ling3.cli.options import (
     Dtype,
@@ -20,6 +21,7 @@ from ling3.cli.options import (
     WeightsOptions,
     WholeNumber,
     chat_ids,
+    compiling,
     introduce,
     load,
 )
@@ -97,12 +99,14 @@ def run(command: Chat) -> None:
         params = dataclasses.replace(params, max_tokens=context)
     console = Console(stderr=True, highlight=False)
     introduce(source, model, console)
-    engine.warmup()
+    with compiling(console):
+        engine.warmup()
     _talk(Conversation(engine, tokenizer, params, command.system, command.thinking), console)
 
 
 def _talk(conversation: Conversation, console: Console) -> None:
-    typed = sys.stdin.isatty()
+    if typed := sys.stdin.isatty():
+        interruption.raise_again()
     questions = unanswered = 0
     for line in _typed(console) if typed else _piped():
         if line.rstrip() == "/quit":

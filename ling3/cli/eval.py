@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from ling3.cli.options import (
     Dtype,
+    FileOption,
     Model,
     Thinking,
     Weights,
@@ -21,6 +21,7 @@ from ling3.cli.options import (
     load,
     read_text,
 )
+from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from ling3.evals.answers import Parser
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 # A prefill call has the first of these widths that holds the longest prompt; longer ones go in by chunks.
 WIDTHS = (16, 128, 512)
-
-FileOption = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +73,8 @@ class Asking:
     weights: WeightsOptions = dataclasses.field(default_factory=Weights)
     max_running_requests: int = 64
     """Questions that are answered at once."""
+    json: bool = False
+    """Print the result as one JSON object."""
     debug: bool = False
     """Show the traceback of an error, and check the types of what functions are given."""
 
@@ -184,6 +185,10 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
             on_answer=shown,
         )
     low, high = score.interval
+    if command.json:
+        counts = {"right": score.right, "total": score.total, "accuracy": score.accuracy}
+        print_json({"model": command.model, "predictions": command.out, **counts, "wilson_95": [low, high]})
+        return
     print(f"95 % (Wilson): {low:.4f} to {high:.4f}")
     print(score)
 
@@ -264,7 +269,7 @@ def _perplexity(command: Perplexity) -> None:
     found = perplexity(model, tokenizer, text, command.context, command.stride)
     if command.json:
         names = ("nats_per_token", "bits_per_byte", "perplexity")
-        print(json.dumps({**dataclasses.asdict(found), **{name: getattr(found, name) for name in names}}))
+        print_json({**dataclasses.asdict(found), **{name: getattr(found, name) for name in names}})
         return
     print(f"{found.tokens} tokens, {found.nbytes} bytes")
     print(f"nats per token: {found.nats_per_token:.4f}")

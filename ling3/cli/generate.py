@@ -1,7 +1,6 @@
 """`ling3 generate`: prompts in, text out."""
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,11 @@ from ling3.cli.options import (
     WeightsOptions,
     WholeNumber,
     chat_ids,
+    compiling,
     introduce,
     load,
 )
-from ling3.cli.terminal import show
+from ling3.cli.terminal import print_json, show
 
 if TYPE_CHECKING:
     from ling3.outputs import Completion, Delta, Logprob
@@ -125,11 +125,12 @@ def run(command: Generate) -> None:
     console = Console(stderr=True, highlight=False)
     introduce(source, model, console)
     clock = _Clock()
-    engine = _engine(model, tokenizer, len(rows), longest, params.max_tokens)
+    with compiling(console):
+        engine = _engine(model, tokenizer, len(rows), longest, params.max_tokens)
     clock.start(engine.stats().compile_seconds)
     for row in _finished_in_order(rows, clock.watch(_news(engine, rows, params)), console, command):
         if command.json:
-            print(json.dumps(_result(row), ensure_ascii=False))
+            print_json(_result(row))
         else:
             print()
     console.print(Text(clock.summary(engine.stats().compile_seconds), "dim"), soft_wrap=True)

@@ -1,23 +1,26 @@
 """`ling3 inspect`: a checkpoint's shape on paper."""
 
 import dataclasses
-import json
-from typing import Annotated
+import os
+import sys
 
-import tyro
 from rich.console import Console
 
-from ling3.cli.options import TextOption
+from ling3.cli.options import Model, TextOption
+from ling3.cli.terminal import print_json
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
+
+# Columns where there is no terminal: lines for grep and files do not have to be broken.
+WIDE = 160
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect:
     """Show a checkpoint's module tree, layers and memory; reads no weights."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: Model
     """A checkpoint directory, a config.json, a hub id, or "nano" for the checkpoint in the package."""
     revision: TextOption = None
     """A branch, a tag or a commit, where MODEL is a hub id; the branch main without it."""
@@ -33,7 +36,6 @@ def run(command: Inspect) -> None:
 
     report = inspect.report(command.model, revision=command.revision)
     if command.json:
-        print(json.dumps(report.to_dict()))
+        print_json(report.to_dict())
     else:
-        # Rich would leave out columns where there is no room for them.
-        Console(width=max(100, Console().width)).print(report)
+        Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE).print(report)

@@ -1,8 +1,11 @@
 """What the commands have in common: options, and the checkpoint and files that these name."""
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -21,9 +24,36 @@ if TYPE_CHECKING:
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
 
+# Seconds after which a first compilation is announced.
+PATIENCE = 2.0
+
+
+def _optional(metavar: str, read: Callable[[str], Any]) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
+    """How an option that may be left out is read; the help text says what happens without it.
+
+    tyro's own reading of `int | None` shows its users a NoneType, and takes the text "None" for none.
+    """
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: read(words[0]),
+        is_instance=lambda value: value is None or isinstance(value, (str, int)),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
+    )
+
+
+def _whole(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError(f"found {word!r}, expected a whole number") from None
+
+
+NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-TextOption = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
-WholeNumber = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+TextOption = Annotated[str | None, _optional("TEXT", str), NO_DEFAULT]
+FileOption = Annotated[str | None, _optional("FILE", str), NO_DEFAULT]
+WholeNumber = Annotated[int | None, _optional("INT", _whole), NO_DEFAULT]
 Thinking = Literal["auto", "on", "off"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -161,6 +191,18 @@ def introduce(source: Source, model: "Ling3ForCausalLM", console: Console) -> No
     kind = "parameters" if source.seed is None else "random parameters"
     facts = f"{source.name}: {count(size)} {kind}, {model.lm_head.weight.dtype.name}, on {jax.default_backend()}"
     console.print(Text(facts, "bold"), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def compiling(console: Console) -> Iterator[None]:
+    """Says on stderr that programs are being compiled, once that has taken `PATIENCE`."""
+    timer = threading.Timer(PATIENCE, console.print, ["compiling (first time)…"], {"style": "dim", "markup": False})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def chat_ids(tokenizer: "Tokenizer", messages: list[dict[str, str]], thinking: Thinking) -> list[int]:

@@ -1,6 +1,8 @@
 """How text and numbers are shown."""
 
+import json
 import sys
+from typing import Any
 
 # On a terminal control characters are shown, not obeyed: a model may write any bytes.
 VISIBLE = {**{code: 0x2400 + code for code in range(32)}, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
@@ -11,6 +13,16 @@ def show(text: str) -> None:
     """Writes a model's text to stdout at once."""
     sys.stdout.write(text.translate(VISIBLE) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """Writes a value to stdout at once, as JSON that stdout's encoding has characters for."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=indent)
+    print(text, flush=True)
 
 
 def count(number: int) -> str:

@@ -53,7 +53,7 @@ class Score:
         return max(0.0, min(p, low)), min(1.0, max(p, high))  # at 0 and 1 but for rounding
 
     def __str__(self) -> str:
-        return f"正确率: {self.right}/{self.total} = {self.accuracy:.4f}"
+        return f"accuracy (正确率): {self.right}/{self.total} = {self.accuracy:.4f}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,11 +52,16 @@ def test_the_last_line(prompts, tmp_path, capsys):
     assert code == 0
     interval, last = text.splitlines()
     right = sum(line["right"] for line in lines(out))
-    assert last == f"正确率: {right}/40 = {right / 40:.4f}"
+    assert last == f"accuracy (正确率): {right}/40 = {right / 40:.4f}"
     assert right >= 36, "nano answers nine in ten of its own problems"
     low, high = map(float, re.fullmatch(r"95 % \(Wilson\): (0\.\d{4}) to ([01]\.\d{4})", interval).groups())
     assert low < right / 40 <= high
     assert "nano: 1.32M parameters, float32, on cpu" in err
+    options = ("--prompts", prompts, "--out", out, "--limit", 40, "--json", *ENGINE)
+    found = json.loads(run(capsys, "gsm8k", "nano", *options)[1])
+    assert (found["right"], found["total"], found["accuracy"]) == (right, 40, right / 40)
+    assert found["wilson_95"] == pytest.approx([low, high], abs=1e-4)
+    assert (found["model"], found["predictions"]) == ("nano", str(out))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
@@ -121,7 +126,7 @@ def test_the_public_files_of_gsm8k(tmp_path, capsys):
     train.write_text("\n".join(map(public, shown)))
     options = ("--questions", test, "--examples", train, "--shots", 1, "--out", out, *ENGINE)
     code, text, _ = run(capsys, "gsm8k", "nano", *options)
-    assert code == 0 and text.splitlines()[1].startswith("正确率: ")
+    assert code == 0 and text.splitlines()[1].startswith("accuracy (正确率): ")
     assert sum(line["right"] for line in lines(out)) >= 5
     assert {tuple(line["settings"]["sampling"]["stop"]) for line in lines(out)} == {("Question:",)}
 
@@ -131,7 +136,7 @@ def test_choices_are_counted_too(tmp_path, capsys):
     prompts, out = tmp_path / "prompts.json", tmp_path / "out.jsonl"
     write(prompts, [Question("Question: 1 + 1?\nA. 2\nB. 3\nAnswer:", "A")])
     code, text, _ = run(capsys, "mmlu-pro", "nano", "--prompts", prompts, "--out", out, *ENGINE)
-    assert code == 0 and text.splitlines()[1] == "正确率: 0/1 = 0.0000"
+    assert code == 0 and text.splitlines()[1] == "accuracy (正确率): 0/1 = 0.0000"
     (line,) = lines(out)
     assert line["expected"] == "A" and line["settings"]["parser"] == "choice"
     assert (line["parsed"], line["right"]) == (None, False) and number(line["text"]) is not None
@@ -192,7 +197,9 @@ def test_the_bar_shows_the_accuracy_so_far():
 
 def test_an_evaluation_needs_no_extra():
     """Neither what training needs, nor the harness."""
-    code = "import sys, ling3.cli, ling3.evals.run, ling3.evals.public, ling3.evals.perplexity; print(*sys.modules)"
+    code = (
+        "import sys, ling3.cli.eval, ling3.evals.run, ling3.evals.public, ling3.evals.perplexity; print(*sys.modules)"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "ling3.evals.run" in loaded
     assert not {"optax", "matplotlib", "lm_eval", "pyarrow", "torch", "datasets"} & set(loaded)
