@@ -5,6 +5,9 @@ BIN := .venv/bin
 # The tests that print tables: in one process, as workers have no terminal.
 TABLES := tests/parity/test_closeness.py tests/parity/test_bfloat16.py
 
+# What the other targets leave out: a target of its own runs it.
+APART := --ignore=tests/parity --ignore=tests/site
+
 .PHONY: demo test lint types harness parity slow coverage notebooks docs clean
 
 demo: .venv/installed
@@ -12,7 +15,7 @@ demo: .venv/installed
 
 # Programs are compiled without most optimizations here, in about half the time; every other target optimizes.
 test: .venv/installed-test
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(APART)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -28,11 +31,12 @@ notebooks: .venv/installed-notebooks
 	$(BIN)/jupytext --quiet --to ipynb notebooks/[0-9]*.py
 	$(BIN)/python -m pytest -n 2 --nbmake --overwrite --nbmake-timeout=600 --durations=0 notebooks/[0-9]*.ipynb
 
-# The site in build/site, with the notebooks as `make notebooks` has run them.
+# The site in build/site, with the notebooks as `make notebooks` has run them; checked, by Chromium too if there is one.
 docs: .venv/installed-docs notebooks
 	mkdir -p docs/notebooks
 	cp notebooks/[0-9]*.ipynb docs/notebooks/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest tests/site
 
 parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
@@ -40,10 +44,10 @@ parity: .venv/installed-parity
 	$(BIN)/python -m pytest $(TABLES)
 
 slow: .venv/installed-test
-	$(BIN)/python -m pytest -n 2 -m slow --ignore=tests/parity
+	$(BIN)/python -m pytest -n 2 -m slow $(APART)
 
 coverage: .venv/installed-test
-	$(BIN)/python -m pytest -n 2 -m "not slow" --ignore=tests/parity -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(APART) -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90
 
 clean:
 	rm -rf .venv .jax_cache .pytest_cache .cache build *.egg-info docs/notebooks notebooks/*.ipynb

@@ -281,8 +281,9 @@ assert all(high > 20 * low for low, _, high in spread.values())
 # **Solve.** The $u$ stand on both sides, but each depends on earlier ones alone: a triangular system. With the rows
 # $u_i$ in a matrix $v'$, and $A$ strictly lower triangular,
 #
-# $$(I + A)\,v' = \beta v - (\beta\,k\,e^{G})\,S_0\quad\Longrightarrow\quad
-# v' = \underbrace{M\,(\beta v)}_{U} - \underbrace{M\,(\beta\,k\,e^{G})}_{W}\,S_0,\qquad M = (I+A)^{-1} . \tag{2}$$
+# $$\begin{gathered} (I + A)\,v' = \beta v - (\beta\,k\,e^{G})\,S_0\quad\Longrightarrow\\
+# v' = \underbrace{M\,(\beta v)}_{U} - \underbrace{M\,(\beta\,k\,e^{G})}_{W}\,S_0,\qquad M = (I+A)^{-1} .
+# \end{gathered} \tag{2}$$
 #
 # This is the WY form of a product of Householder-like factors $I - \beta kk^\top$ (Bischof and Van Loan, 1987; for the
 # delta rule: Yang et al., arXiv 2406.06484). $U$ and $W$ do not contain $S_0$: all chunks of a sequence can compute
@@ -290,8 +291,9 @@ assert all(high > 20 * low for low, _, high in spread.values())
 #
 # **Read.** With (1), $o_i = S_i^\top q_i$ and the state after the chunk are
 #
-# $$o = (q\,e^{G})\,S_0 + \mathrm{tril}(P)\,v',\quad P_{ij} = \sum_c q_{ic}k_{jc}e^{G_{ic}-G_{jc}},\qquad
-# S_C = e^{G_C} S_0 + (k\,e^{G_C - G})^\top v' . \tag{3}$$
+# $$\begin{gathered} o = (q\,e^{G})\,S_0 + \mathrm{tril}(P)\,v',\quad P_{ij} = \sum_c q_{ic}k_{jc}e^{G_{ic}-G_{jc}},\\
+# S_C = e^{G_C} S_0 + (k\,e^{G_C - G})^\top v' .
+# \end{gathered} \tag{3}$$
 
 
 # %%
@@ -385,8 +387,8 @@ def by_powers(A):
 
 same_key = jnp.tril(jnp.ones((64, 64), jnp.float32), -1)
 truth = jnp.eye(64) - jnp.eye(64, k=-1)
-print(f"largest error by powers {jnp.max(jnp.abs(by_powers(same_key) - truth)):.1e}, by halves", end=" ")
-print(f"{jnp.max(jnp.abs(unit_lower_inverse(same_key) - truth)):.1e}")
+by_both = [float(jnp.max(jnp.abs(form(same_key) - truth))) for form in (by_powers, unit_lower_inverse)]
+print("largest error by powers {:.1e}, by halves {:.1e}".format(*by_both))
 assert jnp.array_equal(unit_lower_inverse(same_key), truth)
 assert jnp.max(jnp.abs(by_powers(same_key) - truth)) > 1e3
 

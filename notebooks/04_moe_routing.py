@@ -148,7 +148,7 @@ assert jnp.array_equal(gradient, jnp.zeros(8))
 # Would weighing by $c$ have done as well? Then the shift by 0.5, which changes no choice, would pull all weights
 # towards each other, and a bias that only meant to balance the load would have a say in what the layer computes.
 #
-# ## Struck out means $-\infty$
+# ## Struck out means minus infinity
 #
 # Some implementations strike a group out by setting its $c$ to 0. With scores in $(0, 1)$ and no bias that is harmless:
 # 0 is below them all. But biases may be negative, and then so may $c$: zeros of the *struck* groups beat experts of the

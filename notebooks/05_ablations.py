@@ -153,7 +153,7 @@ assert gate_results["KDA, layer 2"][0][1] > 0.95 and gate_results["MLA, both lay
 # the work, and a part cannot be missed where nothing is done.
 
 # %% [markdown]
-# ## `lower_bound` is not a clamp
+# ## The bound is not a clamp
 #
 # $g = \mathrm{lower\_bound}\cdot\sigma(z)$ with $z = e^{A}(f(x) + dt)$: the bound multiplies *every* decay. Changing -5
 # into -1 makes the slowest channel forget five times more slowly, far from any bound. To see what the bound itself
