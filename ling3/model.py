@@ -112,7 +112,7 @@ class Ling3ForCausalLM(eqx.Module):
     @eqx.filter_jit
     def __call__(
         self, tokens: Int[Array, "batch seq"], execution: Execution | None = None
-    ) -> Float32[Array, "batch seq vocab"]:
+    ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
         """The logits after each token of each sequence, from position 0 on. Compiled once per shape.
 
         Differentiable in reverse mode (the experts' fast form has no forward mode).
@@ -127,7 +127,9 @@ class Ling3ForCausalLM(eqx.Module):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
         return self.watched(tokens, Span.whole(batch, seq, Execution.default() if execution is None else execution))
 
-    def watched(self, tokens: Int[Array, "batch seq"], span: Span) -> Float32[Array, "batch seq vocab"]:
+    def watched(
+        self, tokens: Int[Array, "batch seq"], span: Span
+    ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
         """The same over a span of whole sequences, whose recorder sees what passes."""
         hidden, _ = self.model(tokens, (None,) * len(self.model.attentions), span)
         return self.lm_head(hidden, span.execution, jnp.float32)
@@ -160,7 +162,7 @@ class Ling3ForCausalLM(eqx.Module):
         *,
         last: bool = False,
         execution: Execution | None = None,
-    ) -> tuple[Float32[Array, "batch out vocab"], Cache]:
+    ) -> tuple[Float32[Array, "batch out {self.config.vocab_size}"], Cache]:
         """Continue each row of `cache` with its next tokens; returns their logits and the cache with them in it.
 
         Row b brings `lengths[b]` tokens (all `seq` without `lengths`, 0 leaves the row untouched) and right padding

@@ -136,6 +136,21 @@ def cache_dtype(model: Ling3ForCausalLM) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" and dtype.itemsize < 4 else dtype
 
 
+def _next(
+    model: Ling3ForCausalLM,
+    view: Pool,
+    table: Int32[Array, "rows columns"],
+    tokens: Int32[Array, "rows seq"],
+    lengths: Int32[Array, " rows"],
+    execution: Execution,
+    *,
+    last: bool,
+) -> tuple[Choice, Cache]:
+    """What follows each row's next `lengths` tokens, and the caches with these in them."""
+    logits, cache = model.step(tokens, view.cache(table), lengths, last=last, execution=execution)
+    return choose(logits[:, 0], view.sampling, cache.length), cache
+
+
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
 def prefill(
     model: Ling3ForCausalLM,
@@ -148,8 +163,7 @@ def prefill(
 ) -> tuple[Choice, Pool]:
     """Bring each row's next `lengths` prompt tokens into the caches; the rows that `end` their prompt get a token."""
     view = pool.take(rows)
-    logits, cache = model.step(tokens, view.cache(rows.table), lengths, last=True, execution=execution)
-    choice = choose(logits[:, 0], view.sampling, cache.length)
+    choice, cache = _next(model, view, rows.table, tokens, lengths, execution, last=True)
     return choice, pool.put(rows, view.after(cache, choice.token, end))
 
 
@@ -160,17 +174,15 @@ def decode(
     """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
     view = pool.take(rows)
 
-    def unfinished(carry):
+    def unfinished(carry: tuple[Int32[Array, ""], Choice, Pool]) -> Bool[Array, ""]:
         i, _, view = carry
         return (i < steps) & ~jnp.all(view.done)
 
-    def step(carry):
+    def step(carry: tuple[Int32[Array, ""], Choice, Pool]) -> tuple[Int32[Array, ""], Choice, Pool]:
         i, out, view = carry
         active = ~view.done
-        logits, cache = model.step(
-            view.token[:, None], view.cache(rows.table), active.astype(jnp.int32), execution=execution
-        )
-        choice = choose(logits[:, 0], view.sampling, cache.length)
+        lengths = active.astype(jnp.int32)
+        choice, cache = _next(model, view, rows.table, view.token[:, None], lengths, execution, last=False)
         view = view.after(cache, choice.token, active)
         choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(active, choice.token, -1))
         return i + 1, jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice), view

@@ -3,9 +3,10 @@
 from typing import Literal
 
 import jax
-from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
 from ling3.layers.linear import Constant, Linear
+from ling3.ops.precision import Wide
 
 OutputGate = Literal["sigmoid", "swish", "constant", "none"]
 """What an attention's output is multiplied by: sigmoid(g), g·sigmoid(g), a learned constant in (0, 1), or nothing."""
@@ -20,6 +21,6 @@ def gate_projection(
     return Constant.init(rows) if law == "constant" else Linear.init(rows, columns, key=key, dtype=dtype, std=std)
 
 
-def output_gate(law: OutputGate, g: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """sigmoid(g), or g · sigmoid(g) for `swish` (Kimi Linear, arXiv 2510.26692, Table 1)."""
+def output_gate(law: OutputGate, g: Wide[Array, "*shape"]) -> Wide[Array, "*shape"]:
+    """sigmoid(g), or g · sigmoid(g) for `swish` (Kimi Linear, arXiv 2510.26692, Table 1), in float32 or wider."""
     return jax.nn.silu(g) if law == "swish" else jax.nn.sigmoid(g)

@@ -15,7 +15,7 @@ from ling3.layers.gate import OutputGate, gate_projection, output_gate
 from ling3.layers.linear import Constant, Linear
 from ling3.layers.norm import GatedRMSNorm
 from ling3.ops.kda import kda_gate, l2_normalize
-from ling3.ops.precision import wide
+from ling3.ops.precision import Wide, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +159,9 @@ class KDA(eqx.Module):
     def convolved(
         self, x: Float[Array, "batch seq hidden"], tail: Float[Array, "batch tail channels"], span: Span
     ) -> tuple[
-        Float[Array, "batch seq heads key"],
-        Float[Array, "batch seq heads key"],
-        Float[Array, "batch seq heads value"],
+        Wide[Array, "batch seq heads key"],
+        Wide[Array, "batch seq heads key"],
+        Wide[Array, "batch seq heads value"],
         Float[Array, "batch tail channels"],
     ]:
         """q (scaled), k (both of unit length), v, and the convolutions' new tail."""
@@ -180,13 +180,13 @@ class KDA(eqx.Module):
 
     def gates(
         self, x: Float[Array, "batch seq hidden"], span: Span
-    ) -> tuple[Float[Array, "batch seq heads key"], Float[Array, "batch seq heads"]]:
+    ) -> tuple[Wide[Array, "batch seq heads key"], Wide[Array, "batch seq heads"]]:
         """The log decay g and the writing strength beta; both 0 on padding, which leaves the state as it was."""
         g, beta = self._decay(x, span.execution), self._strength(x, span.execution)
         valid = span.valid(x.shape[1])[:, :, None]
         return jnp.where(valid[..., None], g, 0.0), jnp.where(valid, beta, 0.0)
 
-    def _decay(self, x: Float[Array, "batch seq hidden"], execution: Execution) -> Float[Array, "batch seq heads key"]:
+    def _decay(self, x: Float[Array, "batch seq hidden"], execution: Execution) -> Wide[Array, "batch seq heads key"]:
         dtype = wide(x.dtype)
         if self.f_proj is None or self.A_log is None or self.dt_bias is None:
             return self._heads(jnp.zeros((*x.shape[:2], self.q_proj.weight.shape[0]), dtype))
@@ -195,7 +195,7 @@ class KDA(eqx.Module):
             self._heads(self.f_proj(x, execution, dtype)), self.A_log.astype(dtype), dt_bias, self.lower_bound
         )
 
-    def _strength(self, x: Float[Array, "batch seq hidden"], execution: Execution) -> Float[Array, "batch seq heads"]:
+    def _strength(self, x: Float[Array, "batch seq hidden"], execution: Execution) -> Wide[Array, "batch seq heads"]:
         dtype = wide(x.dtype)
         if self.b_proj is None:
             return jnp.full((*x.shape[:2], self.heads), 1.0 if self.beta is None else self.beta, dtype)
@@ -204,7 +204,7 @@ class KDA(eqx.Module):
 
     def output_gate(
         self, x: Float[Array, "batch seq hidden"], execution: Execution = PLAIN
-    ) -> Float[Array, "batch seq heads value"] | None:
+    ) -> Wide[Array, "batch seq heads value"] | None:
         """What the normed output is multiplied by, in float32 or wider; None for nothing."""
         if self.g_proj is None:
             return None
@@ -212,8 +212,8 @@ class KDA(eqx.Module):
 
     def output(
         self,
-        o: Float[Array, "batch seq heads value"],
-        gate: Float[Array, "batch seq heads value"] | None,
+        o: Wide[Array, "batch seq heads value"],
+        gate: Wide[Array, "batch seq heads value"] | None,
         dtype: DTypeLike,
         execution: Execution = PLAIN,
     ) -> Float[Array, "batch seq hidden"]:

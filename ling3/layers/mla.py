@@ -15,7 +15,7 @@ from ling3.layers.linear import Constant, Linear
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
 from ling3.ops.attention import BLOCK, Expansion
-from ling3.ops.precision import exact, wide
+from ling3.ops.precision import Wide, exact, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,7 @@ class MLA(eqx.Module):
     dense: Linear  # [hidden, heads·value]
     nope: int = eqx.field(static=True)
     rope: int = eqx.field(static=True)
+    value: int = eqx.field(static=True)
     rope_theta: float | None = eqx.field(static=True)
     gate_law: OutputGate = eqx.field(static=True)
 
@@ -90,6 +91,7 @@ class MLA(eqx.Module):
             dense=linear(hidden, heads * value),
             nope=nope,
             rope=rope,
+            value=value,
             rope_theta=config.rope_theta,
             gate_law=config.gate_law,
         )
@@ -99,13 +101,28 @@ class MLA(eqx.Module):
         return Paged.empty(pages, page_size, (self.entry,), dtype)
 
     @property
+    def hidden(self) -> int:
+        """Channels of the residual stream."""
+        return self.dense.weight.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """How many there are."""
+        return self.dense.weight.shape[1] // self.value
+
+    @property
+    def latent(self) -> int:
+        """Channels of the latent, from which the keys and values of all heads are expanded."""
+        return self.kv_a_layernorm.weight.shape[0]
+
+    @property
     def entry(self) -> int:
         """How many numbers a token leaves behind: latent + rope."""
-        return self.kv_a_layernorm.weight.shape[0] + self.rope
+        return self.latent + self.rope
 
     def __call__(
-        self, x: Float[Array, "batch seq hidden"], state: Paged | None, span: Span
-    ) -> tuple[Float[Array, "batch seq hidden"], Paged | None]:
+        self, x: Float[Array, "batch seq {self.hidden}"], state: Paged | None, span: Span
+    ) -> tuple[Float[Array, "batch seq {self.hidden}"], Paged | None]:
         """The layer's output for each token, and the cache with the span's tokens in it.
 
         Without a cache the span's tokens see each other alone, in a form that can be differentiated.
@@ -125,37 +142,56 @@ class MLA(eqx.Module):
         return self.output(pre_o_proj, gate, span.execution), state
 
     def queries(
-        self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"], execution: Execution = PLAIN
-    ) -> tuple[Float[Array, "batch seq heads {self.nope}"], Float[Array, "batch seq heads {self.rope}"]]:
+        self,
+        x: Float[Array, "batch seq {self.hidden}"],
+        positions: Int32[Array, "batch seq"],
+        execution: Execution = PLAIN,
+    ) -> tuple[Float[Array, "batch seq {self.heads} {self.nope}"], Float[Array, "batch seq {self.heads} {self.rope}"]]:
         """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5."""
-        q: Float[Array, "batch seq heads nope+rope"] = rearrange(
-            self._projected_queries(x, execution), "b s (h d) -> b s h d", d=self.nope + self.rope
-        )
-        q_nope: Float[Array, "batch seq heads nope"] = q[..., : self.nope]
-        q_rope: Float[Array, "batch seq heads rope"] = self._rotated(q[..., self.nope :], positions)
+        q = rearrange(self._projected_queries(x, execution), "b s (h d) -> b s h d", h=self.heads)
+        q_nope, q_rope_raw = self._split_queries(q)
+        q_rope = self._rotated(q_rope_raw, positions)
         scale = (self.nope + self.rope) ** -0.5
         return q_nope * scale, q_rope * scale
 
     def _projected_queries(
-        self, x: Float[Array, "batch seq hidden"], execution: Execution
-    ) -> Float[Array, "batch seq channels"]:  # heads·(nope + rope)
+        self, x: Float[Array, "batch seq {self.hidden}"], execution: Execution
+    ) -> Float[Array, "batch seq {self.heads*(self.nope+self.rope)}"]:
         """Through the low rank of `q_a_proj` where the config has one, else directly."""
         if self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None:
-            compressed_q: Float[Array, "batch seq q_rank"] = self.q_a_layernorm(self.q_a_proj(x, execution))
+            compressed_q = self.q_a_layernorm(self.q_a_proj(x, execution))
             return self.q_b_proj(compressed_q, execution)
         assert self.q_proj is not None, "an MLA layer has either q_a_proj, q_a_layernorm and q_b_proj, or q_proj"
         return self.q_proj(x, execution)
 
+    def _split_queries(
+        self, q: Float[Array, "batch seq {self.heads} {self.nope+self.rope}"]
+    ) -> tuple[Float[Array, "batch seq {self.heads} {self.nope}"], Float[Array, "batch seq {self.heads} {self.rope}"]]:
+        """q_nope, and q_rope before its rotation."""
+        return q[..., : self.nope], q[..., self.nope :]
+
     def entries(
-        self, x: Float[Array, "batch seq hidden"], positions: Int32[Array, "batch seq"], execution: Execution = PLAIN
-    ) -> Float[Array, "batch seq entry"]:
+        self,
+        x: Float[Array, "batch seq {self.hidden}"],
+        positions: Int32[Array, "batch seq"],
+        execution: Execution = PLAIN,
+    ) -> Float[Array, "batch seq {self.entry}"]:
         """What is remembered of each token: [normalised latent | rotated key shared by all heads]."""
-        latent = self.kv_a_layernorm.weight.shape[0]
-        compressed: Float[Array, "batch seq latent+rope"] = self.kv_a_proj_with_mqa(x, execution)
-        compressed_kv: Float[Array, "batch seq latent"] = self.kv_a_layernorm(compressed[..., :latent])
-        k_rope_raw: Float[Array, "batch seq 1 rope"] = compressed[..., None, latent:]
-        k_rope: Float[Array, "batch seq 1 rope"] = self._rotated(k_rope_raw, positions)
+        compressed = self.kv_a_proj_with_mqa(x, execution)
+        compressed_kv, k_rope = self._compressed_kv(compressed), self._k_rope(compressed, positions)
         return jnp.concatenate([compressed_kv, k_rope[:, :, 0]], axis=-1)
+
+    def _compressed_kv(
+        self, compressed: Float[Array, "batch seq {self.entry}"]
+    ) -> Float[Array, "batch seq {self.latent}"]:
+        """The normalised latent."""
+        return self.kv_a_layernorm(compressed[..., : self.latent])
+
+    def _k_rope(
+        self, compressed: Float[Array, "batch seq {self.entry}"], positions: Int32[Array, "batch seq"]
+    ) -> Float[Array, "batch seq 1 {self.rope}"]:
+        """The rotated key, one for all heads."""
+        return self._rotated(compressed[..., None, self.latent :], positions)
 
     def _rotated(
         self, x: Float[Array, "batch seq heads {self.rope}"], positions: Int32[Array, "batch seq"]
@@ -164,16 +200,16 @@ class MLA(eqx.Module):
 
     def _expanded(
         self,
-        q_nope: Float[Array, "batch seq heads nope"],
-        q_rope: Float[Array, "batch seq heads rope"],
+        q_nope: Float[Array, "batch seq {self.heads} {self.nope}"],
+        q_rope: Float[Array, "batch seq {self.heads} {self.rope}"],
         positions: Int32[Array, "batch seq"],
-        held: Paged | Float[Array, "batch seq entry"],
+        held: Paged | Float[Array, "batch seq {self.entry}"],
         span: Span,
-    ) -> Float[Array, "batch seq heads value"]:
+    ) -> Wide[Array, "batch seq {self.heads} {self.value}"]:
         """Attention over keys and values of every head, expanded block by block from a cache or the span's entries."""
         q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
-        execution, heads, seq = span.execution, *q.shape[1:3]
-        expansion = Expansion(self.kv_b_proj.weight, heads, self.nope, execution.lowering)
+        execution, seq = span.execution, q.shape[2]
+        expansion = Expansion(self.kv_b_proj.weight, self.heads, self.nope, execution.lowering)
         if isinstance(held, Paged):
             length = span.start + span.length
             o = execution.paged_attention(q, positions, held.entries, span.table, length, expansion)
@@ -184,53 +220,76 @@ class MLA(eqx.Module):
 
     def _absorbed(
         self,
-        q_nope: Float[Array, "batch 1 heads nope"],
-        q_rope: Float[Array, "batch 1 heads rope"],
+        q_nope: Float[Array, "batch 1 {self.heads} {self.nope}"],
+        q_rope: Float[Array, "batch 1 {self.heads} {self.rope}"],
         positions: Int32[Array, "batch 1"],
         state: Paged,
         span: Span,
-    ) -> Float[Array, "batch 1 heads value"]:
+    ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
-        heads = q_nope.shape[2]
-        w_uk, w_uv = self._absorbed_weights(heads)
-        q_latent = _per_head("hrn,hnl->hrl", q_nope, w_uk).astype(q_nope.dtype)
-        q = jnp.concatenate([q_latent, q_rope], axis=-1)[:, 0]
+        w_uk, w_uv = self._absorbed_weights()
+        q = self._absorbed_queries(q_nope, q_rope, w_uk)
         length = span.start + span.length
-        row_positions = jnp.repeat(positions, heads, axis=1)
+        row_positions = jnp.repeat(positions, self.heads, axis=1)
         summed = span.execution.latent_attention(q, row_positions, state.entries, span.table, length)
-        o_latent = summed[:, None, :, : -self.rope].astype(q_nope.dtype)
-        return _per_head("hrl,hvl->hrv", o_latent, w_uv)
+        return self._absorbed_values(summed, w_uv, q_nope.dtype)
 
     def _absorbed_weights(
-        self, heads: int
-    ) -> tuple[Float[Array, "heads {self.nope} latent"], Float[Array, "heads value latent"]]:
+        self,
+    ) -> tuple[
+        Float[Array, "{self.heads} {self.nope} {self.latent}"], Float[Array, "{self.heads} {self.value} {self.latent}"]
+    ]:
         """kv_b_proj, split into W_uk (latent to key) and W_uv (latent to value) of each head."""
-        weight = rearrange(self.kv_b_proj.weight, "(h d) l -> h d l", h=heads)
+        weight = rearrange(self.kv_b_proj.weight, "(h d) l -> h d l", h=self.heads)
         return weight[:, : self.nope], weight[:, self.nope :]
 
+    def _absorbed_queries(
+        self,
+        q_nope: Float[Array, "batch 1 {self.heads} {self.nope}"],
+        q_rope: Float[Array, "batch 1 {self.heads} {self.rope}"],
+        w_uk: Float[Array, "{self.heads} {self.nope} {self.latent}"],
+    ) -> Float[Array, "batch {self.heads} {self.entry}"]:
+        """[q_nope W_uk | q_rope] of each head, which meet the entries as they lie in the cache."""
+        q_latent = _per_head("hrn,hnl->hrl", q_nope, w_uk).astype(q_nope.dtype)
+        return jnp.concatenate([q_latent, q_rope], axis=-1)[:, 0]
+
+    def _absorbed_values(
+        self,
+        summed: Wide[Array, "batch {self.heads} {self.entry}"],
+        w_uv: Float[Array, "{self.heads} {self.value} {self.latent}"],
+        dtype: DTypeLike,
+    ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
+        """W_uv times each head's weighted sum of latents, multiplied in `dtype`."""
+        o_latent = summed[:, None, :, : -self.rope].astype(dtype)
+        return _per_head("hrl,hvl->hrv", o_latent, w_uv)
+
     def output_gate(
-        self, x: Float[Array, "batch seq hidden"], execution: Execution = PLAIN
-    ) -> Float[Array, "batch seq heads"] | None:
+        self, x: Float[Array, "batch seq {self.hidden}"], execution: Execution = PLAIN
+    ) -> Wide[Array, "batch seq {self.heads}"] | None:
         """What each head's output is multiplied by, in float32 or wider; None for nothing."""
         return None if self.g_proj is None else output_gate(self.gate_law, self.g_proj(x, execution, wide(x.dtype)))
 
     def output(
         self,
-        pre_o_proj: Float[Array, "batch seq heads value"],
-        gate: Float[Array, "batch seq heads"] | None,
+        pre_o_proj: Float[Array, "batch seq {self.heads} {self.value}"],
+        gate: Wide[Array, "batch seq {self.heads}"] | None,
         execution: Execution = PLAIN,
-    ) -> Float[Array, "batch seq hidden"]:
+    ) -> Float[Array, "batch seq {self.hidden}"]:
         """The head-wise gate, then the output projection."""
-        gated: Float[Array, "batch seq heads value"] = (
-            pre_o_proj if gate is None else pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]
-        )
-        flat: Float[Array, "batch seq heads*value"] = rearrange(gated, "b s h v -> b s (h v)")
-        return self.dense(flat, execution)
+        gated = pre_o_proj if gate is None else self._gated(pre_o_proj, gate)
+        return self.dense(rearrange(gated, "b s h v -> b s (h v)"), execution)
+
+    def _gated(
+        self,
+        pre_o_proj: Float[Array, "batch seq {self.heads} {self.value}"],
+        gate: Wide[Array, "batch seq {self.heads}"],
+    ) -> Float[Array, "batch seq {self.heads} {self.value}"]:
+        return pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]
 
 
 def _per_head(
     product: str, x: Float[Array, "batch seq heads inner"], weight: Float[Array, "heads rows columns"]
-) -> Float[Array, "batch seq heads outer"]:
+) -> Wide[Array, "batch seq heads outer"]:
     """One matrix product per head, summed in float32 or wider: `product` is an einsum over [heads, batch·seq, inner].
 
     Heads stand first because XLA's CPU backend has no bfloat16 product for the other order.

@@ -12,7 +12,7 @@ from ling3.cache import Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.linear import normal
 from ling3.layers.mlp import MLP
-from ling3.ops.precision import wide
+from ling3.ops.precision import Wide, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Router(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "tokens hidden"]
-    ) -> tuple[Int32[Array, "tokens {self.top_k}"], Float[Array, "tokens {self.top_k}"]]:
+    ) -> tuple[Int32[Array, "tokens {self.top_k}"], Wide[Array, "tokens {self.top_k}"]]:
         """The experts chosen for each token, best first, and their weights."""
         return self.choose(self.scores(x))
 
     def choose(
-        self, scores: Float[Array, "tokens experts"]
-    ) -> tuple[Int32[Array, "tokens {self.top_k}"], Float[Array, "tokens {self.top_k}"]]:
+        self, scores: Wide[Array, "tokens experts"]
+    ) -> tuple[Int32[Array, "tokens {self.top_k}"], Wide[Array, "tokens {self.top_k}"]]:
         """The same from the experts' scores."""
         choice = scores if self.expert_bias is None else scores + self.expert_bias.astype(scores.dtype)[None]
         grouped = choice.reshape(choice.shape[0], self.groups, -1)
@@ -89,7 +89,7 @@ class Router(eqx.Module):
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return chosen, weights * self.scaling
 
-    def scores(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
+    def scores(self, x: Float[Array, "tokens hidden"]) -> Wide[Array, "tokens experts"]:
         """s = sigmoid(x Wᵀ) in float32 or wider: each expert's own affinity, before any bias."""
         dtype = wide(x.dtype)
         logits = jnp.matmul(x.astype(dtype), self.weight.astype(dtype).T, precision=lax.Precision.HIGHEST)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ling3.ops.precision import wide
+from ling3.ops.precision import Wide, wide
 
 
 class RMSNorm(eqx.Module):
@@ -38,8 +38,8 @@ class GatedRMSNorm(eqx.Module):
         return GatedRMSNorm(jnp.ones(value, jnp.float32), eps)
 
     def __call__(
-        self, x: Float[Array, "batch seq heads value"], gate: Float[Array, "batch seq heads value"] | None
-    ) -> Float[Array, "batch seq heads value"]:
+        self, x: Float[Array, "batch seq heads value"], gate: Wide[Array, "batch seq heads value"] | None
+    ) -> Wide[Array, "batch seq heads value"]:
         """Returns float32 (or wider, if `x` is); no gate counts as 1."""
         normalized = rms_normalize(x, self.weight, self.eps)
         return normalized if gate is None else normalized * gate
@@ -47,7 +47,7 @@ class GatedRMSNorm(eqx.Module):
 
 def rms_normalize(
     x: Float[Array, "*batch features"], weight: Float[Array, " features"], eps: float
-) -> Float[Array, "*batch features"]:
+) -> Wide[Array, "*batch features"]:
     """w · x / sqrt(mean(x²) + eps) in float32 or wider, not cast back."""
     dtype = wide(x.dtype)
     x = x.astype(dtype)

@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int32
 
-from ling3.ops.precision import wide
+from ling3.ops.precision import Wide, wide
 
 
 def rotate(
@@ -27,7 +27,7 @@ def rotate(
 
 def angles(
     positions: Int32[Array, "batch seq"], rope: int, theta: float, dtype: DTypeLike = jnp.float32
-) -> Float[Array, "batch seq pairs"]:
+) -> Wide[Array, "batch seq pairs"]:
     """position · theta^(-2i/rope) for each pair i, in radians; in float32 modulo 2π. `theta` is at least 1.
 
     In float32, turns are counted in units of 2^-32 turn, where wrapping integers *are* the modulo: the error stays near

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
-from ling3.ops.precision import exact, wide
+from ling3.ops.precision import Wide, exact, wide
 
 # Keys per step of `block_attention`: fixed, so that sums run in the same order whatever the context.
 BLOCK = 256
@@ -51,7 +51,10 @@ class Expansion:
 
     def keys_and_values(
         self, entries: Float[Array, "batch positions entry"], dtype: DTypeLike
-    ) -> tuple[Float[Array, "batch heads positions width"], Float[Array, "batch heads positions value"]]:
+    ) -> tuple[
+        Float[Array, "batch {self.heads} positions {self.nope+entries.shape[-1]-self.weight.shape[1]}"],
+        Float[Array, "batch {self.heads} positions {self.value}"],
+    ]:
         """Those of some entries, in `dtype`."""
         latent, k_rope = jnp.split(entries.astype(dtype), [self.weight.shape[1]], axis=-1)
         flat = matmul_transposed(latent.reshape(-1, latent.shape[-1]), self.weight, self.lowering).astype(dtype)
@@ -67,7 +70,7 @@ def block_attention(
     entries: Float[Array, "batch positions entry"],
     length: Int32[Array, " batch"],
     expansion: Expansion | None = None,
-) -> Float[Array, "batch heads rows value"]:
+) -> Wide[Array, "batch heads rows value"]:
     """Causal attention with a running softmax over entries that lie in a row, BLOCK positions at a time.
 
     `positions` is a multiple of BLOCK. A query row sees the positions up to its own and below `length`. Sums and result
@@ -89,7 +92,7 @@ def paged_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
     expansion: Expansion | None = None,
-) -> Float[Array, "batch heads rows value"]:
+) -> Wide[Array, "batch heads rows value"]:
     """The same over pages: `table[b, i]` is the page of row b's positions [page·i, page·(i+1)).
 
     The loop has one turn per page in use and group of up to GROUP rows that have it, the rows with most pages first: a
@@ -138,7 +141,7 @@ def latent_attention(
     pages: Float[Array, "pages page entry"],
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
-) -> Float[Array, "batch rows entry"]:
+) -> Wide[Array, "batch rows entry"]:
     """A decode step's, absorbed: softmax(q entriesᵀ) entries over each row's pages, float32 or wider.
 
     An entry is key and value in one and for all heads (DeepSeek-V2, arXiv 2405.04434, §2.1.2): `rows` are the heads'
@@ -148,9 +151,9 @@ def latent_attention(
 
 
 Carry = tuple[
-    Float[Array, "batch heads rows"],  # the largest score so far
-    Float[Array, "batch heads rows"],  # Σ e^(score - largest)
-    Float[Array, "batch heads rows value"],  # Σ e^(score - largest) v
+    Wide[Array, "batch heads rows"],  # the largest score so far
+    Wide[Array, "batch heads rows"],  # Σ e^(score - largest)
+    Wide[Array, "batch heads rows value"],  # Σ e^(score - largest) v
 ]
 
 
@@ -193,6 +196,6 @@ def _attend(
     return new_top, total, rescale[..., None] * sums + products
 
 
-def _finish(carry: Carry) -> Float[Array, "batch heads rows value"]:
+def _finish(carry: Carry) -> Wide[Array, "batch heads rows value"]:
     _, total, sums = carry
     return sums / jnp.maximum(total, jnp.finfo(total.dtype).tiny)[..., None]

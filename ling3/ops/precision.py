@@ -1,8 +1,19 @@
 """Which precision products and sums are kept in."""
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import DTypeLike
+from jaxtyping import AbstractDtype, DTypeLike
+
+if TYPE_CHECKING:
+    from typing import Annotated as Wide
+else:
+
+    class Wide(AbstractDtype):
+        """`Wide[Array, "..."]`: an array of float32 or float64, as `wide` has it, and of nothing narrower."""
+
+        dtypes = ("float32", "float64")
 
 
 def wide(dtype: DTypeLike) -> jnp.dtype:

@@ -1,0 +1,295 @@
+"""Every array type that is written is checked: each in turn, made a false one, is an error."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from tiny import TINY, open_model
+
+import ling3
+from ling3.cache import Span
+from ling3.execution import PLAIN
+from ling3.families.ling3 import kda_config, mla_config, moe_config
+from ling3.layers.mla import MLA, MLAConfig
+from ling3.params import SamplingParams
+from ling3.sampling import Sampling
+
+ROOT = pathlib.Path(ling3.__file__).parent
+KEY = jax.random.key(0)
+BATCH, SEQ, PAGE = 2, 5, 8
+SHORT = dataclasses.replace(TINY, num_hidden_layers=2, layer_group_size=2)
+OPTIONS = {"key": KEY, "dtype": jnp.float32}
+
+
+def numbers(*shape, dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
+def span(seq, batch=BATCH):
+    start, table = jnp.zeros(batch, jnp.int32), jnp.arange(2 * batch, dtype=jnp.int32).reshape(batch, 2)
+    return Span(start, jnp.full(batch, seq, jnp.int32), table)
+
+
+X, ONE = numbers(BATCH, SEQ, TINY.hidden_size), numbers(BATCH, 1, TINY.hidden_size)
+WHOLE = Span.whole(BATCH, SEQ)
+
+
+# What runs every function of a module, of the package's own or of a mutant of it.
+
+
+def gate(module):
+    module.output_gate("sigmoid", module.gate_projection("sigmoid", 3, 4, std=1.0, **OPTIONS)(numbers(2, 4)))
+
+
+def norm(module):
+    module.RMSNorm.init(4, 1e-6)(X[..., :4])
+    module.GatedRMSNorm.init(4, 1e-6)(numbers(2, 3, 2, 4), numbers(2, 3, 2, 4))
+
+
+def rope(module):
+    module.rotate(numbers(BATCH, SEQ, 2, 4), WHOLE.positions(SEQ), 10000.0)
+
+
+def linear(module):
+    module.Linear.init(3, TINY.hidden_size, std=1.0, **OPTIONS)(X)
+    module.Constant.init(3)(X)
+    module.Embedding.init(7, 4, std=1.0, **OPTIONS)(jnp.zeros((BATCH, SEQ), jnp.int32))
+
+
+def conv(module):
+    module.ShortConv.init(TINY.hidden_size, 4, key=KEY)(X, numbers(BATCH, 3, TINY.hidden_size), WHOLE)
+
+
+def mlp(module):
+    module.MLP.init(TINY.hidden_size, 8, std=1.0, **OPTIONS)(X, WHOLE)
+
+
+def kda(module):
+    layer = module.KDA.init(module.KDAConfig(**vars(kda_config(TINY))), **OPTIONS)
+    state = layer(X, None, WHOLE)[1]
+    layer(ONE, state, span(1))
+
+
+def mla(module):
+    layer = module.MLA.init(module.MLAConfig(**vars(mla_config(TINY))), **OPTIONS)
+    state = layer.empty_state(BATCH, 4, PAGE, jnp.float32)
+    layer(X, None, WHOLE)
+    layer(ONE, state, span(1))
+
+
+def moe(module):
+    layer = module.MoE.init(module.MoEConfig(**vars(moe_config(TINY, 1))), **OPTIONS)
+    layer(X, WHOLE)
+    layer.gate(X[0])
+
+
+def attention(module):
+    q, k, v = numbers(BATCH, 2, SEQ, 12), numbers(BATCH, 2, 256, 12), numbers(BATCH, 2, 256, 8)
+    module.attention(q, k, v, numbers(BATCH, SEQ, 256, dtype=bool))
+    positions, length = WHOLE.positions(SEQ), WHOLE.length
+    expansion = module.Expansion(numbers(2 * (8 + 8), 16), heads=2, nope=8)
+    module.block_attention(q, positions, numbers(BATCH, 256, 20), length, expansion)
+    pages, table = numbers(4, PAGE, 20), span(SEQ).table
+    module.paged_attention(q, positions, pages, table, length, expansion)
+    module.latent_attention(numbers(BATCH, 2, 20), positions[:, :2], pages, table, length)
+
+
+def cache(module):
+    own = module.Span(WHOLE.start, WHOLE.length, span(SEQ).table)
+    own.positions(SEQ), own.valid(SEQ), module.Span.whole(BATCH, SEQ)
+    module.Paged.empty(4, PAGE, (3,), jnp.float32).append(numbers(BATCH, SEQ, 3), own)
+    state = module.KDAState(numbers(BATCH, 2, 4, 4), numbers(BATCH, 3, 12))
+    module.Cache((state,), own.length, own.table)
+
+
+def model(module):
+    real = open_model(SHORT)
+    layers = tuple(
+        module.DecoderLayer(layer.input_layernorm, layer.attention, layer.post_attention_layernorm, layer.mlp)
+        for layer in real.model.layers
+    )
+    body = module.Ling3Model(real.model.word_embeddings, layers, real.model.norm)
+    own = module.Ling3ForCausalLM(body, real.lm_head, SHORT)
+    tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
+    own(tokens)
+    own.step(tokens, own.init_cache(BATCH, PAGE), WHOLE.length, last=True)
+
+
+def pool(module):
+    real = open_model(SHORT)
+    sampling = Sampling.build([(SamplingParams(), 0, SEQ, ())] * BATCH, TINY.vocab_size, 1)
+    table, tokens = span(SEQ).table, jnp.zeros((BATCH, SEQ), jnp.int32)
+    own = module.Pool.empty(real, sampling, 4, PAGE, jnp.float32)
+    slots = jnp.arange(BATCH, dtype=jnp.int32)
+    rows = module.Rows(slots, table)
+    module.prefill(real, rows, tokens, WHOLE.length, jnp.ones(BATCH, bool), own, PLAIN)
+    module.decode(real, rows, jnp.asarray(2, jnp.int32), own, PLAIN)
+    slot, one = jnp.asarray(0, jnp.int32), jax.tree.map(lambda x: x[:1], sampling)
+    arrival = module.Arrival(module.depart(slot, own), slot, slot, slot, jnp.asarray(False), one)
+    module.arrive(slot, arrival, own)
+    module.write_pages(slots, module.read_pages(slots, own), own)
+
+
+FILES = {
+    "layers/gate": gate,
+    "layers/norm": norm,
+    "layers/rope": rope,
+    "layers/linear": linear,
+    "layers/conv": conv,
+    "layers/mlp": mlp,
+    "layers/kda": kda,
+    "layers/mla": mla,
+    "layers/moe": moe,
+    "ops/attention": attention,
+    "cache": cache,
+    "model": model,
+    "pool": pool,
+}
+
+
+def is_array_type(node):
+    """True for the likes of `Float[Array, "batch seq"]`."""
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Tuple)
+        and len(node.slice.elts) == 2
+        and isinstance(node.slice.elts[1], ast.Constant)
+        and isinstance(node.slice.elts[1].value, str)
+    )
+
+
+def array_types(tree):
+    """Those of a module, in order; without those of a protocol, whose methods never run."""
+    protocols = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and ast.unparse(n.bases) == "Protocol"]
+    idle = {id(node) for protocol in protocols for node in ast.walk(protocol)}
+    return [node for node in ast.walk(tree) if is_array_type(node) and id(node) not in idle]
+
+
+def mutants(source):
+    """The module with one array type made false, by an axis that its array lacks; each with the type, and its line."""
+    lines = source.encode().splitlines(keepends=True)
+    for node in array_types(ast.parse(source)):
+        shape = node.slice.elts[1]
+        end = sum(map(len, lines[: shape.lineno - 1])) + shape.end_col_offset - 1  # before the closing quotation mark
+        mutant = source.encode()[:end] + b" 997" + source.encode()[end:]
+        yield mutant.decode(), f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    source = (ROOT / f"{file}.py").read_text()
+
+    def run(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        with jaxtyping.install_import_hook(name, "ling3.checks.checked"):
+            module = importlib.import_module(name)
+        monkeypatch.delitem(sys.modules, name)
+        jax.eval_shape(lambda: FILES[file](module))
+
+    stem = file.replace("/", "_")
+    run(f"{stem}_as_it_is", source)
+    unchecked = []
+    for i, (mutant, place) in enumerate(mutants(source)):
+        try:
+            run(f"{stem}_{i}", mutant)
+        except jaxtyping.TypeCheckError:
+            continue
+        unchecked.append(place)
+    assert not unchecked
+
+
+# All sizes differ, so that none can stand for another.
+CONFIG = MLAConfig(hidden=32, heads=3, q_rank=12, latent=16, nope=8, rope=4, value=6, eps=1e-6, std=0.2)
+FREE = {"batch": BATCH, "seq": SEQ, "1": 1, "any": 7}
+SIZES = {**vars(CONFIG), **FREE, "entry": CONFIG.latent + CONFIG.rope, "nope+rope": CONFIG.nope + CONFIG.rope}
+MLA_TENSORS = {
+    "__call__": {"x": "batch seq hidden"},
+    "queries": {"x": "batch seq hidden"},
+    "_projected_queries": {"x": "batch seq hidden"},
+    "_split_queries": {"q": "batch seq heads nope+rope"},
+    "entries": {"x": "batch seq hidden"},
+    "_compressed_kv": {"compressed": "batch seq entry"},
+    "_k_rope": {"compressed": "batch seq entry"},
+    "_rotated": {"x": "batch seq any rope"},
+    "_expanded": {"q_nope": "batch seq heads nope", "q_rope": "batch seq heads rope", "held": "batch seq entry"},
+    "_absorbed": {"q_nope": "batch 1 heads nope", "q_rope": "batch 1 heads rope"},
+    "_absorbed_queries": {
+        "q_nope": "batch 1 heads nope",
+        "q_rope": "batch 1 heads rope",
+        "w_uk": "heads nope latent",
+    },
+    "_absorbed_values": {"summed": "batch heads entry", "w_uv": "heads value latent"},
+    "output_gate": {"x": "batch seq hidden"},
+    "output": {"pre_o_proj": "batch seq heads value", "gate": "batch seq heads"},
+    "_gated": {"pre_o_proj": "batch seq heads value", "gate": "batch seq heads"},
+}
+
+
+def call(method, arrays):
+    """Calls a method of an MLA layer on these arrays, and on what else it takes."""
+    layer = MLA.init(CONFIG, **OPTIONS)
+    seq = 1 if "absorbed" in method else SEQ
+    state = layer.empty_state(BATCH, 4, PAGE, jnp.float32) if method == "_absorbed" else None
+    others = {"positions": span(seq).positions(seq), "state": state, "span": span(seq), "execution": PLAIN}
+    others["dtype"] = jnp.float32
+    taken = inspect.signature(getattr(MLA, method)).parameters
+    others = {name: other for name, other in others.items() if name in taken}
+    return jax.eval_shape(lambda: getattr(layer, method)(**arrays, **others))
+
+
+@pytest.mark.parametrize("method", MLA_TENSORS)
+def test_the_tensors_of_mla_have_the_sizes_of_the_config(method):
+    """A tensor with one more along an axis that the config knows is refused by name."""
+    shapes = {name: axes.split() for name, axes in MLA_TENSORS[method].items()}
+
+    def arrays(grown=None):
+        return {
+            name: numbers(*(SIZES[axis] + (grown == (name, i)) for i, axis in enumerate(axes)))
+            for name, axes in shapes.items()
+        }
+
+    call(method, arrays())
+    for name, axes in shapes.items():
+        for i, axis in enumerate(axes):
+            if axis in FREE:
+                continue
+            with pytest.raises(jaxtyping.TypeCheckError, match=rf"MLA\.{method}\.\s.*parameter '{name}'"):
+                call(method, arrays(grown=(name, i)))
+
+
+@pytest.mark.parametrize(("dtype", "taken"), [("float32", True), ("float64", True), ("bfloat16", False)])
+def test_the_gate_is_float32_or_wider(dtype, taken):
+    with jax.enable_x64(True):
+        gate, pre_o_proj = numbers(BATCH, SEQ, 3, dtype=dtype), numbers(BATCH, SEQ, 3, 6)
+        if taken:
+            call("output", {"pre_o_proj": pre_o_proj, "gate": gate})
+            return
+        with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'gate'"):
+            call("output", {"pre_o_proj": pre_o_proj, "gate": gate})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_the_gate_of_any_weights_is_wide(dtype):
+    with jax.enable_x64(True):
+        layer = MLA.init(CONFIG, key=KEY, dtype=dtype)
+        gate = jax.eval_shape(lambda: layer.output_gate(X.astype(dtype)))
+        assert gate.dtype == ("float64" if dtype == "float64" else "float32")
+
+
+def test_no_local_variable_has_an_array_type():
+    """Python looks at no annotation of a local variable: it would hold whether true or false."""
+    for path in ROOT.rglob("*.py"):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        assigned = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.AnnAssign)]
+        typed = [node for node in assigned if any(map(is_array_type, ast.walk(node.annotation)))]
+        assert not typed, f"{path.name}, line {typed[0].lineno}: {ast.unparse(typed[0])}"
