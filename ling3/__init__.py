@@ -12,13 +12,13 @@ from ling3 import checks as _checks  # noqa: F401
 _install_import_hook("ling3", "ling3.checks.checked")
 
 from ling3 import ablate  # noqa: E402
-from ling3.cache import Cache, KDAState, Paged  # noqa: E402
+from ling3.cache import Cache, KDAState, Paged, Span  # noqa: E402
 from ling3.checkpoint import CheckpointError, load, save  # noqa: E402
 from ling3.config import ConfigError, Ling3Config  # noqa: E402
 from ling3.execution import Execution  # noqa: E402
 from ling3.families import Family, init, register_family  # noqa: E402
 from ling3.generate import generate  # noqa: E402
-from ling3.model import Ling3ForCausalLM  # noqa: E402
+from ling3.model import DecoderLayer, Ling3ForCausalLM, Ling3Model, Mixer  # noqa: E402
 from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings  # noqa: E402
 from ling3.params import SamplingParams  # noqa: E402
 from ling3.serve import Engine, QueueFull  # noqa: E402
@@ -31,6 +31,7 @@ __all__ = [
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "DecoderLayer",
     "Delta",
     "Engine",
     "Execution",
@@ -38,11 +39,14 @@ __all__ = [
     "KDAState",
     "Ling3Config",
     "Ling3ForCausalLM",
+    "Ling3Model",
     "Logprob",
+    "Mixer",
     "Paged",
     "QueueFull",
     "RequestOutput",
     "SamplingParams",
+    "Span",
     "Stats",
     "Timings",
     "Tokenizer",
