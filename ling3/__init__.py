@@ -10,13 +10,13 @@ from ling3.version import __version__
 
 if TYPE_CHECKING:
     from ling3 import ablate
-    from ling3.cache import Cache, KDAState, Paged
+    from ling3.cache import Cache, KDAState, Paged, Span
     from ling3.checkpoint import CheckpointError, load, save
     from ling3.config import ConfigError, Ling3Config
     from ling3.execution import Execution
     from ling3.families import Family, init, register_family
     from ling3.generate import generate
-    from ling3.model import Ling3ForCausalLM
+    from ling3.model import DecoderLayer, Ling3ForCausalLM, Ling3Model, Mixer
     from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
     from ling3.params import SamplingParams
     from ling3.serve import Engine, QueueFull
@@ -28,6 +28,7 @@ __all__ = [
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "DecoderLayer",
     "Delta",
     "Engine",
     "Execution",
@@ -35,11 +36,14 @@ __all__ = [
     "KDAState",
     "Ling3Config",
     "Ling3ForCausalLM",
+    "Ling3Model",
     "Logprob",
+    "Mixer",
     "Paged",
     "QueueFull",
     "RequestOutput",
     "SamplingParams",
+    "Span",
     "Stats",
     "Timings",
     "Tokenizer",
@@ -59,13 +63,13 @@ __all__ = [
 # The public names and the modules that define them. They are imported when first used, so that the command line
 # answers `--help`, a wrong option and Ctrl-C without waiting for JAX.
 _MODULES = {
-    "cache": ("Cache", "KDAState", "Paged"),
+    "cache": ("Cache", "KDAState", "Paged", "Span"),
     "checkpoint": ("CheckpointError", "load", "save"),
     "config": ("ConfigError", "Ling3Config"),
     "execution": ("Execution",),
     "families": ("Family", "init", "register_family"),
     "generate": ("generate",),
-    "model": ("Ling3ForCausalLM",),
+    "model": ("DecoderLayer", "Ling3ForCausalLM", "Ling3Model", "Mixer"),
     "outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
     "params": ("SamplingParams",),
     "serve": ("Engine", "QueueFull"),

@@ -9,7 +9,8 @@ convolution are left out of models in training in Kimi Linear (arXiv 2510.26692)
     model = ling3.load("nano", dtype=jnp.float32)
     without = ling3.ablate.no_output_gate(model, "kda", layers=[0])
 
-All of them raise ValueError for a layer that is not there or of another kind; what is cut already stays as it is.
+All of them raise ValueError for a layer that is not there or of another kind, and TypeError for a model of another
+family; what is cut already stays as it is.
 """
 
 import dataclasses
@@ -163,7 +164,7 @@ def variant(
     left out. `fill` has arrays for paths that the old model lacks. Raises ValueError where one is still lacking, or
     has another shape: such a model has to be trained, not cut.
     """
-    config = _changed(model.config, layers, fields)
+    config = _changed(_config(model), layers, fields)
     have = {**(fill or {}), **{leaf.path: leaf.value for leaf in leaves(model)}}
     target = structure(config)
     wanted = list(leaves(target))
@@ -193,6 +194,13 @@ def _changed(config: Ling3Config, layers: Layers, fields: Mapping[str, Any]) -> 
     return dataclasses.replace(config, layer_overrides=overrides)
 
 
+def _config(model: Ling3ForCausalLM) -> Ling3Config:
+    """The model's config, if it is a Ling-3's."""
+    if not isinstance(model.config, Ling3Config):
+        raise TypeError(f"model has a {type(model.config).__name__}, expected a Ling3Config: only Ling-3 is ablated")
+    return model.config
+
+
 def _gated(
     model: Ling3ForCausalLM, law: str, kind: Kind | None, layers: Layers, fill: Mapping[str, Float[Array, "..."]]
 ) -> Ling3ForCausalLM:
@@ -209,7 +217,7 @@ def _gated(
 
 def _having(model: Ling3ForCausalLM, part: Part) -> list[int]:
     """The layers that have this part."""
-    config = model.config
+    config = _config(model)
     kinds = {"kda": ("kda",), "mla": ("mla",), "attention": ("kda", "mla")}
     if part == "experts":
         return [i for i in range(config.num_hidden_layers) if config.mlp_kind(i) == "moe"]

@@ -25,6 +25,8 @@ ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
 
 MODEL_TYPE = "bailing_hybrid"
 
+_READS = "ling3 reads Ling-3, and other families once they are registered (ling3.register_family)"
+
 _ABSENT = {"initializer_range": 0.02, **VARIANTS}
 _DERIVED = frozenset(
     {
@@ -103,7 +105,7 @@ def _not_ling3(raw: Mapping[str, Any]) -> str | None:
     if _is_ablated(raw):
         return None
     if raw.get("model_type") not in (None, MODEL_TYPE):
-        return f"model_type: found {shown(raw['model_type'])}; expected '{MODEL_TYPE}'; ling3 reads Ling-3 only"
+        return f"model_type: found {shown(raw['model_type'])}; expected '{MODEL_TYPE}'; {_READS}"
     architectures = raw.get("architectures")
     if architectures is None:
         if any(name.startswith("kda_") for name in raw):
@@ -114,7 +116,7 @@ def _not_ling3(raw: Mapping[str, Any]) -> str | None:
             return None
         what = found(architectures)
     return (
-        f"architectures: {what}; expected {' or '.join(ARCHITECTURES)}; ling3 reads Ling-3 only (Ling 2.6, of the "
+        f"architectures: {what}; expected {' or '.join(ARCHITECTURES)}; {_READS} (Ling 2.6, of the "
         "same model_type, has Lightning attention instead of KDA, which ling3 does not compute)"
     )
 

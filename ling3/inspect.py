@@ -18,7 +18,8 @@ from rich.text import Text
 
 from ling3 import hub, shards
 from ling3.cache import KDAState, pages_of, slots_of
-from ling3.config import Ling3Config
+from ling3.config import ConfigError, Ling3Config
+from ling3.families import read_config
 from ling3.model import Ling3ForCausalLM
 from ling3.safetensors_file import DTYPES, CheckpointError
 from ling3.weights import leaves, structure
@@ -176,14 +177,16 @@ def report(
     if isinstance(source, Ling3Config):
         name, config = "Ling3Config", source
     elif revision is None and pathlib.Path(source).suffix == ".json" and pathlib.Path(source).is_file():
-        name, config = os.fspath(source), Ling3Config.from_file(source)
+        name, config = os.fspath(source), read_config(source)
     else:
         directory = hub.resolve(source, ("config.json",), revision)
-        name, config = os.fspath(source), Ling3Config.from_file(directory)
+        name, config = os.fspath(source), read_config(directory)
         try:
             stored = _stored(directory)
         except CheckpointError as error:
             problem = str(error)
+    if not isinstance(config, Ling3Config):
+        raise ConfigError(name, [f"the config is a {type(config).__name__}; expected Ling-3's: no other is described"])
     tree = structure(config, dtype)
     return Report(name, config, tuple(_rows(tree, stored)), _memory(tree, dtype), bool(stored), problem)
 

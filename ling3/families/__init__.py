@@ -19,13 +19,20 @@ _FAMILIES: list[Family] = []
 def register_family(family: Family) -> None:
     """From now on checkpoints of this family load, and its configs `init`.
 
-    ValueError where another family answers to one of its architectures or model types already.
+    A family whose config class has the same module and name is replaced, so a notebook's cell may run again. ValueError
+    where another family answers to one of its architectures or model types already.
     """
-    for known in _FAMILIES:
-        taken = {*known.architectures, *known.model_types} & {*family.architectures, *family.model_types}
-        if taken and known.config is not family.config:
-            raise ValueError(f"family {family.name}: {', '.join(sorted(taken))} is {known.name}'s already")
-    _FAMILIES[:] = [known for known in _FAMILIES if known.config is not family.config] + [family]
+    others = [known for known in _FAMILIES if _class_name(known) != _class_name(family)]
+    for known in others:
+        if taken := {*known.architectures, *known.model_types} & {*family.architectures, *family.model_types}:
+            raise ValueError(
+                f"family {family.name}: {', '.join(sorted(taken))} is {known.name}'s already: give names of its own"
+            )
+    _FAMILIES[:] = [*others, family]
+
+
+def _class_name(family: Family) -> tuple[str, str]:
+    return family.config.__module__, family.config.__qualname__
 
 
 def family_of(config: Any) -> Family:

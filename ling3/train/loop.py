@@ -1,6 +1,6 @@
-"""Training a Ling-3 from token batches: the loss, the optimizer, the step, the loop.
+"""Training a model from token batches: the loss, the optimizer, the step, the loop.
 
-Nothing here knows what the tokens mean: any `Ling3Config` trains on any stream of `Batch`es.
+Nothing here knows what the tokens mean: a model of any family trains on any stream of `Batch`es.
 """
 
 import dataclasses

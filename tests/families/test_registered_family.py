@@ -1,0 +1,183 @@
+"""A family from outside: a mixer, a config and a tree of its own, through everything that knows no layer by name."""
+
+import dataclasses
+import json
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float
+
+import ling3
+from ling3 import families, train
+from ling3.inspect import report
+from ling3.layers.linear import Embedding, Linear
+from ling3.layers.mlp import MLP
+from ling3.layers.norm import RMSNorm
+
+
+class Fading(eqx.Module):
+    """s <- a s + x; y = proj(s): a state of one row per slot, and no page."""
+
+    a: Float[Array, " hidden"]
+    proj: Linear
+
+    def empty_state(self, slots, pages, page_size, dtype):
+        return jnp.zeros((slots, self.a.size), jnp.float32)
+
+    def __call__(self, x, state, span):
+        def step(s, token):
+            x, valid = token
+            s = jnp.where(valid[:, None], self.a[None] * s + x, s)
+            return s, s
+
+        state = self.empty_state(x.shape[0], 0, 1, x.dtype) if state is None else state
+        state, y = jax.lax.scan(step, state, (jnp.moveaxis(x, 1, 0), jnp.moveaxis(span.valid(x.shape[1]), 1, 0)))
+        return self.proj(jnp.moveaxis(y, 0, 1), span.execution), state
+
+
+@dataclasses.dataclass(frozen=True)
+class FadingConfig:
+    vocab_size: int = 96
+    max_position_embeddings: int = 128
+    eos_token_id: tuple[int, ...] = (2,)
+    hidden_size: int = 16
+
+    def to_dict(self):
+        return {"architectures": ["FadingForCausalLM"], "model_type": "fading", "hidden_size": self.hidden_size}
+
+
+def init(config, *, key, dtype):
+    hidden, keys = config.hidden_size, jax.random.split(key, 5)
+    options = {"dtype": dtype, "std": 0.5}
+    mixer = Fading(jnp.linspace(0.5, 0.99, hidden), Linear.init(hidden, hidden, key=keys[0], **options))
+    mlp = MLP.init(hidden, 24, key=keys[1], **options)
+    layer = ling3.DecoderLayer(RMSNorm.init(hidden, 1e-6), mixer, RMSNorm.init(hidden, 1e-6), mlp)
+    table = Embedding.init(config.vocab_size, hidden, key=keys[2], **options)
+    model = ling3.Ling3Model(table, (layer,), RMSNorm.init(hidden, 1e-6))
+    return ling3.Ling3ForCausalLM(model, Linear.init(config.vocab_size, hidden, key=keys[3], **options), config)
+
+
+FAMILY = ling3.Family(
+    name="Fading",
+    architectures=("FadingForCausalLM",),
+    model_types=("fading",),
+    config=FadingConfig,
+    read=lambda raw, source: FadingConfig(hidden_size=raw["hidden_size"]),
+    init=init,
+)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setattr(families, "_FAMILIES", list(families._FAMILIES))
+    ling3.register_family(FAMILY)
+
+
+def model():
+    return ling3.init(FadingConfig(), key=jax.random.key(0))
+
+
+def prompts(*lengths):
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, 96, size=length).tolist() for length in lengths]
+
+
+def test_it_saves_and_loads(tmp_path):
+    assert isinstance(model().model.layers[0].attention, ling3.Mixer)
+    ling3.save(model(), tmp_path / "own")
+    loaded = ling3.load(tmp_path / "own")
+    assert loaded.config == FadingConfig()
+    for stored, array in zip(jax.tree.leaves(loaded), jax.tree.leaves(model()), strict=True):
+        assert stored.dtype == array.dtype and jnp.array_equal(stored, array)
+
+
+def test_it_generates_what_whole_sequences_say():
+    (prompt,) = prompts(9)
+    (new,) = ling3.generate(model(), [prompt], max_tokens=8, ignore_eos=True)
+    logits = model()(jnp.asarray([prompt + new], jnp.int32))[0]
+    assert new == jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist()
+
+
+def test_answers_are_the_same_bits_in_company_and_after_preemption():
+    engine = ling3.Engine(
+        model(),
+        max_running_requests=3,
+        num_pages=6,
+        page_size=8,
+        chunked_prefill_size=8,
+        token_paddings=(8,),
+        decode_rows=3,
+        decode_steps=2,
+        max_model_len=48,
+    )
+    params = [ling3.SamplingParams(max_tokens=20, temperature=t, seed=3, ignore_eos=True, logprobs=0) for t in (0, 1)]
+    asked = list(zip(prompts(3, 11, 8, 17, 1, 14), params * 3, strict=True))
+    numbers = [engine.submit(*request) for request in asked]
+    crowd = {}
+    while engine.has_work:
+        crowd |= {delta.request_id: delta.output.outputs[0] for delta in engine.step() if delta.output is not None}
+    assert engine.stats().preemptions
+    for number, (prompt, how) in zip(numbers, asked, strict=True):
+        (alone,) = engine.generate([prompt], how)
+        assert crowd[number].token_ids == alone.token_ids
+        assert crowd[number].logprobs == alone.logprobs
+
+
+def test_it_trains():
+    tokens = jnp.asarray(prompts(12, 12), jnp.int32)
+    losses = []
+    train.train(
+        model(),
+        [train.Batch(tokens, jnp.ones(tokens.shape))] * 6,
+        train.Optimization(steps=6, learning_rate=1e-2, warmup=1),
+        every=1,
+        report=lambda point, _: losses.append(point.loss),
+    )
+    assert losses[-1] < losses[0]
+
+
+def test_it_is_traced_and_other_tools_say_what_they_are_for(tmp_path):
+    seen = ling3.trace(model(), jnp.asarray(prompts(5), jnp.int32))
+    assert seen.layers[0].attention is None and seen.layers[0].logits is not None
+    with pytest.raises(TypeError, match="FadingConfig, expected a Ling3Config"):
+        ling3.ablate.no_decay(model())
+    with pytest.raises(TypeError, match="FadingConfig, expected a Ling3Config"):
+        ling3.ablate.variant(model(), hidden_size=8)
+    ling3.save(model(), tmp_path / "own")
+    with pytest.raises(ling3.ConfigError, match="FadingConfig; expected Ling-3's"):
+        report(tmp_path / "own")
+
+
+def test_a_cell_that_registers_may_run_again():
+    again = types.new_class("FadingConfig", (FadingConfig,), exec_body=lambda body: body.update(__module__=__name__))
+    ling3.register_family(dataclasses.replace(FAMILY, config=again))
+    assert families.family_of(again()).config is again
+    assert [family.name for family in families._FAMILIES].count("Fading") == 1
+
+
+def test_names_that_are_another_familys_are_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Other:
+        vocab_size: int = 1
+
+    for architectures, model_types in ((("FadingForCausalLM",), ()), ((), ("fading",))):
+        other = dataclasses.replace(
+            FAMILY, name="Other", config=Other, architectures=architectures, model_types=model_types
+        )
+        with pytest.raises(ValueError, match=r"family Other: .* is Fading's already"):
+            ling3.register_family(other)
+    with pytest.raises(ValueError, match="BailingMoeV3ForCausalLM is Ling-3's already"):
+        ling3.register_family(dataclasses.replace(FAMILY, config=Other, architectures=("BailingMoeV3ForCausalLM",)))
+    with pytest.raises(TypeError, match=r"config is a Other, expected one of a registered family"):
+        ling3.init(Other(), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("named", [{"architectures": ["Nobodys"]}, {"model_type": "nobodys"}])
+def test_a_checkpoint_of_no_family_says_how_to_register_one(tmp_path, named):
+    (tmp_path / "config.json").write_text(json.dumps(named))
+    with pytest.raises(ling3.ConfigError, match=r"obodys.*registered \(ling3.register_family\)"):
+        ling3.load(tmp_path)
