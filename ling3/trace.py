@@ -108,7 +108,7 @@ def trace(model: Ling3ForCausalLM, tokens: Int[Array, "batch seq"], *, logit_len
         layers.append(
             LayerTrace(
                 attention=None if picture is None else picture(layer.attention, seen.of(f"layers.{i}.attention")),
-                moe=_moe(seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
+                moe=_moe(layer.mlp, seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
                 attention_norm=_norm(attended),
                 mlp_norm=_norm(own["added"]),
                 residual_norm=_norm(own["residual"]),
@@ -156,8 +156,8 @@ def _mla(attention: MLA, seen: dict[str, Array]) -> MLATrace:
     return MLATrace(seen["gate"], jax.nn.softmax(scores, axis=-1), entries)
 
 
-def _moe(seen: dict[str, Array], batch: int, seq: int) -> MoETrace:
-    scores, chosen, weights = (seen[name] for name in ("scores", "chosen", "weights"))
+def _moe(moe: MoE, seen: dict[str, Array], batch: int, seq: int) -> MoETrace:
+    scores, chosen, weights = moe.gate.scores(seen["x"]), seen["chosen"], seen["weights"]
     load = jnp.zeros(scores.shape[-1], jnp.float32).at[chosen].add(1.0) / chosen.size
     scores, chosen, weights = (y.reshape(batch, seq, -1) for y in (scores, chosen, weights))
     return MoETrace(scores, chosen, weights, load)

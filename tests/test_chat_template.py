@@ -136,7 +136,7 @@ def test_hostile_templates_are_refused_early(name, monkeypatch):
         (HOSTILE["nested loops without a body"], r"chat template: it takes more than 0.2 seconds"),
         (HOSTILE["round"], r"chat template: it takes more than 0.2 seconds"),  # one operation in C
         ("{% for i in range(300) %}{{ 'a' * 99999 }}{% endfor %}", "29999700 characters, where at most 20000000"),
-        ("{{ raise_exception('a' * 99999) }}", "refuses these messages: a{1900,2000}$"),
+        ("{{ raise_exception('a' * 99999) }}", "refuses these messages: a{500,600}\\.\\.\\.$"),
         pytest.param(
             HOSTILE["string times"],
             "chat template: it takes more than 512 MiB of memory",

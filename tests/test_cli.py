@@ -255,7 +255,7 @@ def test_random_weights(bare, scripted, capsys):
 
 
 def test_random_weights_that_do_not_fit(bare, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("ling3.model.init", lambda *args, **others: pytest.fail("allocated"))
+    monkeypatch.setattr("ling3.families.init", lambda *args, **others: pytest.fail("allocated"))
     monkeypatch.setattr("ling3.runner.free_bytes", lambda: 10**9)
     large = dataclasses.replace(ling3.Ling3Config.from_file(bare), hidden_size=2**16, intermediate_size=2**16)
     (bare / "config.json").write_text(json.dumps(large.to_dict()))
@@ -391,7 +391,7 @@ class Panic(BaseException):
     ],
 )
 def test_any_exception_is_one_line(directory, capsys, monkeypatch, error, code, message):
-    def fail(*arguments):
+    def fail(*arguments, **settings):
         raise error
 
     monkeypatch.setattr("ling3.inspect.report", fail)

@@ -327,7 +327,7 @@ def test_an_integer_beyond_every_float_is_out_of_range(name, huge):
 def test_an_integer_too_long_to_print_is_told_by_its_bits():
     with pytest.raises(ConfigError, match="vocab_size: found a number of 16610 bits"):
         Ling3Config(vocab_size=10**5000)
-    with pytest.raises(ConfigError, match="eos_token_id: found values too long to print"):
+    with pytest.raises(ConfigError, match="eos_token_id: found a list"):
         Ling3Config(eos_token_id=(10**5000,))
 
 

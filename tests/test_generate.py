@@ -10,6 +10,7 @@ import pytest
 from tiny import TINY, open_model
 
 import ling3
+from ling3.execution import Execution
 from ling3.generate import _chunk
 from ling3.params import SamplingParams
 from ling3.pool import Pool, Rows, decode, prefill
@@ -126,10 +127,10 @@ def test_the_memory_is_updated_in_place(model, slots):
         jnp.arange(2 * count, dtype=jnp.int32).reshape(count, 2),
     )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(pool))
-    memory = decode.lower(model, rows, jnp.asarray(4, jnp.int32), pool).compile().memory_analysis()
+    memory = decode.lower(model, rows, jnp.asarray(4, jnp.int32), pool, Execution.default()).compile().memory_analysis()
     assert memory.alias_size_in_bytes == size
     tokens = (jnp.zeros((count, 16), jnp.int32), jnp.ones(count, jnp.int32), jnp.ones(count, bool))
-    memory = prefill.lower(model, rows, *tokens, pool).compile().memory_analysis()
+    memory = prefill.lower(model, rows, *tokens, pool, Execution.default()).compile().memory_analysis()
     assert memory.alias_size_in_bytes == size
 
 
@@ -138,7 +139,7 @@ def test_narrow_weights_are_widened_nowhere():
     config = dataclasses.replace(TINY, vocab_size=8192)
     model = ling3.init(config, key=jax.random.key(0), dtype=jnp.bfloat16)
     pool, rows = pool_of(model, 2, 4), Rows(None, jnp.arange(4, dtype=jnp.int32).reshape(2, 2))
-    memory = decode.lower(model, rows, jnp.asarray(4, jnp.int32), pool).compile().memory_analysis()
+    memory = decode.lower(model, rows, jnp.asarray(4, jnp.int32), pool, Execution.default()).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * model.lm_head.weight.size
 
 
@@ -149,7 +150,12 @@ def test_a_prefill_s_temporaries_are_one_layer_s():
         model = ling3.init(dataclasses.replace(TINY, num_hidden_layers=layers), key=jax.random.key(0))
         pool, rows = pool_of(model, 1, 32), Rows(None, jnp.arange(32, dtype=jnp.int32)[None])
         tokens = (jnp.zeros((1, 512), jnp.int32), jnp.full(1, 512, jnp.int32), jnp.ones(1, bool))
-        return prefill.lower(model, rows, *tokens, pool).compile().memory_analysis().temp_size_in_bytes
+        return (
+            prefill.lower(model, rows, *tokens, pool, Execution.default())
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     results = 512 * TINY.num_experts_per_tok * TINY.hidden_size * 4
     assert temporaries(9) - temporaries(5) < 4 * results / 2

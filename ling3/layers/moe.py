@@ -71,12 +71,7 @@ class Router(eqx.Module):
         self, x: Float[Array, "tokens hidden"]
     ) -> tuple[Int32[Array, "tokens {self.top_k}"], Wide[Array, "tokens {self.top_k}"]]:
         """The experts chosen for each token, best first, and their weights."""
-        return self.choose(self.scores(x))
-
-    def choose(
-        self, scores: Wide[Array, "tokens experts"]
-    ) -> tuple[Int32[Array, "tokens {self.top_k}"], Wide[Array, "tokens {self.top_k}"]]:
-        """The same from the experts' scores."""
+        scores = self.scores(x)
         choice = scores if self.expert_bias is None else scores + self.expert_bias.astype(scores.dtype)[None]
         grouped = choice.reshape(choice.shape[0], self.groups, -1)
         best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
@@ -156,9 +151,8 @@ class MoE(eqx.Module):
         """Each token through its own experts and the shared one; no expert is read for padding."""
         batch, seq = x.shape[:2]
         tokens = x.reshape(batch * seq, -1)
-        scores = self.gate.scores(tokens)
-        chosen, weights = self.gate.choose(scores)
-        span.recorder(scores=scores, chosen=chosen, weights=weights)
+        chosen, weights = self.gate(tokens)
+        span.recorder(x=tokens, chosen=chosen, weights=weights)
         chosen = jnp.where(span.valid(seq).reshape(-1, 1), chosen, self.experts.gate_proj.shape[0])
         y = self.experts(tokens, chosen, weights, span.execution).astype(x.dtype).reshape(x.shape)
         return y if self.shared_experts is None else y + self.shared_experts(x, span)
