@@ -27,17 +27,7 @@ class BalancedRouter(eqx.Module):
         self, x: Float[Array, "tokens hidden"]
     ) -> tuple[Int32[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
         """The experts chosen for each token, best first, and their weights."""
-        return self.choose(self.scores(x))
-
-    def scores(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
-        """The router's own."""
-        return self.router.scores(x)
-
-    def choose(
-        self, scores: Float[Array, "tokens experts"]
-    ) -> tuple[Int32[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
-        """The same from the experts' scores."""
-        chosen, weights = self.router.choose(scores)
+        chosen, weights = self.router(x)
         bias = self.router.expert_bias
         assert bias is not None, "`balanced` leaves a router without a bias as it is"
         return chosen, _report(weights, excess_load(chosen, bias.size), bias)
