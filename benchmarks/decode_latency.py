@@ -33,9 +33,9 @@ from matplotlib.figure import Figure
 import ling3
 from benchmarks.record import BLACK, BLUE, ORANGE, spread, write
 from ling3.cache import Span
+from ling3.engine.pool import Pool, Rows, decode
+from ling3.engine.runner import Runner, Shapes
 from ling3.execution import Execution
-from ling3.pool import Pool, Rows, decode
-from ling3.runner import Runner, Shapes
 
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 ROWS = (1, 16)

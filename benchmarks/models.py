@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 
 import ling3
-from ling3 import safetensors_file
-from ling3.weights import weight_names
+from ling3.checkpoint import safetensors_file
+from ling3.checkpoint.names import weight_names
 
 TINY = ling3.Ling3Config(
     vocab_size=157184,

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from benchmarks.models import TINY, TOY
+from ling3.checkpoint.names import structure
+from ling3.engine.pool import Pool, Rows, cache_dtype, decode, prefill
+from ling3.engine.sampling import Sampling
+from ling3.engine.sampling_params import SamplingParams
 from ling3.generate import PREFILL_CHUNK
 from ling3.ops.attention import BLOCK
-from ling3.params import SamplingParams
-from ling3.pool import Pool, Rows, cache_dtype, decode, prefill
-from ling3.sampling import Sampling
-from ling3.weights import structure
 
 COLUMNS = 32
 """Pages of the one row: 8,192 tokens."""

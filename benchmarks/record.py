@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ling3 import native
-from ling3.bench_report import machine
+from ling3.bench.report import machine
 from ling3.ops import experts_cpu
+from ling3.runtime import native
 
 # Okabe and Ito's colours, told apart by the colour-blind; markers and dashes tell them apart in print.
 BLACK, BLUE, ORANGE, GREEN, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#56B4E9"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.registry import Absent
-from ling3.bench import SampleRequest
+from ling3.bench.measure import SampleRequest
 
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 GATHERED = 64

@@ -16,7 +16,7 @@ import tyro
 
 from experiments.design import EXPERIMENTS, Experiment
 from experiments.sweep import Run, best_rate, read, run
-from ling3.bench_report import machine
+from ling3.bench.report import machine
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -6,22 +6,23 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ling3.runtime import moved
 from ling3.version import __version__
 
 if TYPE_CHECKING:
-    from ling3 import ablate
     from ling3.cache import Cache, KDAState, Paged, Span
     from ling3.checkpoint import CheckpointError, load, save
-    from ling3.config import ConfigError, Ling3Config
+    from ling3.engine.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
+    from ling3.engine.sampling_params import SamplingParams
     from ling3.execution import Execution
     from ling3.families import Family, init, register_family
+    from ling3.families.ling3_config import ConfigError, Ling3Config
     from ling3.generate import generate
+    from ling3.interpret import ablate
+    from ling3.interpret.trace import Trace, trace
     from ling3.model import DecoderLayer, Ling3ForCausalLM, Ling3Model, Mixer
-    from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
-    from ling3.params import SamplingParams
     from ling3.serve import Engine, QueueFull
-    from ling3.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-    from ling3.trace import Trace, trace
+    from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 __all__ = [
     "Cache",
@@ -65,22 +66,22 @@ __all__ = [
 _MODULES = {
     "cache": ("Cache", "KDAState", "Paged", "Span"),
     "checkpoint": ("CheckpointError", "load", "save"),
-    "config": ("ConfigError", "Ling3Config"),
+    "families.ling3_config": ("ConfigError", "Ling3Config"),
     "execution": ("Execution",),
     "families": ("Family", "init", "register_family"),
     "generate": ("generate",),
     "model": ("DecoderLayer", "Ling3ForCausalLM", "Ling3Model", "Mixer"),
-    "outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
-    "params": ("SamplingParams",),
+    "engine.outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
+    "engine.sampling_params": ("SamplingParams",),
     "serve": ("Engine", "QueueFull"),
-    "tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),
-    "trace": ("Trace", "trace"),
+    "text.tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),
+    "interpret.trace": ("Trace", "trace"),
 }
 # Former names, for one release.
 _RENAMED = {"LatentCache": "Paged"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 # What the command line imports before it knows what to do: no arrays, so no checks of their shapes.
-_WITHOUT_ARRAYS = ("__main__", "cli", "version")
+_WITHOUT_ARRAYS = ("__main__", "cli", "runtime", "version")
 
 
 class _Package(types.ModuleType):
@@ -106,9 +107,9 @@ class _InstallHook:
         import equinox  # noqa: F401, PLC0415
         from jaxtyping import install_import_hook  # noqa: PLC0415
 
-        from ling3 import checks  # noqa: F401, PLC0415
+        from ling3.runtime import checks  # noqa: F401, PLC0415
 
-        install_import_hook("ling3", "ling3.checks.checked")
+        install_import_hook("ling3", "ling3.runtime.checks.checked")
         # The search that is under way goes through the finders as they were without the hook.
         return importlib.util.find_spec(fullname)
 
@@ -119,7 +120,7 @@ def leave_types_unchecked() -> None:
 
 
 sys.modules[__name__].__class__ = _Package
-sys.meta_path.insert(0, _InstallHook())
+sys.meta_path[:0] = [_InstallHook(), moved.Finder]
 
 if not TYPE_CHECKING:
 
@@ -133,6 +134,8 @@ if not TYPE_CHECKING:
             words = f"ling3.{name} is now ling3.{_RENAMED[name]}; the old name goes with the next release"
             warnings.warn(words, DeprecationWarning, stacklevel=2)
             return __getattr__(_RENAMED[name])
+        if name == "ablate":
+            return import_module("ling3.interpret.ablate")
         missing = AttributeError(f"module 'ling3' has no attribute {name!r}")
         if name.startswith("_"):
             raise missing

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from ling3.execution import PLAIN, Execution
-from ling3.recorder import SILENT, Recorder
+from ling3.runtime.recorder import SILENT, Recorder
 
 
 class Span(eqx.Module):

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from ling3 import compilation_cache
-from ling3.entry_checks import refuse_fork
+from ling3.engine.pool import DECODE_STEPS, Pool, Rows, cache_dtype, decode, prefill
+from ling3.engine.sampling import NOT_A_NUMBER, Sampling
+from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
 from ling3.execution import Execution
 from ling3.model import Ling3ForCausalLM
 from ling3.ops.attention import BLOCK
-from ling3.params import SamplingParams, check_prompt, check_room
-from ling3.pool import DECODE_STEPS, Pool, Rows, cache_dtype, decode, prefill
-from ling3.sampling import NOT_A_NUMBER, Sampling
+from ling3.runtime import compilation_cache
+from ling3.runtime.entry_checks import refuse_fork
 
 # Tokens of a prefill call, all rows together. A rest goes by powers of two, rounded up where it is short: below
 # FULL_CHUNK a call's time goes into reading the weights, whatever is padding.
@@ -47,7 +47,7 @@ def generate(
     `stop_token_ids=tokenizer.eos_token_ids` has them all. Temperature 0 is greedy; otherwise row b draws from seed + b.
     `Engine` does the same for requests that come and go, with text, stop strings, penalties and log-probabilities.
     `execution` is how the model runs, by default as suits the platform. What is compiled is kept for later processes,
-    as `ling3.compilation_cache` says.
+    as `ling3.runtime.compilation_cache` says.
 
     Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context, before any work;
     FloatingPointError if the model's logits are not numbers.

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, Span, State
-from ling3.entry_checks import checks_ids, refuse_fork
 from ling3.execution import Execution
 from ling3.layers.linear import Embedding, Linear
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
+from ling3.runtime.entry_checks import checks_ids, refuse_fork
 
 
 @runtime_checkable

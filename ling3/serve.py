@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import jax
 
-from ling3 import checkpoint, compilation_cache, hub
-from ling3.entry_checks import refuse_fork
-from ling3.execution import Execution
-from ling3.guard import Guard
-from ling3.intake import (
+from ling3 import checkpoint
+from ling3.checkpoint import hub
+from ling3.engine.guard import Guard
+from ling3.engine.intake import (
     MAX_PADDINGS,
     MAX_PAGES,
     MAX_SLOTS,
@@ -27,16 +26,19 @@ from ling3.intake import (
     check_settings,
     listed,
 )
-from ling3.interrupts import held_back
-from ling3.loop import Loop
+from ling3.engine.loop import Loop
+from ling3.engine.outputs import Delta, RequestOutput, Stats
+from ling3.engine.pool import DECODE_STEPS
+from ling3.engine.request import Request
+from ling3.engine.runner import Runner, Shapes, check_memory, pages_that_fit, smallest
+from ling3.engine.sampling_params import SamplingParams
+from ling3.execution import Execution
 from ling3.model import Ling3ForCausalLM
-from ling3.outputs import Delta, RequestOutput, Stats
-from ling3.params import SamplingParams
-from ling3.pool import DECODE_STEPS
-from ling3.progress import progress
-from ling3.request import Request
-from ling3.runner import Runner, Shapes, check_memory, pages_that_fit, smallest
-from ling3.tokenizer import Tokenizer, load_tokenizer
+from ling3.runtime import compilation_cache
+from ling3.runtime.entry_checks import refuse_fork
+from ling3.runtime.interrupts import held_back
+from ling3.runtime.progress import progress
+from ling3.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class QueueFull(RuntimeError):
@@ -62,7 +64,7 @@ class Engine:
 
     `execution` is how the model runs (chunk sizes, kernels), by default as suits the platform.
 
-    What it compiles is kept for later processes, as `ling3.compilation_cache` says.
+    What it compiles is kept for later processes, as `ling3.runtime.compilation_cache` says.
 
     `settings` is what it runs with. Raises ValueError for senseless settings, for more slots and pages than there is
     memory for, and if tokenizer and model do not fit.

@@ -26,9 +26,9 @@ import plots
 
 import ling3
 from ling3.cache import Span
-from ling3.evals.ablations import solution_rows
+from ling3.checkpoint.names import leaves, structure
+from ling3.interpret.ablations import solution_rows
 from ling3.problems import problems
-from ling3.weights import leaves, structure
 
 plots.use()
 model = ling3.load("nano", dtype=jnp.float32)

@@ -26,7 +26,7 @@ import plots
 
 import ling3
 from ling3.cache import Span
-from ling3.inspect import report
+from ling3.interpret.inspect import report
 from ling3.layers.rope import rotate
 from ling3.problems import ask, problems
 

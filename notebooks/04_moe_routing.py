@@ -31,7 +31,7 @@ import plots
 
 import ling3
 from ling3.families.ling3 import moe_config
-from ling3.inspect import report
+from ling3.interpret.inspect import report
 from ling3.layers.moe import Router
 from ling3.problems import ask, problems
 from ling3.train import BalancedRouter, excess_load

@@ -31,8 +31,8 @@ import plots
 from IPython.display import Image
 
 import ling3
-from ling3 import ablate
-from ling3.evals.ablations import solution_rows
+from ling3.interpret import ablate
+from ling3.interpret.ablations import solution_rows
 from ling3.problems import problems
 
 plots.use()

@@ -30,7 +30,7 @@ import plots
 
 import ling3
 from ling3.cache import Cache, KDAState, Span
-from ling3.inspect import report
+from ling3.interpret.inspect import report
 from ling3.ops.kda import kda_step
 from ling3.problems import ask, last_number, problems
 
@@ -349,8 +349,8 @@ print(f"complete questions right: {scores[0]} of {BATCH} in a fresh cache, {scor
 assert min(scores) > 0.8 * BATCH
 
 # %% [markdown]
-# The remedy is one line, and it must run at *every* arrival: in `ling3` a slot is filled by `arrive` (`ling3/pool.py`),
-# which puts a whole `Arrival` in the row, zeros for a request that begins and its own saved states for one that goes
+# The remedy is one line, and it must run at *every* arrival: in `ling3` a slot is filled by `arrive`
+# (`ling3/engine/pool.py`), which puts a whole `Arrival` in the row, zeros for a request that begins and its own saved states for one that goes
 # on. Whatever was there before is gone, so nobody has to remember to clean up at departure:
 
 # %%

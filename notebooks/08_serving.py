@@ -28,7 +28,7 @@ import numpy as np
 import plots
 
 import ling3
-from ling3.loop import Loop
+from ling3.engine.loop import Loop
 from ling3.problems import ask, last_number, problems
 
 plots.use()
@@ -52,7 +52,7 @@ print(engine.stats())
 # ## The turn
 #
 # The heart of the engine is one function, called over and over. This is it, with the comments it has in
-# `ling3/loop.py`:
+# `ling3/engine/loop.py`:
 
 # %%
 print(inspect.getsource(Loop.launch))

@@ -40,7 +40,7 @@ from ling3.layers.linear import Embedding, Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import GatedRMSNorm, RMSNorm
 from ling3.problems import ask, problems
-from ling3.recorder import Recorder
+from ling3.runtime.recorder import Recorder
 
 plots.use()
 
@@ -485,8 +485,8 @@ assert right > 0.9
 # - *Speed in prefill.* A scan takes one token at a time. KDA's chunk form (notebook 2) does sixteen with matrix
 #   products, and would serve here too: the same decay for every key channel.
 # - *A kernel.* It would be a field of `ling3.Execution`, or an argument of your own layer.
-# - *Ablations and `ling3.inspect`.* They are about Ling-3's parts, and refuse other families; `ling3.trace` has norms
-#   and the logit lens for any model.
+# - *Ablations and `ling3.interpret.inspect`.* They are about Ling-3's parts, and refuse other families; `ling3.trace`
+#   has norms and the logit lens for any model.
 #
 # ## Questions
 #

@@ -7,8 +7,8 @@ import shutil
 import jax
 import pytest
 
-from ling3 import native
 from ling3.ops import experts_cpu
+from ling3.runtime import native
 
 KEPT = pathlib.Path(__file__).parent.parent / ".jax_cache" / "native"
 HAS_COMPILER = bool(native._compiler()) and shutil.which(native._compiler()[0]) is not None

@@ -10,7 +10,7 @@ import numpy as np
 import reference
 import safetensors.numpy
 
-from ling3.config import Ling3Config
+from ling3.families.ling3_config import Ling3Config
 
 TINY_LIKE = Ling3Config(
     vocab_size=307,

@@ -3,7 +3,7 @@
 import dataclasses
 import types
 
-from ling3.outputs import Completion, Delta, Logprob, RequestOutput, Timings
+from ling3.engine.outputs import Completion, Delta, Logprob, RequestOutput, Timings
 
 END = 1
 

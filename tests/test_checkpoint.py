@@ -23,9 +23,9 @@ from published_configs import TINY
 from random_checkpoint import FLASH_LIKE, TINY_LIKE, draw, to_bfloat16, write
 
 import ling3
-from ling3 import checkpoint, copying, safetensors_file, shards
-from ling3.checkpoint import CheckpointError, load, save, weight_names
-from ling3.config import ConfigError, Ling3Config
+from ling3 import checkpoint
+from ling3.checkpoint import CheckpointError, copying, load, safetensors_file, save, shards, weight_names
+from ling3.families.ling3_config import ConfigError, Ling3Config
 
 CONFIG = dataclasses.replace(
     TINY_LIKE, num_hidden_layers=4, layer_group_size=4, num_experts=8, n_group=4, topk_group=2, vocab_size=61
@@ -817,8 +817,8 @@ import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from published_configs import FLASH
 from ling3.checkpoint import load
-from ling3.config import Ling3Config
-from ling3.weights import structure
+from ling3.families.ling3_config import Ling3Config
+from ling3.checkpoint.names import structure
 
 def peak():
     if sys.platform != "linux":

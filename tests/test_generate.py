@@ -10,11 +10,11 @@ import pytest
 from tiny import TINY, open_model
 
 import ling3
+from ling3.engine.pool import Pool, Rows, decode, prefill
+from ling3.engine.sampling import Sampling
+from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import Execution
 from ling3.generate import _chunk
-from ling3.params import SamplingParams
-from ling3.pool import Pool, Rows, decode, prefill
-from ling3.sampling import Sampling
 
 PROMPTS = [[5, 6, 7], list(range(3, 53)), [4]]
 

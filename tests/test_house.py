@@ -11,46 +11,29 @@ from jaxtyping import Array, Float
 from tiny import TINY, open_model
 
 import ling3
-from ling3 import checks
 from ling3.cache import Span
+from ling3.runtime import checks
 
 ROOT = pathlib.Path(ling3.__file__).parent
 # A module may import what stands in an earlier row, or beside it in its own row.
 FLOORS = (
-    {"user_cache", "compilation_cache", "native"},
-    {
-        "checks",
-        "entry_checks",
-        "version",
-        "quoting",
-        "regular_file",
-        "strict_json",
-        "progress",
-        "interrupts",
-        "outputs",
-        "params",
-    },
-    {"replacing"},
-    {"hub"},
-    {"ops", "recorder"},
+    {"version"},
+    {"runtime"},
+    {"ops"},
     {"execution"},
     {"cache"},
     {"layers"},
     {"model"},
-    {"config", "config_fields", "config_reader"},
     {"families"},
-    {"safetensors_file", "template_worker"},
-    {"chat_template", "copying", "streaming", "tokenizer_file", "weights"},
-    {"tokenizer", "sampling", "shards", "trace"},
-    {"ablate"},
-    {"pool"},
-    {"checkpoint", "export", "generate", "inspect"},
-    {"request"},
-    {"runner", "scheduler", "guard", "intake"},
-    {"loop"},
+    {"checkpoint"},
+    {"text"},
+    {"engine"},
+    {"generate"},
     {"serve"},
-    {"problems", "train"},
-    {"bench", "bench_report", "evals"},
+    {"problems"},
+    {"train", "evals"},
+    {"bench"},
+    {"interpret"},
     {"cli", "__main__"},
 )
 
@@ -60,12 +43,16 @@ def room(path):
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+def _exists(room):
+    return (ROOT / f"{room}.py").exists() or (ROOT / room / "__init__.py").exists()
+
+
 def imported(path):
     """The rooms of ling3 that a file imports, wherever in it the import stands."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "ling3":
-            found |= {alias.name for alias in node.names if (ROOT / f"{alias.name}.py").exists()}
+            found |= {alias.name for alias in node.names if _exists(alias.name)}
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ling3."):
             found.add(node.module.split(".")[1])
         elif isinstance(node, ast.Import):
@@ -89,8 +76,23 @@ def test_imports_run_one_way(path):
 
 def test_operators_know_no_module_and_caches_no_layer():
     for path in (ROOT / "ops").glob("*.py"):
-        assert "equinox" not in path.read_text() and imported(path) <= {"ops", "native"}, path.name
-    assert imported(ROOT / "cache.py") == {"execution", "recorder"}
+        assert "equinox" not in path.read_text() and imported(path) <= {"ops", "runtime"}, path.name
+    assert imported(ROOT / "cache.py") == {"execution", "runtime"}
+
+
+def test_the_engine_names_no_layer():
+    """Pool, scheduler, runner and loop work on what a state says of itself, so that a new layer is a new file alone."""
+    for path in [*(ROOT / "engine").glob("*.py"), ROOT / "generate.py", ROOT / "serve.py", ROOT / "cache.py"]:
+        tree = ast.parse(path.read_text())
+        modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not [module for module in modules if module.startswith(("ling3.layers", "ling3.families"))], path.name
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not names & {"KDA", "MLA", "MoE"} and (path.name == "cache.py" or "KDAState" not in names), path.name
+
+
+def test_no_layer_and_no_operator_asks_for_the_platform():
+    for path in [*(ROOT / "ops").glob("*.py"), *(ROOT / "layers").glob("*.py"), ROOT / "model.py"]:
+        assert "default_backend" not in path.read_text(), path.name
 
 
 def test_the_package_needs_no_torch():
@@ -122,7 +124,7 @@ def test_a_wrong_shape_names_its_axis(call, message):
     [
         (
             lambda m: ling3.trace(m, jnp.arange(5)),
-            "ling3.trace.trace: argument 'tokens' is i32[5]; expected Int[Array, 'batch seq']",
+            "ling3.interpret.trace.trace: argument 'tokens' is i32[5]; expected Int[Array, 'batch seq']",
         ),
         (
             lambda m: m.step(jnp.zeros((2, 3), jnp.int32), m.init_cache(2, 8), jnp.zeros(3, jnp.int32)),

@@ -7,7 +7,7 @@ import jaxtyping
 import pytest
 
 import ling3
-from ling3 import checks
+from ling3.runtime import checks
 
 # What only some of a user's commands need, and what takes long to import.
 LATER = ("huggingface_hub", "matplotlib", "optax", "rich", "torch", "transformers", "tyro")
@@ -17,7 +17,7 @@ ARRAYS = ("beartype", "equinox", "jax", "jaxtyping", "numpy", "tokenizers")
 FACE = f"""
 import sys, ling3, ling3.cli.generate
 assert not [name for name in {ARRAYS!r} if name in sys.modules]
-import ling3.trace, ling3.generate
+import ling3.interpret.trace, ling3.generate
 for name in ling3.__all__:
     assert getattr(ling3, name) is not None and name in dir(ling3)
 assert callable(ling3.generate) and callable(ling3.trace) and ling3.ops.kda.recurrent_kda
@@ -48,7 +48,7 @@ def test_type_checkers_see_the_names_that_are_imported():
     tree = ast.parse(pathlib.Path(ling3.__file__).read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and isinstance(node.body[0], ast.ImportFrom))
     seen = {alias.name: node.module for node in block.body for alias in node.names}
-    assert seen.pop("ablate") == "ling3"
+    assert seen.pop("ablate") == "ling3.interpret"
     assert seen == {name: f"ling3.{module}" for name, module in ling3._MODULE_OF.items()}
     assert {*seen, "ablate", "__version__"} == set(ling3.__all__)
 
@@ -86,3 +86,24 @@ def test_an_int_is_a_fine_float_and_a_text_is_none():
     assert double(1) == 2
     with pytest.raises(jaxtyping.TypeCheckError, match="'x'"):
         double("1")
+
+
+def test_former_names_work_for_one_release():
+    program = (
+        "import warnings; warnings.simplefilter('error');\n"
+        "def deprecated(line):\n"
+        "    try: exec(line)\n"
+        "    except DeprecationWarning as warning: print(warning)\n"
+        "deprecated('from ling3.config import Ling3Config')\n"
+        "deprecated('import ling3; ling3.LatentCache')\n"
+        "warnings.simplefilter('ignore')\n"
+        "import ling3, ling3.config, ling3.tokenizer\n"
+        "from ling3.trace import Trace\n"
+        "assert ling3.config.Ling3Config is ling3.Ling3Config and ling3.LatentCache is ling3.Paged\n"
+        "assert Trace is ling3.Trace and callable(ling3.trace) and ling3.ablate.no_rope\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "ling3.config is now ling3.families.ling3_config; the old name goes with the next release",
+        "ling3.LatentCache is now ling3.Paged; the old name goes with the next release",
+    ]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ling3
-from ling3.config import Ling3Config
+from ling3.families.ling3_config import Ling3Config
 from ling3.problems import ask, exam, worked_examples
 from ling3.train.exam import chat_prompt, exact_answers, examine
 from ling3.train.nano import Recipe

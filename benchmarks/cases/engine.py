@@ -11,7 +11,7 @@ from benchmarks.models import MID, TOY, checkpoint
 from benchmarks.oracles import is_peer
 from benchmarks.registry import Setting, Side, Trial, Wrong, case, milliseconds
 from benchmarks.transformers_peer import Peer
-from ling3.bench import SampleRequest, measure, random_requests
+from ling3.bench.measure import SampleRequest, measure, random_requests
 
 BATCH = 16
 """Rows of transformers' batches."""

@@ -15,11 +15,11 @@ from benchmarks.models import MID, TINY, TOY, prompts
 from benchmarks.oracles import FLOAT32, close, likeliest
 from benchmarks.registry import Line, Setting, Side, Trial, Wrong, case, milliseconds
 from ling3.cache import KDAState
+from ling3.checkpoint.names import structure
 from ling3.families.ling3 import moe_config
 from ling3.generate import PREFILL_CHUNK
 from ling3.layers.moe import MoE
 from ling3.ops.experts import dense_experts
-from ling3.weights import structure
 
 PAGE = 256
 

@@ -105,7 +105,7 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
 
 def _failed(code: int, message: str) -> int:
     """Says what went wrong, in one line that is no longer than a screen; the exit code."""
-    from ling3.quoting import printable
+    from ling3.runtime.quoting import printable
 
     print(f"ling3: error: {printable(' '.join(message.splitlines()), LONGEST_ERROR)}", file=sys.stderr)
     return code

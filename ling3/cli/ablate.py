@@ -21,7 +21,7 @@ from ling3.cli.options import (
 from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
-    from ling3.evals.ablation_report import Row
+    from ling3.interpret.ablation_report import Row
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -62,8 +62,8 @@ class Ablate:
 
 def run(command: Ablate) -> None:
     """Measures, and prints the table."""
-    from ling3.bench_report import check_plot
-    from ling3.evals.ablations import ablations, compare
+    from ling3.bench.report import check_plot
+    from ling3.interpret.ablations import ablations, compare
 
     _check(command)
     if command.plot is not None:

@@ -15,9 +15,9 @@ from ling3.cli.options import Dtype, FileOption, Model, Weights, WeightsOptions,
 from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
-    from ling3.bench import SampleRequest
+    from ling3.bench.measure import SampleRequest
     from ling3.model import Ling3ForCausalLM
-    from ling3.tokenizer import Tokenizer
+    from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -86,8 +86,8 @@ class Bench:
 
 def run(command: Bench) -> None:
     """Measures, and prints the table."""
-    from ling3 import bench
-    from ling3.bench_report import check_plot
+    from ling3.bench import measure as bench
+    from ling3.bench.report import check_plot
     from ling3.serve import Engine
 
     lengths = _bounds(command.input_len, "--input-len"), _bounds(command.output_len, "--output-len")
@@ -130,7 +130,8 @@ def run(command: Bench) -> None:
 
 def _check_sizes(command: Bench, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
     """ValueError for a workload that the model's context or memory has no room for, before any of it is drawn."""
-    from ling3 import bench, hub
+    from ling3.bench import measure as bench
+    from ling3.checkpoint import hub
     from ling3.families import read_config
 
     requests = REQUESTS if command.num_prompts is None else command.num_prompts
@@ -176,7 +177,7 @@ def _load(command: Bench) -> "tuple[Ling3ForCausalLM, Tokenizer | None]":
 def _requests(
     command: Bench, vocab: int, input_len: tuple[int, int], output_len: tuple[int, int]
 ) -> "list[SampleRequest]":
-    from ling3 import bench
+    from ling3.bench import measure as bench
 
     if command.prompts is not None:
         return bench.read_requests(command.prompts, output_len, command.num_prompts, command.seed)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ling3.cli.options import Thinking, chat_ids
 
 if TYPE_CHECKING:
-    from ling3.outputs import Delta, FinishReason
-    from ling3.params import SamplingParams
+    from ling3.engine.outputs import Delta, FinishReason
+    from ling3.engine.sampling_params import SamplingParams
     from ling3.serve import Engine
-    from ling3.tokenizer import Tokenizer
+    from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ling3.evals.run import Asked, Score
     from ling3.model import Ling3ForCausalLM
     from ling3.serve import Engine
-    from ling3.tokenizer import Tokenizer
+    from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -151,10 +151,10 @@ def run(command: Eval) -> None:
 
 
 def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]") -> None:
+    from ling3.engine.sampling_params import SamplingParams
     from ling3.evals.predictions import fingerprint
     from ling3.evals.public import STOP
     from ling3.evals.run import check_seeds, evaluate, prepare
-    from ling3.params import SamplingParams
 
     _check(command)
     params = SamplingParams(

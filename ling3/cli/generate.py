@@ -28,10 +28,10 @@ from ling3.cli.options import (
 from ling3.cli.terminal import print_json, show
 
 if TYPE_CHECKING:
-    from ling3.outputs import Completion, Delta, Logprob
-    from ling3.params import SamplingParams
+    from ling3.engine.outputs import Completion, Delta, Logprob
+    from ling3.engine.sampling_params import SamplingParams
     from ling3.serve import Engine
-    from ling3.tokenizer import Tokenizer
+    from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -103,7 +103,7 @@ class _Row:
 
 def run(command: Generate) -> None:
     """Prints each prompt's continuation; FloatingPointError, after all of them, for those that the model broke off."""
-    from ling3.params import check_prompt, check_room
+    from ling3.engine.sampling_params import check_prompt, check_room
 
     if command.logprobs is not None and not command.json:
         raise ValueError("--logprobs is for --json")

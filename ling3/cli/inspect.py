@@ -32,7 +32,7 @@ class Inspect:
 
 def run(command: Inspect) -> None:
     """Prints the report."""
-    from ling3 import inspect
+    from ling3.interpret import inspect
 
     report = inspect.report(command.model, revision=command.revision)
     if command.json:

@@ -17,9 +17,9 @@ from ling3.cli.terminal import count
 if TYPE_CHECKING:
     from jaxtyping import DTypeLike
 
+    from ling3.engine.sampling_params import SamplingParams
     from ling3.model import Ling3ForCausalLM
-    from ling3.params import SamplingParams
-    from ling3.tokenizer import Tokenizer
+    from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -85,7 +85,7 @@ class Sampling:
 
     def params(self, **others: Any) -> "SamplingParams":
         """The engine's form of these options, with its `others`; ValueError for senseless values."""
-        from ling3.params import SamplingParams
+        from ling3.engine.sampling_params import SamplingParams
 
         return SamplingParams(**dataclasses.asdict(self), **others)
 
@@ -106,7 +106,7 @@ class Weights:
 
     def of(self, path: str) -> "Source":
         """These weights of the model at `path`; a branch of the hub is what it is now."""
-        from ling3 import hub
+        from ling3.checkpoint import hub
 
         if not self.random_weights:
             if self.weights_seed is not None:
@@ -138,7 +138,7 @@ class Source:
 
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer; FileNotFoundError where there is none."""
-        from ling3.tokenizer import load_tokenizer
+        from ling3.text.tokenizer import load_tokenizer
 
         return load_tokenizer(self.path, revision=self.revision)
 
@@ -147,7 +147,8 @@ def load(source: Source, dtype: Dtype, tokenizer: "Tokenizer | None") -> "Ling3F
     """The model of `source`, which has to fit the tokenizer."""
     import jax.numpy as jnp
 
-    from ling3 import checkpoint, compilation_cache
+    from ling3 import checkpoint
+    from ling3.runtime import compilation_cache
 
     compilation_cache.switch_on()
     wanted = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[dtype]
@@ -164,10 +165,10 @@ def _random(source: Source, seed: int, dtype: "DTypeLike") -> "Ling3ForCausalLM"
     """A model of random weights; ValueError where they do not fit into the free memory."""
     import jax
 
-    from ling3 import hub
+    from ling3.checkpoint import hub
+    from ling3.checkpoint.names import structure
+    from ling3.engine.runner import free_bytes
     from ling3.families import init, read_config
-    from ling3.runner import free_bytes
-    from ling3.weights import structure
 
     given = pathlib.Path(source.name)
     config = read_config(given if given.is_file() else hub.resolve(source.path, ("config.json",), source.revision))

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from ling3 import checkpoint, hub
+from ling3 import checkpoint
+from ling3.checkpoint import hub
+from ling3.engine.sampling_params import SamplingParams
 from ling3.evals.perplexity import log_likelihood, log_likelihoods, start_token
 from ling3.model import Ling3ForCausalLM
-from ling3.params import SamplingParams
-from ling3.progress import progress
+from ling3.runtime.progress import progress
 from ling3.serve import Engine
-from ling3.tokenizer import load_tokenizer
+from ling3.text.tokenizer import load_tokenizer
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float32, Float64, Int32
 
 from ling3.cache import Cache
+from ling3.engine.pool import cache_dtype
+from ling3.engine.sampling_params import check_prompt
 from ling3.model import Ling3ForCausalLM
-from ling3.params import check_prompt
-from ling3.pool import cache_dtype
-from ling3.tokenizer import Tokenizer
+from ling3.text.tokenizer import Tokenizer
 
 CONTEXT = 4096
 """Tokens of a window, where the model's context has room for them."""

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ling3 import strict_json
-from ling3.interrupts import held_back
 from ling3.model import Ling3ForCausalLM
-from ling3.quoting import shown
+from ling3.runtime import strict_json
+from ling3.runtime.interrupts import held_back
+from ling3.runtime.quoting import shown
 
 try:
     import fcntl

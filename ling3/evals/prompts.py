@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ling3 import strict_json
 from ling3.evals import parquet_file
 from ling3.evals.answers import GOLD, Parser
-from ling3.quoting import printable
+from ling3.runtime import strict_json
+from ling3.runtime.quoting import printable
 
 PROMPT = ("prompt", "origin_prompt", "question", "input")
 """What the text to continue may be called; the first that an object has counts."""

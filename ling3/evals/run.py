@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import jax
 
+from ling3.engine.outputs import Completion, Delta, RequestOutput
+from ling3.engine.sampling_params import MAX_SEED, SamplingParams, check_prompt
 from ling3.evals.answers import Parser
 from ling3.evals.predictions import Predictions
 from ling3.evals.prompts import Question
-from ling3.outputs import Completion, Delta, RequestOutput
-from ling3.params import MAX_SEED, SamplingParams, check_prompt
 from ling3.serve import Engine, QueueFull
-from ling3.tokenizer import Tokenizer
+from ling3.text.tokenizer import Tokenizer
 from ling3.version import __version__
 
 MAX_TOKENS = 2000

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3 import config_reader
-from ling3.config import Ling3Config
+from ling3.families import ling3_reader as config_reader
 from ling3.families.family import Family
+from ling3.families.ling3_config import Ling3Config
 from ling3.layers.kda import KDA, KDAConfig
 from ling3.layers.linear import Embedding, Linear
 from ling3.layers.mla import MLA, MLAConfig

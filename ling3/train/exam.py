@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool
 from ling3.generate import generate
 from ling3.model import Ling3ForCausalLM
 from ling3.problems import Problem, ask, exam, last_number, worked_examples
-from ling3.tokenizer import Tokenizer
+from ling3.text.tokenizer import Tokenizer
 from ling3.train.loop import Batch
 
 SYSTEM_TURN = "<role>SYSTEM</role>detailed thinking off<|role_end|>"

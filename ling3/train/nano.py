@@ -22,12 +22,12 @@ import rich.progress
 from tokenizers import Tokenizer
 
 from ling3.checkpoint import load
-from ling3.config import Ling3Config
-from ling3.export import save
+from ling3.checkpoint.saving import save
 from ling3.families import init
+from ling3.families.ling3_config import Ling3Config
 from ling3.model import Ling3ForCausalLM
 from ling3.problems import Problem, Step, ask, exam, problems
-from ling3.tokenizer import load_tokenizer
+from ling3.text.tokenizer import load_tokenizer
 from ling3.train.exam import SYSTEM_TURN, chat_prompt, examine, solved
 from ling3.train.loop import Batch, Optimization, Progress, train
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer

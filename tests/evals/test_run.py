@@ -13,11 +13,11 @@ import pytest
 import small_engine
 from small_engine import idle
 
+from ling3.engine.sampling_params import MAX_SEED, SamplingParams
 from ling3.evals.answers import PARSERS, choice, number
 from ling3.evals.predictions import Predictions, fingerprint
 from ling3.evals.prompts import Question
 from ling3.evals.run import Score, evaluate, prepare
-from ling3.params import MAX_SEED, SamplingParams
 
 QUESTIONS = [Question(f"{'more ' * (i % 3)}{i}?", str(i % 4)) for i in range(9)] + [Question("0?", "0")]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

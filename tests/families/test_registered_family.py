@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 import ling3
 from ling3 import families, train
-from ling3.inspect import report
+from ling3.interpret.inspect import report
 from ling3.layers.linear import Embedding, Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import RMSNorm

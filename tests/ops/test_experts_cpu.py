@@ -9,9 +9,9 @@ from native_kernels import installed, needs_compiler
 from tiny import FLASH, TINY, open_model
 
 import ling3
-from ling3 import native
 from ling3.ops import experts_cpu
 from ling3.ops.experts import native_experts
+from ling3.runtime import native
 
 pytestmark = needs_compiler
 

@@ -14,7 +14,7 @@ from random_checkpoint import published_config
 from transformers import BailingHybridConfig, BailingHybridForCausalLM, DeepseekV3Config, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from ling3.config import Ling3Config
+from ling3.families.ling3_config import Ling3Config
 
 FP32_ALWAYS = ("conv1d.weight", "A_log", "dt_bias", "e_score_correction_bias", "inv_freq")
 """What transformers keeps in fp32 in any dtype: its `_keep_in_fp32_modules_strict`, and RoPE's frequencies."""

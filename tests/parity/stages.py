@@ -8,7 +8,7 @@ from ling3.cache import Span
 from ling3.execution import Execution
 from ling3.layers.moe import MoE
 from ling3.model import Ling3ForCausalLM
-from ling3.recorder import Recorder
+from ling3.runtime.recorder import Recorder
 
 
 @eqx.filter_jit

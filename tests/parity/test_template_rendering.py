@@ -3,7 +3,7 @@
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ling3.chat_template import ChatTemplate
+from ling3.text.chat_template import ChatTemplate
 from ling3.train.tokenizer import CHAT_TEMPLATE
 
 # Written for these tests, in the manner of published templates.

@@ -1,0 +1,1 @@
+"""Measuring an engine: throughput, and latency at a request rate."""

@@ -1,0 +1,221 @@
+"""Measures an engine in its own process, in the words of vLLM's and SGLang's `bench_serving`.
+
+Offline all requests are there at once, and throughput is what counts. Online they come as a Poisson process, each at
+its due time whether the engine keeps up or not, and every latency is measured from that time: a request that had to
+wait because the engine was busy has waited.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from ling3.bench.report import Report, Served, machine
+from ling3.engine.outputs import Delta
+from ling3.engine.sampling_params import SamplingParams
+from ling3.runtime import strict_json
+from ling3.runtime.progress import progress
+from ling3.serve import Engine, QueueFull
+
+# What an engine's books count for a report.
+TURNS = ("steps", "prefill_calls", "decode_calls", "preemptions")
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleRequest:
+    """One request of a workload."""
+
+    prompt: Any
+    """What `Engine.submit` takes: a text, token ids, or chat messages."""
+    max_tokens: int
+
+
+def random_requests(
+    count: int, vocab: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int = 0
+) -> list[SampleRequest]:
+    """`count` prompts of random ids in [0, vocab), with lengths (first to last, in tokens) drawn evenly."""
+    rng = np.random.default_rng(seed)
+    inputs, outputs = _lengths("input_len", input_len, count, rng), _lengths("output_len", output_len, count, rng)
+    prompts = (rng.integers(0, vocab, length).tolist() for length in inputs)
+    return [SampleRequest(prompt, length) for prompt, length in zip(prompts, outputs, strict=True)]
+
+
+def read_requests(
+    path: str | os.PathLike[str], output_len: tuple[int, int], count: int | None = None, seed: int = 0
+) -> list[SampleRequest]:
+    """The prompts of a file: a text a line, or in `*.jsonl` an object a line with a request's `prompt`.
+
+    `count` takes so many, from the top again where the file ends; empty lines are passed over. Raises ValueError for
+    what is no prompt, with its line, and OSError for what cannot be read.
+    """
+    path = pathlib.Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from error
+    jsonl = path.suffix.lower() == ".jsonl"
+    prompts = [
+        _prompt_of(line, f"{path}, line {number}") if jsonl else line
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ValueError(f"{path}: no prompt in it, expected one a line")
+    count = len(prompts) if count is None else count
+    outputs = _lengths("output_len", output_len, count, np.random.default_rng(seed))
+    return [SampleRequest(prompts[i % len(prompts)], length) for i, length in enumerate(outputs)]
+
+
+def check_lengths(name: str, bounds: tuple[int, int]) -> None:
+    """Raises ValueError unless `bounds` are the first and the last of possible lengths."""
+    low, high = bounds
+    if not 1 <= low <= high:
+        raise ValueError(f"{name} is from {low} to {high} tokens, expected at least 1, and no less at the end")
+
+
+def check_count(count: int) -> None:
+    """Raises ValueError unless there is anything to measure."""
+    if count < 1:
+        raise ValueError(f"the number of requests is {count}, expected at least 1")
+
+
+def _lengths(name: str, bounds: tuple[int, int], count: int, rng: np.random.Generator) -> list[int]:
+    low, high = bounds
+    check_lengths(name, bounds)
+    check_count(count)
+    return rng.integers(low, high + 1, count).tolist()
+
+
+def _prompt_of(line: str, where: str) -> Any:
+    value = strict_json.parse(line, where)
+    prompt = value.get("prompt") if isinstance(value, dict) else None
+    if not isinstance(prompt, (str, list)) or not prompt:
+        raise ValueError(f'{where}: found {line!r:.60}, expected an object with a "prompt", a text or token ids')
+    return prompt
+
+
+def arrivals(count: int, request_rate: float, seed: int = 0) -> Float64[np.ndarray, " count"]:
+    """When each request is due, in seconds after the first: a Poisson process, `request_rate` a second (inf: all 0)."""
+    if not request_rate > 0:
+        raise ValueError(f"request_rate is {request_rate}, expected a number of requests per second above 0, or inf")
+    gaps = np.random.default_rng(seed).exponential(1 / request_rate, count)
+    return np.cumsum(gaps) - gaps[:1]
+
+
+def measure(
+    engine: Engine,
+    requests: Sequence[SampleRequest],
+    *,
+    request_rate: float = math.inf,
+    seed: int = 0,
+    ignore_eos: bool = True,
+    temperature: float = 0.0,
+    about: Mapping[str, Any] | None = None,
+) -> Report:
+    """Serves the requests and reports how long everything took; `about` goes into the report as it is.
+
+    Compiles first, and serves one short request, neither of which counts. With `ignore_eos` each output has its full
+    length, so that the work is the same whatever the model says. `seed` draws the arrivals, and request i samples from
+    `seed + i`. A request that finds the engine's queue full is held back, and its clock runs.
+
+    Raises ValueError, before anything is measured, for requests that the engine could not answer.
+    """
+    check_count(len(requests))
+    params = [
+        SamplingParams(max_tokens=request.max_tokens, ignore_eos=ignore_eos, temperature=temperature, seed=seed + i)
+        for i, request in enumerate(requests)
+    ]
+    due = arrivals(len(requests), request_rate, seed).tolist()
+    clients = [_Client(*each) for each in zip(requests, params, due, strict=True)]
+    for i, client in enumerate(clients):
+        _check(engine, client, f"request {i}")
+    engine.warmup()
+    engine.generate([requests[0].prompt], dataclasses.replace(params[0], max_tokens=min(2, requests[0].max_tokens)))
+    where, before = machine(), engine.stats()
+    served = _serve(engine, clients)
+    after = engine.stats()
+    workload = {"requests": len(requests), "seed": seed, "ignore_eos": ignore_eos, "temperature": temperature}
+    return Report(
+        served=served,
+        duration=max(request.end for request in served),
+        request_rate=request_rate,
+        about={**(about or {}), "workload": workload},
+        engine={**engine.settings, "tokenizer": engine.tokenizer is not None},
+        turns={name: getattr(after, name) - getattr(before, name) for name in TURNS},
+        machine=where,
+    )
+
+
+@dataclasses.dataclass
+class _Client:
+    """Sends a request, and notes when its deltas come."""
+
+    request: SampleRequest
+    params: SamplingParams
+    due: float
+    begin: float = 0.0
+    deltas: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    last: Delta | None = None
+    end: float = 0.0
+
+    def send(self, engine: Engine) -> int:
+        return engine.submit(self.request.prompt, self.params, on_delta=self.take)
+
+    def take(self, delta: Delta) -> None:
+        now = time.perf_counter() - self.begin
+        if delta.token_ids:
+            self.deltas.append((now, len(delta.token_ids)))
+        if delta.finish_reason is not None:
+            self.last, self.end = delta, now
+
+    def served(self) -> Served:
+        assert self.last is not None and self.last.output is not None and self.last.finish_reason is not None
+        prompt_tokens = len(self.last.output.prompt_token_ids)
+        return Served(self.due, prompt_tokens, tuple(self.deltas), self.end, self.last.finish_reason)
+
+
+def _check(engine: Engine, client: _Client, name: str) -> None:
+    """Has the engine check a request, which is then withdrawn. Raises ValueError, with its `name`."""
+    try:
+        engine.abort(engine.submit(client.request.prompt, client.params, on_delta=lambda _: None))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _serve(engine: Engine, clients: Sequence[_Client]) -> list[Served]:
+    """Sends each request when it is due and moves the engine until all are answered."""
+    waiting, sent = deque(clients), []
+    with _aborting(engine, sent), progress("measuring", len(clients)) as advance:
+        begin, finished = time.perf_counter(), 0
+        for client in clients:
+            client.begin = begin
+        while waiting or engine.has_work:
+            with contextlib.suppress(QueueFull):
+                while waiting and waiting[0].due <= time.perf_counter() - begin:
+                    sent.append(waiting[0].send(engine))
+                    waiting.popleft()
+            if engine.has_work:
+                engine.step()
+                before, finished = finished, sum(client.last is not None for client in clients)
+                advance(finished - before)
+            else:
+                time.sleep(max(0.0, waiting[0].due - (time.perf_counter() - begin)))
+    return [client.served() for client in clients]
+
+
+@contextlib.contextmanager
+def _aborting(engine: Engine, ids: Sequence[int]) -> Iterator[None]:
+    """Aborts whatever of the requests is left at the end of the block, as after Ctrl-C."""
+    try:
+        yield
+    finally:
+        for request_id in ids:
+            engine.abort(request_id)

@@ -1,0 +1,345 @@
+"""What a measurement found: the requests as their clients saw them, and numbers, table, JSON and picture of that."""
+
+import dataclasses
+import datetime
+import math
+import os
+import pathlib
+import platform
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jaxtyping import Float64
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ling3.engine.outputs import FinishReason
+from ling3.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+# Okabe and Ito's colours, told apart by the colour-blind; dashes tell them apart in print.
+BLUE, ORANGE = "#0072B2", "#D55E00"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How a quantity is spread over requests or tokens: percentiles are numpy's, linear between two values."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Spread | None":
+        """None where there are no values."""
+        if not values:
+            return None
+        return Spread(float(np.mean(values)), *map(float, np.percentile(values, (50, 90, 99))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """One request as its client saw it; times in seconds from the beginning of the measurement."""
+
+    due: float
+    """When the client wanted to send it; all that follows is counted from here."""
+    prompt_tokens: int
+    deltas: Sequence[tuple[float, int]]
+    """When tokens came, and how many."""
+    end: float
+    finish_reason: FinishReason
+
+    @property
+    def completed(self) -> bool:
+        """Whether it came to its own end."""
+        return self.finish_reason in ("stop", "length")
+
+    @property
+    def output_tokens(self) -> int:
+        """New tokens."""
+        return sum(tokens for _, tokens in self.deltas)
+
+    @property
+    def latency(self) -> float:
+        """From due to its end (E2EL)."""
+        return self.end - self.due
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to the first token, from due; None if none came."""
+        return self.deltas[0][0] - self.due if self.deltas else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None with fewer than two."""
+        return (self.deltas[-1][0] - self.deltas[0][0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between deltas."""
+        return [later[0] - earlier[0] for earlier, later in zip(self.deltas, self.deltas[1:])]
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latencies: a delta's tokens share the wait for it evenly, as in SGLang's `bench_serving`."""
+        return [gap / tokens for gap, (_, tokens) in zip(self.gaps, self.deltas[1:]) for _ in range(tokens)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One measurement; times in seconds, and of completed requests alone, as are token counts."""
+
+    served: Sequence[Served]
+    duration: float
+    """From the first request's due to the last one's end."""
+    request_rate: float
+    """Requests due per second; infinite offline, where all are due at once."""
+    about: Mapping[str, Any]
+    """The model, the workload and the command."""
+    engine: Mapping[str, Any]
+    """Settings."""
+    turns: Mapping[str, int]
+    """What the engine did: steps, calls and preemptions."""
+    machine: Mapping[str, Any]
+
+    @property
+    def completed(self) -> int:
+        """Requests that came to their own end."""
+        return len(self._good)
+
+    @property
+    def failed(self) -> int:
+        """Requests that did not."""
+        return len(self.served) - self.completed
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(request.prompt_tokens for request in self._good)
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all outputs."""
+        return sum(request.output_tokens for request in self._good)
+
+    @property
+    def request_throughput(self) -> float:
+        """Requests per second."""
+        return self.completed / self.duration
+
+    @property
+    def output_throughput(self) -> float:
+        """New tokens per second."""
+        return self.output_tokens / self.duration
+
+    @property
+    def total_token_throughput(self) -> float:
+        """Tokens of prompts and outputs per second."""
+        return (self.prompt_tokens + self.output_tokens) / self.duration
+
+    @property
+    def concurrency(self) -> float:
+        """How many requests were on their way at once, on average."""
+        return sum(request.latency for request in self._good) / self.duration
+
+    @property
+    def latencies(self) -> dict[str, Spread | None]:
+        """Spreads of TTFT, TPOT, ITL, the times between deltas, and E2EL."""
+        good = self._good
+        return {
+            "ttft": Spread.of([request.ttft for request in good if request.ttft is not None]),
+            "tpot": Spread.of([request.tpot for request in good if request.tpot is not None]),
+            "itl": Spread.of([wait for request in good for wait in request.itl]),
+            "delta_gap": Spread.of([gap for request in good for gap in request.gaps]),
+            "e2el": Spread.of([request.latency for request in good]),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in plain values, for JSON; times in milliseconds, but for the duration."""
+        return {
+            "command": self.about.get("command"),
+            "machine": dict(self.machine),
+            "about": {name: value for name, value in self.about.items() if name != "command"},
+            "engine": dict(self.engine),
+            "turns": dict(self.turns),
+            "request_rate": None if math.isinf(self.request_rate) else self.request_rate,
+            "duration_s": self.duration,
+            "completed": self.completed,
+            "failed": self.failed,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "request_throughput": self.request_throughput,
+            "output_throughput": self.output_throughput,
+            "total_token_throughput": self.total_token_throughput,
+            "concurrency": self.concurrency,
+            **{
+                f"{name}_ms": None if spread is None else _milliseconds(dataclasses.asdict(spread))
+                for name, spread in self.latencies.items()
+            },
+            "requests": [
+                {
+                    "due_s": round(request.due, 6),
+                    "prompt_tokens": request.prompt_tokens,
+                    "output_tokens": request.output_tokens,
+                    "finish_reason": request.finish_reason,
+                    **_milliseconds({"ttft_ms": request.ttft, "tpot_ms": request.tpot, "e2el_ms": request.latency}),
+                }
+                for request in self.served
+            ],
+        }
+
+    def __rich__(self) -> Group:
+        online = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s, Poisson"
+        parts = [str(self.about[name]) for name in ("model", "dtype") if name in self.about]
+        if "parameters" in self.about:
+            parts.insert(1, f"{self.about['parameters']:,} parameters")
+        machine = self.machine
+        where = f"{machine['backend']} ({machine['device']}), {machine['cpu']}, {machine['cores']} cores"
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("model", ", ".join(parts))
+        facts.add_row("on", where)
+        facts.add_row("requests", f"{self.completed} finished, {self.failed} failed; {online}")
+        facts.add_row("duration", f"{self.duration:.2f} s; {self.concurrency:.1f} requests on their way on average")
+        facts.add_row("tokens", f"{self.prompt_tokens:,} of prompts, {self.output_tokens:,} of output")
+        rates = Table("throughput", box=None, pad_edge=False, header_style="bold")
+        rates.add_column("", justify="right")
+        for name, value, unit in (
+            ("output", self.output_throughput, "tokens/s"),
+            ("total", self.total_token_throughput, "tokens/s"),
+            ("requests", self.request_throughput, "requests/s"),
+        ):
+            rates.add_row(name, f"{value:,.2f} {unit}" if value < 100 else f"{value:,.0f} {unit}")
+        times = Table("latency, ms", box=None, pad_edge=False, header_style="bold")
+        for column in ("mean", "p50", "p90", "p99"):
+            times.add_column(column, justify="right", min_width=9)
+        for name, label in LABELS.items():
+            spread = self.latencies[name]
+            cells = ("-",) * 4 if spread is None else (f"{1e3 * x:,.2f}" for x in dataclasses.astuple(spread))
+            times.add_row(label, *cells)
+        return Group(facts, Text(), rates, Text(), times)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws TTFT and inter-token latency as distributions, and the load over time, into a PNG, PDF or SVG.
+
+        Raises ValueError as `check_plot` does.
+        """
+        check_plot(path)
+        from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
+
+        good = self._good
+        figure = Figure(figsize=(10.5, 3.3), layout="constrained")
+        first, between, load = figure.subplots(1, 3)
+        ttft = [request.ttft for request in good if request.ttft is not None]
+        _distribution(first, ttft, "time to first token (TTFT), ms", "share of requests")
+        waits = [wait for request in good for wait in request.itl]
+        _distribution(between, waits, "inter-token latency (ITL), ms", "share of tokens")
+        times, requests, tokens = in_flight(self.served)
+        load.step(times, requests, where="post", color=BLUE)
+        load.set(xlabel="time, s", ylim=(0, None))
+        load.set_ylabel("requests on their way", color=BLUE)
+        held = load.twinx()
+        held.step(times, tokens, where="post", color=ORANGE, linestyle="--", linewidth=1.2)
+        held.set_ylabel("tokens of running requests (dashed)", color=ORANGE)
+        held.set_ylim(0, None)
+        rate = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s"
+        speed = f"{self.output_throughput:,.0f} output tokens/s"
+        title = f"{self.about.get('model', 'engine')}: {len(self.served)} requests, {rate}, {speed}"
+        figure.suptitle(f"{title}, on {self.machine['device']}", fontsize=10)
+        figure.savefig(pathlib.Path(path), dpi=160)
+
+    @property
+    def _good(self) -> list[Served]:
+        return [request for request in self.served if request.completed]
+
+
+LABELS = {
+    "ttft": "TTFT, to the first token",
+    "tpot": "TPOT, per token after it",
+    "itl": "ITL, between two tokens",
+    "delta_gap": "between two deltas",
+    "e2el": "E2EL, to the last token",
+}
+"""The latencies of a report, and what they count."""
+
+
+def in_flight(
+    served: Sequence[Served],
+) -> tuple[Float64[np.ndarray, " times"], Float64[np.ndarray, " times"], Float64[np.ndarray, " times"]]:
+    """Times, and the requests on their way and the tokens held (prompt and output) by those that run, from each on."""
+    events: list[tuple[float, int, int]] = []
+    for request in served:
+        events += [(request.due, 1, 0), (request.end, -1, 0)]
+        if request.deltas:
+            events.append((request.deltas[0][0], 0, request.prompt_tokens))
+            events += [(time, 0, tokens) for time, tokens in request.deltas]
+            events.append((request.end, 0, -request.prompt_tokens - request.output_tokens))
+    changes = np.asarray(events, np.float64)
+    times, at = np.unique(changes[:, 0], return_inverse=True)
+    requests, tokens = (np.bincount(at, changes[:, column], len(times)) for column in (1, 2))
+    return times, np.cumsum(requests), np.cumsum(tokens)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on, how busy it was, and with what."""
+    device = jax.devices()[0]
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "backend": jax.default_backend(),
+        "device": device.device_kind,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "ling3": __version__,
+    }
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError where `Report.plot` could not draw: another suffix, or no such directory."""
+    path = pathlib.Path(path)
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise ValueError(f"plot: {path} ends in {path.suffix!r}, expected one of {', '.join(PLOT_SUFFIXES)}")
+    if path.is_dir():
+        raise ValueError(f"plot: {path} is a directory, expected a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"plot: there is no directory {path.absolute().parent} for {path.name}: make it first")
+
+
+def _distribution(axes: "Axes", seconds: Sequence[float], xlabel: str, ylabel: str) -> None:
+    """The share of values up to each, with the median and the 99th percentile marked."""
+    axes.set(xlabel=xlabel, ylabel=f"{ylabel} up to this", ylim=(0, 1.03))
+    axes.grid(alpha=0.3)
+    if not seconds:
+        axes.text(0.5, 0.5, "none", ha="center", transform=axes.transAxes)
+        return
+    values = np.sort(1e3 * np.asarray(seconds, np.float64))
+    axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", color=BLUE)
+    median, last = np.percentile(values, (50, 99))
+    axes.axvline(median, color="black", linestyle=":", linewidth=1.2, label=f"p50 {median:,.3g} ms")
+    axes.axvline(last, color=ORANGE, linestyle="--", linewidth=1.2, label=f"p99 {last:,.3g} ms")
+    if values[-1] > 2 * last > 0:
+        axes.set_xlim(right=2 * last)
+        axes.plot([], [], " ", label=f"longest {values[-1]:,.3g} ms")
+    axes.legend(fontsize=8, loc="lower right")
+
+
+def _milliseconds(seconds: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}
+
+
+def _cpu() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,8 @@
+"""Bytes on disk and the module tree: `load` and `save`, and what a checkpoint's name stands for."""
+
+from ling3.checkpoint.loading import load
+from ling3.checkpoint.names import weight_names
+from ling3.checkpoint.safetensors_file import CheckpointError
+from ling3.checkpoint.saving import save
+
+__all__ = ["CheckpointError", "load", "save", "weight_names"]

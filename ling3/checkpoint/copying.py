@@ -1,0 +1,92 @@
+"""Numbers from files into arrays: block by block on several threads, widened and looked at on the way."""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Shaped
+
+from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+
+BLOCK = 2**18
+"""Numbers that are read, looked at and widened while they lie in a core's cache; a thread's scratch holds as many."""
+THREADS = 8
+"""The most threads: more read no faster than memory takes it."""
+
+_EXPONENTS = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
+"""Each type's exponent bits, which are all set in infinities and NaN and in no other number."""
+
+
+class Copy(NamedTuple):
+    """One tensor of a file, and the array that is to hold its numbers."""
+
+    file: SafetensorsFile
+    name: str
+    target: Shaped[np.ndarray, " numbers"]
+
+
+class Copied(NamedTuple):
+    """A block in its place: whose, its bytes in the file, and whether its numbers are finite or not looked at."""
+
+    copy: Copy
+    nbytes: int
+    finite: bool
+
+
+class Copier:
+    """Copies tensors on as many threads as the process has cores, up to `THREADS`. Use it in a `with` statement.
+
+    Blocks are read straight into their places where the file has the array's dtype, and through a block of scratch
+    where it has another: memory grows by nothing else. Leaving by an exception gives up what has not begun.
+    """
+
+    def __init__(self, check_finite: bool):
+        self.check_finite = check_finite
+        self._threads = ThreadPoolExecutor(min(_cores(), THREADS), "ling3-load")
+        self._scratch = threading.local()
+
+    def __enter__(self) -> "Copier":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def run(self, copies: Sequence[Copy]) -> Iterator[Copied]:
+        """Every block of `copies`, in order, as it is done.
+
+        Raises CheckpointError where a file cannot be read: of several errors, that of the first block.
+        """
+        blocks = [(copy, start) for copy in copies for start in range(0, copy.target.size, BLOCK)]
+        return self._threads.map(self._block, *zip(*blocks, strict=True)) if blocks else iter(())
+
+    def _block(self, copy: Copy, start: int) -> Copied:
+        target = copy.target[start : start + BLOCK]
+        stored = copy.file.tensors[copy.name].dtype
+        dtype, exponent = DTYPES[stored], _EXPONENTS[stored]
+        read, masked = (scratch[: target.size] for scratch in self._of_this_thread(exponent.dtype))
+        bits = target.view(exponent.dtype) if target.dtype == dtype else read
+        copy.file.read(copy.name, start, bits)
+        if stored == "BF16" and target.dtype == np.float32:
+            # A bfloat16 is the upper half of the float32 of the same value; on integers numpy lets other threads run.
+            np.left_shift(bits, 16, out=target.view(np.uint32), dtype=np.uint32)
+        elif target.dtype != dtype:
+            target[:] = bits.view(dtype)
+        finite = not self.check_finite or bool(np.bitwise_and(bits, exponent, out=masked).max() < exponent)
+        return Copied(copy, bits.nbytes, finite)
+
+    def _of_this_thread(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Scratch for a block's bits, and for their exponents."""
+        if not hasattr(self._scratch, "memory"):
+            self._scratch.memory = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
+        read, masked = self._scratch.memory
+        return read.view(dtype), masked.view(dtype)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

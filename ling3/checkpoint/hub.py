@@ -1,0 +1,108 @@
+"""Where a checkpoint lives: the one in the package, a directory, or a repository on the Hugging Face hub."""
+
+import importlib.resources
+import os
+import pathlib
+from collections.abc import Sequence
+
+from ling3.checkpoint import replacing
+
+
+def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revision: str | None = None) -> pathlib.Path:
+    """The local directory of the checkpoint that `path` names, downloaded first when it is only on the hub.
+
+    `"nano"` is always the checkpoint in the package (write `"./nano"` for a directory of that name). Otherwise an
+    existing directory wins, then whatever cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a
+    `pathlib.Path`) is an error without a look at the network, and the rest is a hub id, `owner/name`: only its files
+    that match `allow_patterns` are fetched, into the hub's own cache, progress on stderr. They are of `revision`, a
+    branch, a tag or a commit; without it, of the branch `main`. A `save` to the directory that was killed while it
+    moved its files is completed first, or undone.
+
+    Raises FileNotFoundError when there is nothing of that name or the hub cannot be reached, NotADirectoryError when
+    `path` is a file, PermissionError when the repository is gated, ValueError when it is no possible name at all, and
+    for a `revision` of what is not on the hub; other OSErrors when a killed `save` can be neither completed nor undone.
+    """
+    directory = _local(path)
+    if directory is None:
+        return _download(os.fspath(path), list(allow_patterns), revision)
+    if revision is not None:
+        raise ValueError(f"revision: found {revision!r} for {directory}, which is no hub repository; leave it out")
+    return directory
+
+
+def pin(path: str | os.PathLike[str], revision: str | None = None) -> str | None:
+    """The commit at which `revision` of the hub repository `path` is now; None where `path` is not of the hub.
+
+    Files that are fetched one after the other, each at this commit, are of one snapshot even if the branch moves in
+    between. Fetches `config.json`. Raises what `resolve` raises.
+    """
+    directory = resolve(path, ("config.json",), revision)
+    return None if _local(path) is not None else directory.name
+
+
+def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
+    """The directory that `path` names, None for a hub id."""
+    name = os.fspath(path)
+    if name == "nano":
+        return _packaged(name)
+    if not name or "\0" in name:
+        raise ValueError(f"{name!r} names no checkpoint: give a directory, a hub id such as 'owner/name', or 'nano'")
+
+    # Unlike pathlib's, these do not raise for an unknown user or a name that is too long.
+    directory = pathlib.Path(os.path.expanduser(name))  # noqa: PTH111
+    if os.path.isdir(directory):  # noqa: PTH112
+        replacing.settle(directory)
+        return directory
+    if os.path.exists(directory):  # noqa: PTH110
+        raise NotADirectoryError(f"{directory} is a file: give the directory that holds config.json and the weights")
+    # On Windows a path has backslashes, which no hub id has.
+    local = isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+    if local:
+        raise FileNotFoundError(f"no checkpoint directory at {directory.absolute()}")
+    return None
+
+
+def _packaged(name: str) -> pathlib.Path:
+    directory = pathlib.Path(str(importlib.resources.files("ling3") / "checkpoints" / name))
+    if not directory.is_dir():
+        raise FileNotFoundError(f"the {name!r} checkpoint is missing from this installation ({directory}): reinstall")
+    return directory
+
+
+def _download(repo_id: str, allow_patterns: list[str], revision: str | None) -> pathlib.Path:
+    if revision == "":
+        raise ValueError("revision: found '', expected a branch, a tag or a commit")
+    # Only a download pays for this import.
+    import huggingface_hub  # noqa: PLC0415
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    try:
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=allow_patterns)
+        )
+    except errors.HFValidationError as error:
+        raise ValueError(
+            f"{repo_id!r} is neither a directory (looked for it in {pathlib.Path.cwd()}) nor a hub id: {error}"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise PermissionError(
+            f"the hub repository {repo_id!r} is gated: accept its terms at https://huggingface.co/{repo_id} "
+            "and log in with `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"no directory {repo_id!r} (looked for it in {pathlib.Path.cwd()}) and no such repository on the hub; "
+            "a private one needs `hf auth login`"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise FileNotFoundError(
+            f"the hub repository {repo_id!r} has no revision {revision or 'main'!r}: give one of its branches, tags or "
+            "commits"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"no directory {repo_id!r} (looked for it in {pathlib.Path.cwd()}), and the hub cannot be reached for a "
+            "repository of that name, nor is it in the hub's cache: check the name and the network"
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise FileNotFoundError(f"downloading {repo_id!r} from the hub failed: {error}") from error

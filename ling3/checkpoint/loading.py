@@ -1,0 +1,164 @@
+"""From a published checkpoint to the module tree; `save`, from `export.py`, goes the other way."""
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import DTypeLike
+
+from ling3 import families
+from ling3.checkpoint import hub, shards
+from ling3.checkpoint.copying import Copier, Copy
+from ling3.checkpoint.names import Leaf, Weight, leaves, structure, weight_names
+from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
+from ling3.checkpoint.saving import save
+from ling3.model import Ling3ForCausalLM
+from ling3.runtime.entry_checks import refuse_fork
+from ling3.runtime.progress import progress
+
+__all__ = ["CheckpointError", "load", "save", "weight_names"]
+
+PATTERNS = ("config.json", "*.safetensors", shards.INDEX)
+
+_FLOATS = {name: DTYPES[name] for name in FLOATS}
+
+
+def load(
+    path: str | os.PathLike[str],
+    dtype: DTypeLike | None = None,
+    *,
+    revision: str | None = None,
+    check_finite: bool = True,
+) -> Ling3ForCausalLM:
+    """The model in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
+
+    `revision` is a branch, a tag or a commit of the hub's repository.
+
+    With `dtype` None every array has the dtype it is stored in. With `jnp.float32` or `jnp.bfloat16` the matrices have
+    that one, and what the structure keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
+
+    All headers are checked against the configuration before any weight is read: nothing may be missing or left over
+    but the multi-token-prediction layers, which are skipped. Files are read by all cores, block by block, straight into
+    the arrays, so memory peaks at the model (on an accelerator: at its largest array on the host); a progress bar goes
+    to stderr when that takes over two seconds. `check_finite` looks at every weight for NaN and infinity.
+
+    Raises CheckpointError for files that are damaged or do not fit, ConfigError for a configuration that is no Ling-3,
+    and `hub.resolve`'s errors where there is no checkpoint.
+    """
+    refuse_fork()
+    wanted = None if dtype is None else np.dtype(dtype)
+    if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
+        raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
+    directory = hub.resolve(path, PATTERNS, revision)
+    version = _version(directory)
+    config = families.read_config(directory)
+    files = shards.open_all(directory)
+    if _version(directory) != version:
+        raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
+    tree = structure(config)
+    parts = [(leaf, tuple(leaf.weights())) for leaf in leaves(tree)]
+    _account(directory, config, parts, files, wanted)
+
+    arrays: list[jax.Array] = []
+    infinite: dict[str, None] = {}
+    total = sum(files[weight.name].tensors[weight.name].nbytes for _, weights in parts for weight in weights)
+    with progress(f"loading {directory.name}", total) as advance, Copier(check_finite) as copier:
+        for leaf, weights in parts:
+            array = _aligned(leaf.value.shape, _target_dtype(leaf, weights, files, wanted))
+            for copy, nbytes, finite in copier.run([_copy(weight, files, array) for weight in weights]):
+                advance(nbytes)
+                if not finite:
+                    infinite[f"{copy.name}, in {copy.file.path.name}"] = None
+            # Zero-copy on the CPU: the buffer is aligned, and nobody else has it.
+            arrays.append(jax.device_put(array))
+    if infinite:
+        kind = "weights that are NaN or infinite; fetch the file again, or load with check_finite=False"
+        raise CheckpointError(shards.complaint(directory, [(kind, list(infinite))]))
+    return jax.tree.unflatten(jax.tree.structure(tree), arrays)
+
+
+def _version(directory: pathlib.Path) -> tuple[int, int] | None:
+    """What tells a `config.json` from its successor; `save` moves the old one away first, and the new one in last."""
+    try:
+        status = (directory / "config.json").stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _account(
+    directory: pathlib.Path,
+    config: Any,
+    parts: list[tuple[Leaf, tuple[Weight, ...]]],
+    files: dict[str, SafetensorsFile],
+    wanted: np.dtype | None,
+) -> None:
+    """Every name, shape and dtype in the headers against what the configuration asks for, in both directions."""
+    missing, shapes, dtypes, mixed = [], [], [], []
+    expected = set()
+    for _, weights in parts:
+        stored = {}
+        for weight in weights:
+            expected.add(weight.name)
+            if weight.name not in files:
+                missing.append(f"{weight.name} {list(weight.shape)}")
+                continue
+            file = files[weight.name]
+            info = file.tensors[weight.name]
+            at = f"{weight.name}, in {file.path.name}"
+            if info.shape not in _shapes(weight):
+                shapes.append(f"{at}: found {list(info.shape)}; expected {list(weight.shape)}")
+            if info.dtype not in _FLOATS:
+                dtypes.append(f"{at}: found {info.dtype}; expected {', '.join(_FLOATS)}")
+            stored.setdefault(info.dtype, weight.name)
+        if wanted is None and len(stored) > 1:
+            mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
+    skips = families.family_of(config).skips
+    left = [f"{name}, in {files[name].path.name}" for name in files if name not in expected and not skips(name, config)]
+    if missing or left or shapes or dtypes or mixed:
+        kinds = [
+            ("tensors that the configuration asks for and no file has", missing),
+            ("tensors that the configuration has no place for", left),
+            ("tensors of another shape than the configuration's", shapes),
+            ("tensors of a type that ling3 does not compute with; use the unquantized checkpoint", dtypes),
+            ("experts of one layer in several types; load with dtype=jnp.float32 or jnp.bfloat16", mixed),
+        ]
+        raise CheckpointError(shards.complaint(directory, kinds) + _hint(missing, left))
+
+
+def _hint(missing: list[str], left: list[str]) -> str:
+    if any(".attention.dense." in name for name in left) and any(".attention.o_proj." in name for name in missing):
+        return "\n  transformers 5 writes KDA's o_proj under the name dense: rename those tensors"
+    return ""
+
+
+def _shapes(weight: Weight) -> tuple[tuple[int, ...], ...]:
+    if weight.name.endswith(".A_log"):
+        return weight.shape, (1, 1, *weight.shape, 1)
+    return (weight.shape,)
+
+
+def _target_dtype(
+    leaf: Leaf, weights: tuple[Weight, ...], files: dict[str, SafetensorsFile], wanted: np.dtype | None
+) -> np.dtype:
+    if wanted is None:
+        return _FLOATS[files[weights[0].name].tensors[weights[0].name].dtype]
+    return np.dtype(np.float32) if leaf.value.dtype == jnp.float32 else wanted
+
+
+def _copy(weight: Weight, files: dict[str, SafetensorsFile], array: np.ndarray) -> Copy:
+    """A weight's way into its leaf, or into its expert's row of it."""
+    target = array if weight.expert is None else array[weight.expert]
+    return Copy(files[weight.name], weight.name, target.reshape(-1))
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialized array at an address that XLA's CPU backend takes over without a copy."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)

@@ -1,0 +1,150 @@
+"""A directory's files replaced by others as one step: all or none, on errors and after a crash.
+
+What is done to `DIR` is done in `DIR/.ling3.partial`, or beside a `DIR` that is not there yet:
+
+    lock      held by the process that saves
+    new       where it writes
+    old       the files that the new ones replace, from when the first has been moved here
+    ready     what `new` is called once every old file is in `old`; from here the files are moved to `DIR`
+    replaced  what `old` is called once they all are there
+
+So whoever finds `ready` completes the replacement, and whoever finds `old` alone undoes it. `config.json` goes first
+and comes last: what lies in `DIR` meanwhile is no checkpoint to any program.
+"""
+
+import contextlib
+import errno
+import os
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+
+import filelock
+
+from ling3.runtime import interrupts
+
+WORK = ".ling3.partial"
+PATIENCE = 10.0
+"""Seconds that a reader waits for a replacement: it moves files, and writes none."""
+
+_LOCK, _NEW, _OLD, _READY, _REPLACED = "lock", "new", "old", "ready", "replaced"
+_FIRST = "config.json"
+
+
+@contextlib.contextmanager
+def workspace(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty directory to write the new files of the directory `target` into, for `commit`; it is gone at the end.
+
+    Removes what processes have left that were killed here. Raises filelock.Timeout if another process is at work here,
+    and OSError.
+    """
+    beside = target.parent / f".{target.name}{WORK}"
+    if target.is_dir():
+        if beside.exists():
+            with _owned(beside):
+                pass
+        with _owned(target / WORK) as new:
+            yield new
+    else:
+        with _owned(beside) as new:
+            yield new
+
+
+def commit(new: pathlib.Path, target: pathlib.Path, old: Iterable[str]) -> None:
+    """Put the files in `new`, the `workspace` of `target`, into `target`, where they replace the files `old`.
+
+    Ctrl-C waits. Raises OSError; `target` is as it was then.
+    """
+    work = new.parent
+    if work.parent != target:
+        new.rename(target)
+        return
+    names = [path.name for path in new.iterdir()]
+    with interrupts.held_back():
+        (work / _OLD).mkdir()
+        try:
+            for name in sorted(old, key=lambda name: name != _FIRST):
+                (target / name).rename(work / _OLD / name)
+            new.rename(work / _READY)
+            _settle(work)
+        except BaseException:
+            if (work / _OLD).exists():  # else all new files are in place
+                if (work / _READY).exists():
+                    for name in names:
+                        if not (work / _READY / name).exists():
+                            (target / name).rename(work / _READY / name)
+                    (work / _READY).rename(new)
+                _settle(work)
+            raise
+
+
+def settle(directory: pathlib.Path) -> None:
+    """Complete, or undo, a replacement in `directory` whose process was killed; as a rule there is none.
+
+    Raises OSError if that cannot be done, or if another process is at it and does not finish.
+    """
+    work = directory / WORK
+    if not _is_directory(work) or not (_is_directory(work / _READY) or _is_directory(work / _OLD)):
+        return
+    try:
+        with _owned(work, PATIENCE):
+            pass
+    except filelock.Timeout as error:
+        raise TimeoutError(f"{directory}: another process is replacing this checkpoint; try again later") from error
+    except OSError as error:
+        raise OSError(
+            error.errno, f"an interrupted save to this directory cannot be completed ({error})", str(directory)
+        ) from error
+
+
+@contextlib.contextmanager
+def _owned(work: pathlib.Path, timeout: float = 0) -> Iterator[pathlib.Path]:
+    """`work`, settled, for this process alone, and an empty directory `new` in it."""
+    lock = filelock.FileLock(work / _LOCK)
+    while not lock.is_locked:
+        work.mkdir(parents=True, exist_ok=True)
+        if work.is_symlink():
+            raise FileExistsError(errno.EEXIST, "is a link, which may lead anywhere; remove it", str(work))
+        # Another process may remove the directory at any time until the lock is held, and the lock with it.
+        with contextlib.suppress(FileNotFoundError):
+            lock.acquire(timeout)
+        if not (work / _LOCK).exists():
+            lock.release()
+    try:
+        _settle(work)
+        for name in (_NEW, _REPLACED):
+            if (work / name).exists():
+                shutil.rmtree(work / name)
+        (work / _NEW).mkdir()
+        try:
+            yield work / _NEW
+        finally:
+            for name in (_NEW, _REPLACED):
+                shutil.rmtree(work / name, ignore_errors=True)
+            if not (_is_directory(work / _READY) or _is_directory(work / _OLD)):
+                shutil.rmtree(work, ignore_errors=True)
+    finally:
+        lock.release()
+
+
+def _settle(work: pathlib.Path) -> None:
+    """Move the files to where they belong: those of `ready`, or else of `old`."""
+    ready, old = work / _READY, work / _OLD
+    if _is_directory(ready):
+        _move(ready, work.parent)
+        if old.exists():
+            old.rename(work / _REPLACED)
+        ready.rmdir()
+    elif _is_directory(old):
+        _move(old, work.parent)
+        old.rmdir()
+
+
+def _move(source: pathlib.Path, target: pathlib.Path) -> None:
+    for path in sorted(source.iterdir(), key=lambda path: path.name == _FIRST):
+        path.rename(target / path.name)
+
+
+def _is_directory(path: pathlib.Path) -> bool:
+    # Unlike pathlib's, these do not raise; a link in a stranger's checkpoint may lead to anything.
+    return os.path.isdir(path) and not os.path.islink(path)  # noqa: PTH112, PTH114

@@ -1,0 +1,165 @@
+"""One safetensors file: its header checked before anything else, its tensors read piece by piece."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import weakref
+from collections.abc import Callable, Mapping
+
+import ml_dtypes
+import numpy as np
+import safetensors
+from jaxtyping import Shaped
+
+from ling3.runtime import regular_file, strict_json
+from ling3.runtime.quoting import QuotingError
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+"""The format's element types that numpy can hold; the others (FP8 and smaller) are those of quantized weights."""
+
+FLOATS = ("F32", "BF16", "F16")
+"""The types that weights may have."""
+
+HEADER_BYTES = 2**25
+"""The most that a header may have: enough for 200,000 tensors."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_FOREIGN = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes, with pickle inside, which ling3 never reads",
+    b"\x80": "a pickle, which ling3 never reads",
+    b"GGUF": "a GGUF file",
+    b"\x89HDF": "an HDF5 file",
+    b"version https://git-lfs": "a Git LFS pointer; fetch the file itself with `git lfs pull`",
+    b"<": "a web page or another markup file",
+}
+
+
+class CheckpointError(QuotingError):
+    """A checkpoint that cannot be loaded as it should be; the message names the file, the key and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """What the header says of one tensor: `dtype` is the format's name of it, `start` a byte offset into the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size in the file, in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
+
+
+class SafetensorsFile:
+    """A safetensors file, opened for reading.
+
+    `tensors` has every tensor's `TensorInfo` in the header's order. Opening reads the header only: the `safetensors`
+    package checks it against the file (length, overlaps, holes, sizes), this class what that package lets pass.
+    Raises CheckpointError when the file is damaged or no safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        try:
+            regular_file.check(self.path)
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+            head = os.pread(self._file, 32, 0)
+            length = int.from_bytes(head[:8], "little")
+            self._check(head, length)
+            header = strict_json.parse(os.pread(self._file, length, 8), f"{self.path}: header")
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error})") from error
+        self.tensors: dict[str, TensorInfo] = {
+            name: TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+    def read(self, name: str, start: int, out: Shaped[np.ndarray, " numbers"]) -> None:
+        """Fill `out` with the numbers `[start, start + out.size)` of the tensor `name`, in row-major order.
+
+        `out` is contiguous and of the tensor's dtype, or of another of that size: the bytes come as they are stored.
+        Safe to call from several threads. Raises CheckpointError if the file cannot be read that far any more.
+        """
+        info = self.tensors[name]
+        itemsize = DTYPES[info.dtype].itemsize
+        assert out.itemsize == itemsize and start + out.size <= math.prod(info.shape), "no such part of the tensor"
+        left = out.view(np.uint8).data
+        offset = info.start + start * itemsize
+        while left:
+            try:
+                count = os.preadv(self._file, [left], offset)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {name} cannot be read ({error})") from error
+            if count == 0:
+                raise CheckpointError(f"{self.path}: ends within {name}; it has been cut since it was opened")
+            left, offset = left[count:], offset + count
+
+    def _check(self, head: bytes, length: int) -> None:
+        try:
+            if length > HEADER_BYTES:
+                raise ValueError(f"its header would have {length:,} bytes; expected at most {HEADER_BYTES:,}")
+            with safetensors.safe_open(self.path, framework="numpy"):
+                pass
+        except (ValueError, safetensors.SafetensorError) as error:
+            # Only now: a safetensors file begins with its header's length, which may look like any of these.
+            for magic, what in _FOREIGN.items():
+                if head.startswith(magic):
+                    raise CheckpointError(f"{self.path}: this is {what}; expected a safetensors file") from error
+            raise CheckpointError(
+                f"{self.path}: no valid safetensors file ({error}); it is damaged or incomplete: fetch it again"
+            ) from error
+
+
+def write(
+    path: pathlib.Path,
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    read: Callable[[str], np.ndarray],
+) -> None:
+    """Write the `tensors`, of these dtypes and shapes, to `path` one by one: `read(name)` gives each in its turn.
+
+    The data is on the disk when this returns. Wider types go first, so that every tensor is aligned to its own size.
+    """
+    names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        dtype, shape = tensors[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            dtype, shape = tensors[name]
+            array = read(name)
+            if array.dtype != dtype or array.shape != shape:
+                raise ValueError(f"{name}: found {array.dtype}{list(array.shape)}; expected {dtype}{list(shape)}")
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,239 @@
+"""From the module tree to a published checkpoint, written whole or not at all."""
+
+import errno
+import functools
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+
+import filelock
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from ling3.checkpoint import hub, replacing, safetensors_file, shards
+from ling3.checkpoint.names import Leaf, Weight, leaves, structure
+from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
+from ling3.families import family_of, read_config
+from ling3.families.ling3_config import ConfigError
+from ling3.model import Ling3ForCausalLM
+from ling3.runtime import regular_file
+from ling3.runtime.progress import progress
+
+CONFIG = "config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""What is copied from the checkpoint that a tokenizer comes from."""
+
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_DTYPES = tuple(DTYPES[name] for name in FLOATS)
+_ADVICE = {
+    errno.ENOSPC: "make room on the disk",
+    errno.EDQUOT: "make room in your quota",
+    errno.EACCES: "get the right to write there",
+    errno.EPERM: "get the right to write there",
+    errno.EROFS: "mount it for writing",
+    errno.EBUSY: "end the program that uses it",
+}
+
+
+def save(
+    model: Ling3ForCausalLM,
+    path: str | os.PathLike[str],
+    *,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    check_finite: bool = True,
+) -> None:
+    """Write `model` to the directory `path` in the published layout, each array in the dtype it has.
+
+    `export(load(x)) == x`, tensor by tensor; but multi-token-prediction layers, which `load` skips, are not there,
+    `num_nextn_predict_layers` is 0, and an `A_log` that was stored as [1, 1, heads, 1] is [heads]. More than
+    `max_shard_bytes` goes into several files with an index. The files of a tokenizer come from the checkpoint
+    `tokenizer_from`, if one is given. `check_finite` refuses weights that are NaN or infinite, as `load` does.
+
+    An existing directory must be empty, or with `overwrite` a Ling-3 checkpoint: its configuration and weights are
+    replaced, with `tokenizer_from` its tokenizer too, and every other file stays.
+
+    Atomic: everything is written to a hidden directory, in `path` or beside it, and takes its place at the end; on an
+    error all is as it was. If the process is killed just then, the next `load` or `save` completes or undoes it.
+
+    Raises CheckpointError when `path` is taken, another process saves there, or the model's arrays do not fit its
+    configuration or are not finite, and OSError when the files cannot be written.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes: found {max_shard_bytes}; expected at least 1")
+    target = pathlib.Path(path).expanduser().resolve()
+    if target.is_dir():
+        replacing.settle(target)
+    _replaced(target, overwrite, ())
+    found = _checked_leaves(model)
+    if check_finite:
+        _check_finite(found)
+    plan = _plan(found, max_shard_bytes)
+    tokenizer = {} if tokenizer_from is None else _tokenizer_files(tokenizer_from)
+    total = sum(weight.size * leaf.value.dtype.itemsize for shard in plan for leaf, weight in shard.values())
+    try:
+        with replacing.workspace(target) as new:
+            old, foreign = _replaced(target, overwrite, TOKENIZER_FILES if tokenizer else ())
+            for name, content in tokenizer.items():
+                _write(new / name, content)
+            _write_shards(new, plan, total, indexed=len(plan) > 1 or foreign)
+            config = family_of(model.config).without_skipped(model.config)
+            raw = config.to_dict() | {"torch_dtype": str(model.lm_head.weight.dtype)}
+            _write(new / CONFIG, _json(raw))
+            replacing.commit(new, target, old)
+    except filelock.Timeout as error:
+        raise CheckpointError(
+            f"{target}: another process is saving there; wait for it, or give another directory"
+        ) from error
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "remove the cause")
+        raise OSError(
+            error.errno,
+            f"a checkpoint of {total:,} bytes could not be saved there, and nothing was replaced ({error}); {advice}, "
+            "or give another directory",
+            str(target),
+        ) from error
+
+
+def _replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) -> tuple[list[str], bool]:
+    """The files in `target` that a new checkpoint replaces, and whether weights remain that are none of its own."""
+    if not target.exists():
+        return [], False
+    if not target.is_dir():
+        raise CheckpointError(f"{target}: is a file; give a directory for the checkpoint")
+    there = {path.name for path in target.iterdir()} - {replacing.WORK}
+    if not there:
+        return [], False
+    if not overwrite:
+        raise CheckpointError(f"{target}: is not empty; give another directory, or overwrite=True to replace it")
+    try:
+        read_config(target)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{target}: holds no checkpoint, so nothing in it is replaced; give another directory\n{error}"
+        ) from error
+    own = {CONFIG, shards.INDEX, shards.SINGLE, *tokenizer, *(shards.index(target) or {}).values()}
+    old = sorted(name for name in there if name in own or _SHARD.fullmatch(name))
+    if strange := [name for name in old if not (target / name).is_file() and not (target / name).is_symlink()]:
+        raise CheckpointError(f"{target}: found {', '.join(strange)}, which is no file; give another directory")
+    return old, any(name.endswith(".safetensors") for name in there.difference(old))
+
+
+def _checked_leaves(model: Ling3ForCausalLM) -> list[Leaf]:
+    found = list(leaves(model))
+    expected = {leaf.path: tuple(leaf.value.shape) for leaf in leaves(structure(model.config))}
+    wrong = [
+        f"{leaf.path}: found {leaf.value.dtype}{list(leaf.value.shape)}; expected {list(expected.get(leaf.path, ()))} "
+        f"of {', '.join(map(str, _DTYPES))}"
+        for leaf in found
+        if tuple(leaf.value.shape) != expected.get(leaf.path) or leaf.value.dtype not in _DTYPES
+    ]
+    wrong += [f"{path}: absent" for path in expected.keys() - {leaf.path for leaf in found}]
+    if wrong:
+        raise CheckpointError(shards.complaint("the model", [("arrays that do not fit its configuration", wrong)]))
+    return found
+
+
+def _check_finite(found: list[Leaf]) -> None:
+    infinite = []
+    for leaf in found:
+        weights = tuple(leaf.weights())
+        # An expert is a row of its leaf.
+        finite = np.asarray(_are_finite(leaf.value, len(weights)))
+        infinite += [weight.name for weight, is_finite in zip(weights, finite) if not is_finite]
+    if infinite:
+        kind = "weights that are NaN or infinite; mend them, or save with check_finite=False"
+        raise CheckpointError(shards.complaint("the model", [(kind, infinite)]))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _are_finite(stack: Float[Array, "..."], rows: int) -> Bool[Array, " {rows}"]:
+    return jnp.isfinite(stack).reshape(rows, -1).all(axis=1)
+
+
+def _plan(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf, Weight]]]:
+    """Which tensors go into which file, in the tree's order."""
+    plan: list[dict[str, tuple[Leaf, Weight]]] = [{}]
+    size = 0
+    for leaf in found:
+        for weight in leaf.weights():
+            nbytes = weight.size * leaf.value.dtype.itemsize
+            if plan[-1] and size + nbytes > max_shard_bytes:
+                plan.append({})
+                size = 0
+            plan[-1][weight.name] = (leaf, weight)
+            size += nbytes
+    return plan
+
+
+def _tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
+    directory = hub.resolve(source, TOKENIZER_FILES)
+    try:
+        files = {
+            name: regular_file.read(directory / name, regular_file.TOKENIZER_BYTES)
+            for name in TOKENIZER_FILES
+            if (directory / name).exists()
+        }
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if "tokenizer.json" not in files:
+        raise CheckpointError(f"{directory}: found no tokenizer.json; give tokenizer_from a checkpoint that has one")
+    return files
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    """Write a file; it is on the disk when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _json(value: Mapping[str, object]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _write_shards(
+    directory: pathlib.Path, plan: list[dict[str, tuple[Leaf, Weight]]], total: int, indexed: bool
+) -> None:
+    weight_map = {}
+    with progress("saving", total) as advance:
+        for i, shard in enumerate(plan):
+            name = shards.SINGLE if len(plan) == 1 else f"model-{i + 1:05}-of-{len(plan):05}.safetensors"
+            weight_map |= dict.fromkeys(shard, name)
+            specs = {key: (np.dtype(leaf.value.dtype), weight.shape) for key, (leaf, weight) in shard.items()}
+            safetensors_file.write(directory / name, specs, _reader(shard, advance))
+    if indexed:
+        _write(directory / shards.INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
+def _reader(shard: dict[str, tuple[Leaf, Weight]], advance: Callable[[int], None]) -> Callable[[str], np.ndarray]:
+    """The arrays of `shard` by name, with at most one leaf in the host's memory."""
+    held: tuple[str, np.ndarray] | None = None
+
+    def read(name: str) -> np.ndarray:
+        nonlocal held
+        leaf, weight = shard[name]
+        if held is None or held[0] != leaf.path:
+            # A copy, as a JAX array keeps the host's version of itself once it was asked for it.
+            held = (leaf.path, np.asarray(jnp.array(leaf.value, copy=True)))
+        array = (held[1] if weight.expert is None else held[1][weight.expert]).reshape(weight.shape)
+        advance(array.nbytes)
+        return array
+
+    return read

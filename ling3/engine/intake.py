@@ -1,0 +1,112 @@
+"""What may be asked of an engine: prompts and settings, checked before any work is done."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal
+
+from ling3.engine.request import Request, Run, draw_seed
+from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room, is_whole
+from ling3.runtime.quoting import shown
+from ling3.text.detokenizer import StopStrings
+from ling3.text.tokenizer import Tokenizer
+
+MAX_SLOTS = 2**16
+"""The most slots of an engine, and the most rows of its decode call."""
+MAX_PAGES = 2**26
+"""The most pages: each takes some memory of the host's too."""
+MAX_TOKENS = 2**17
+"""The most tokens of a page, and of a prefill call."""
+MAX_PADDINGS = 64
+"""The most widths of a prefill call: each is a program to compile."""
+
+Truncate = Literal["prompt", "output"] | None
+"""What gives way where prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
+
+
+@dataclasses.dataclass
+class Intake:
+    """Makes requests of what callers ask, or raises ValueError for what can never be answered."""
+
+    tokenizer: Tokenizer | None
+    vocab: int
+    ends: Sequence[int]
+    """The model's own."""
+    room: int
+    """Tokens of the longest request."""
+    pages: int
+    page_size: int
+    max_queue: int
+
+    def request(
+        self, request_id: int, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
+    ) -> Request:
+        """The checked request, whose deltas go nowhere yet; errors call the prompt by `name`."""
+        params = SamplingParams() if params is None else params
+        if params.n > self.max_queue:
+            raise ValueError(f"n is {params.n}, but max_queue is {self.max_queue}")
+        ends = params.check(self.vocab, self.ends)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop: strings need a tokenizer, and this engine has none; use stop_token_ids")
+        encoded = self._encoded(prompt, name)
+        # The length first: it is known at once, and a look at every id of a long prompt takes a while.
+        places, params = self._fitted(range(check_length(encoded, name)), params, truncate, name)
+        ids = check_prompt(encoded, self.vocab, name)[places.start :]
+        seed = draw_seed() if params.seed is None else params.seed
+        request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
+        for index in range(params.n):
+            decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
+            request.runs.append(Run(request, index, -1, seed + index, ends, decoder, StopStrings(params.stop)))
+        return request
+
+    def _encoded(self, prompt: Any, name: str) -> Any:
+        """A text or a chat as ids; anything else as it is."""
+        chat = isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], dict)
+        if not chat and not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError(f"{name} is text, and this engine has no tokenizer: give token ids")
+        try:
+            if isinstance(prompt, str):
+                return self.tokenizer.encode(prompt)
+            return self.tokenizer.apply_chat_template(prompt)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def _fitted(
+        self, places: range, params: SamplingParams, truncate: Truncate, name: str
+    ) -> tuple[range, SamplingParams]:
+        """The prompt's places and params, one of them cut where they do not fit and `truncate` says which."""
+        if truncate == "output" and len(places) < self.room:
+            most = min(params.max_tokens, self.room - len(places))
+            params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+        elif truncate == "prompt" and params.max_tokens < self.room:
+            places = places[-(self.room - params.max_tokens) :]
+        check_room(places, params.max_tokens, self.room, name)
+        pages = -(-(len(places) + params.max_tokens - 1) // self.page_size)
+        if pages > self.pages:
+            raise ValueError(
+                f"{name} has {len(places)} tokens and max_tokens is {params.max_tokens}: that takes {pages} pages of "
+                f"{self.page_size} tokens, and the engine has {self.pages}; ask for less, or give the engine more "
+                "(num_pages, mem_fraction)"
+            )
+        return places, params
+
+
+def listed(prompts: Any) -> list[Any]:
+    """The prompts as a list: a text, ids and a chat are one each."""
+    if isinstance(prompts, (bytes, Mapping, Set)):
+        raise ValueError(f"prompts are {shown(prompts)}, expected a list; a chat is a list of messages")
+    several = [prompts] if isinstance(prompts, str) else list(prompts)
+    one = len(several) > 0 and (is_whole(several[0]) or isinstance(several[0], dict))
+    return [several] if one else several
+
+
+def check_settings(**settings: tuple[Any, int, int | None]) -> None:
+    """ValueError for each (value, least, most) that is no whole number between them."""
+    problems = [
+        f"{name} is {shown(value)}, expected a whole number in [{low}, {'∞' if high is None else high}]"
+        for name, (value, low, high) in settings.items()
+        if not (is_whole(value) and low <= value and (high is None or value <= high))
+    ]
+    if problems:
+        raise ValueError("engine settings: " + "; ".join(problems))

@@ -1,0 +1,232 @@
+"""One request on its way: what it was, what has come of it, and when."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, no_type_check
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from ling3.engine.outputs import Completion, Delta, FinishReason, Logprob, RequestOutput, Timings
+from ling3.engine.sampling import NOT_A_NUMBER
+from ling3.engine.sampling_params import SamplingParams
+from ling3.text.detokenizer import StopStrings, StreamDecoder
+
+NOT_FINITE = (
+    "the model left no token to choose: its logits were NaN (weights that are not finite, or too narrow a dtype), or a "
+    "logit_bias or min_tokens struck out every token"
+)
+
+
+# These two's methods run for every token of every request: checking their types would take longer than they do.
+@no_type_check
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and its `n` runs."""
+
+    request_id: int
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    deliver: Callable[[Delta], None] = lambda delta: None
+    """Where its deltas go."""
+    report: Callable[[Delta], None] = lambda delta: None
+    """Where the last ones go once `deliver` has raised."""
+    fault: Exception | None = None
+    """The engine's own, if that was its end."""
+    runs: list["Run"] = dataclasses.field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its runs are."""
+        return all(run.completion is not None for run in self.runs)
+
+    def output(self) -> RequestOutput | None:
+        """The whole, once every run is finished."""
+        outputs = [run.completion for run in self.runs]
+        whole = [output for output in outputs if output is not None]
+        if len(whole) < len(outputs):
+            return None
+        return RequestOutput(self.request_id, self.prompt, self.prompt_ids, whole)
+
+
+@no_type_check
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One completion in the making."""
+
+    request: Request
+    index: int
+    order: int
+    seed: int
+    ends: Sequence[int]
+    """Ids that end it."""
+    decoder: StreamDecoder | None
+    stops: StopStrings
+
+    slot: int | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    saved: Any = None
+    """Its states and pages on the host, while it waits to go on."""
+    prefilled: int = 0
+    """Prompt tokens in the caches, or on their way there."""
+    ahead: int = 0
+    """The most tokens that calls on their way may still bring."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[Logprob] = dataclasses.field(default_factory=list)
+    completion: Completion | None = None
+    preemptions: int = 0
+    _text: list[str] = dataclasses.field(default_factory=list)
+    _submitted: float = dataclasses.field(default_factory=time.perf_counter)
+    _admitted: float | None = None
+    _first: float | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt's ids."""
+        return self.request.prompt_ids
+
+    @property
+    def params(self) -> SamplingParams:
+        """How it is sampled."""
+        return self.request.params
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its whole prompt is in the caches."""
+        return self.prefilled == len(self.prompt)
+
+    @property
+    def until(self) -> int:
+        """Tokens of prompt and output at which it ends at the latest."""
+        return len(self.prompt) + self.params.max_tokens
+
+    @property
+    def held(self) -> int:
+        """Tokens in its caches, once no call is on its way: all but the newest of the output."""
+        return self.prefilled + max(len(self.token_ids) - 1, 0)
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still get beyond those that are on their way."""
+        return self.params.max_tokens - len(self.token_ids) - self.ahead
+
+    def submitted(self) -> None:
+        """Marks the time at which it came into the queue."""
+        self._submitted = time.perf_counter()
+
+    def admitted(self) -> None:
+        """Marks the time at which it first got a slot."""
+        self._admitted = time.perf_counter() if self._admitted is None else self._admitted
+
+    def take(
+        self,
+        tokens: Int32[np.ndarray, " steps"],
+        logprobs: Float32[np.ndarray, " steps"],
+        top_ids: Int32[np.ndarray, "steps top"],
+        top_logprobs: Float32[np.ndarray, "steps top"],
+    ) -> Delta | None:
+        """Adds tokens (negative ones are none) up to its end; the delta, if anything is new."""
+        before, text = len(self.token_ids), ""
+        reason, stop_reason, error = None, None, None
+        for place, token in enumerate(tokens.tolist()):
+            if token == NOT_A_NUMBER:
+                reason, error = "error", NOT_FINITE
+            elif token >= 0:
+                self._first = time.perf_counter() if self._first is None else self._first
+                self.token_ids.append(token)
+                if self.params.logprobs is not None:
+                    self.logprobs.append(
+                        Logprob(token, float(logprobs[place]), self._top(top_ids[place], top_logprobs[place]))
+                    )
+                reason, stop_reason, new = self._read(token)
+                text += new
+            if reason is not None:
+                break
+        if reason is not None:
+            return self.finish(reason, stop_reason=stop_reason, error=error, text=text, before=before)
+        return self._delta(text, before) if len(self.token_ids) > before else None
+
+    def finish(
+        self,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+        text: str = "",
+        before: int | None = None,
+    ) -> Delta:
+        """Ends it, with the text that was held back; the last delta."""
+        if self.decoder is not None and not self.stops.stopped:
+            text += self.stops.feed(self.decoder.flush())
+            if self.stops.stopped and reason == "length":
+                reason, stop_reason = "stop", self.stops.stopped
+            text += self.stops.flush()
+        before = len(self.token_ids) if before is None else before
+        self._text.append(text)
+        self.completion = Completion(
+            self.index,
+            "".join(self._text),
+            tuple(self.token_ids),
+            None if self.params.logprobs is None else tuple(self.logprobs),
+            reason,
+            stop_reason,
+            error,
+            self.seed,
+            self._timings(),
+        )
+        self.saved = None
+        self._text = []
+        return self._delta(text, before)
+
+    def fail(self, error: str) -> Delta:
+        """Ends it in `error`, even if it had ended well; the last delta."""
+        if self.completion is None:
+            return self.finish("error", error=error)
+        self.completion = dataclasses.replace(self.completion, finish_reason="error", stop_reason=None, error=error)
+        return self._delta("", len(self.token_ids))
+
+    def _read(self, token: int) -> tuple[FinishReason | None, int | str | None, str]:
+        """Why the text ends with this token, if it does, and what the token shows of it."""
+        count = len(self.token_ids)
+        if token in self.ends and count > self.params.min_tokens:
+            return "stop", token, ""
+        text = "" if self.decoder is None else self.decoder.feed([token])
+        text = self.stops.feed(text, may_stop=count >= self.params.min_tokens)
+        if self.stops.stopped:
+            return "stop", self.stops.stopped, text
+        return ("length" if count == self.params.max_tokens else None), None, text
+
+    def _delta(self, text: str, before: int) -> Delta:
+        if self.completion is None:
+            self._text.append(text)
+        return Delta(
+            self.request.request_id,
+            self.index,
+            text,
+            tuple(self.token_ids[before:]),
+            None if self.params.logprobs is None else tuple(self.logprobs[before:]),
+            None if self.completion is None else self.completion.finish_reason,
+            None if self.completion is None else self.request.output(),
+        )
+
+    def _top(self, ids: Int32[np.ndarray, " top"], logprobs: Float32[np.ndarray, " top"]) -> dict[int, float]:
+        wanted = self.params.logprobs or 0
+        return {int(token): float(p) for token, p in zip(ids[:wanted], logprobs[:wanted], strict=True)}
+
+    def _timings(self) -> Timings:
+        now, count = time.perf_counter(), len(self.token_ids)
+        return Timings(
+            None if self._admitted is None else self._admitted - self._submitted,
+            None if self._first is None else self._first - self._submitted,
+            None if self._first is None or count < 2 else (now - self._first) / (count - 1),
+            now - self._submitted,
+            self.preemptions,
+        )
+
+
+def draw_seed() -> int:
+    """A seed for a request that has none."""
+    return int(np.random.SeedSequence().generate_state(1)[0]) % 2**30

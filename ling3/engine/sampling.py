@@ -1,0 +1,218 @@
+"""From logits to the next token: greedy, or drawn after penalties, temperature, top-k, top-p and min-p."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+
+from ling3.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+
+# What stands for a token where there are no finite logits to choose by.
+NOT_A_NUMBER = -2
+# In `Adjustments.counts`: the prompt has this token. The bits below count it in the output.
+IN_PROMPT = 1 << 30
+# Logits that are reduced together before the segments are: XLA's CPU backend is slow over rows as long as a vocabulary.
+SEGMENT = 256
+# Logits over a lower temperature would overflow float32, and two infinities tie.
+COLDEST = 1e-30
+
+
+class Adjustments(eqx.Module):
+    """What is done to a row's logits before its token is chosen, where `active`; see `SamplingParams`."""
+
+    active: Bool[Array, " batch"]
+    repetition: Float32[Array, " batch"]
+    presence: Float32[Array, " batch"]
+    frequency: Float32[Array, " batch"]
+    bias: Float32[Array, "batch vocab"]
+    counts: Int32[Array, "batch vocab"]  # of each token in the output, plus IN_PROMPT
+
+
+class Sampling(eqx.Module):
+    """How each row of a batch is sampled. A row's seed is its own, so its draws do not depend on its neighbours."""
+
+    temperature: Float32[Array, " batch"]  # 0: greedy
+    top_k: Int32[Array, " batch"]  # keep the k likeliest; the vocabulary's size keeps all
+    top_p: Float32[Array, " batch"]  # keep the likeliest that together reach p; 1 keeps all
+    min_p: Float32[Array, " batch"]  # keep what is at least min_p times as likely as the likeliest; 0 keeps all
+    seed: Int32[Array, " batch"]
+    stops: Int32[Array, "batch stops"]  # ids that end the row; -1 is none
+    least: Int32[Array, " batch"]  # no stop before the row has so many tokens, prompt and all
+    alternatives: Bool[Array, " batch"]  # whether the likeliest tokens are reported
+    adjustments: Adjustments | None  # None where no row wants any
+
+    @staticmethod
+    def build(rows: Sequence[tuple[SamplingParams, int, int, Sequence[int]]], vocab: int, width: int) -> "Sampling":
+        """One row per (params, seed, tokens of the prompt, stop ids), without adjustments.
+
+        `width` is the room for stop ids.
+        """
+        stops = np.full((len(rows), width), -1, np.int32)
+        for row, (_, _, _, ids) in zip(stops, rows, strict=True):
+            row[: len(ids)] = ids
+        params = [row[0] for row in rows]
+        columns = jax.device_put(
+            (
+                np.asarray([p.temperature and max(p.temperature, COLDEST) for p in params], np.float32),
+                np.asarray([vocab if p.top_k is None else min(p.top_k, vocab) for p in params], np.int32),
+                np.asarray([p.top_p for p in params], np.float32),
+                np.asarray([p.min_p for p in params], np.float32),
+                np.asarray([seed for _, seed, _, _ in rows], np.int32),
+                stops,
+                np.asarray([prompt + p.min_tokens for p, _, prompt, _ in rows], np.int32),
+                np.asarray([bool(p.logprobs) for p in params], bool),
+            )
+        )
+        return Sampling(*columns, adjustments=None)
+
+
+class Choice(eqx.Module):
+    """The next token of each row, its log-probability, and the likeliest tokens where they were asked for."""
+
+    token: Int32[Array, "*rows"]
+    logprob: Float32[Array, "*rows"]  # natural, under the model's own logits
+    top_ids: Int32[Array, "*rows top"]
+    top_logprobs: Float32[Array, "*rows top"]
+
+    @staticmethod
+    def none(rows: tuple[int, ...], vocab: int) -> "Choice":
+        """No tokens: -1 everywhere."""
+        top = (*rows, min(MAX_LOGPROBS, vocab))
+        return Choice(
+            jnp.full(rows, -1, jnp.int32),
+            jnp.zeros(rows, jnp.float32),
+            jnp.zeros(top, jnp.int32),
+            jnp.zeros(top, jnp.float32),
+        )
+
+
+def choose(logits: Float32[Array, "batch vocab"], sampling: Sampling, positions: Int32[Array, " batch"]) -> Choice:
+    """The token that follows each row's `positions` tokens; NOT_A_NUMBER where the logits leave nothing to choose."""
+    adjusted = _without_early_stops(_adjusted(logits, sampling), sampling, positions)
+    token = sample(adjusted, sampling, positions)
+    total = _log_sum_exp(logits)
+    own, best = (jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0] for z in (logits, adjusted))
+    usable = jnp.isfinite(total) & jnp.isfinite(best)
+    logprob = own - total
+
+    def likeliest() -> tuple[Int32[Array, "batch top"], Float32[Array, "batch top"]]:
+        values, ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+        return ids.astype(jnp.int32), values - total[:, None]
+
+    def nothing() -> tuple[Int32[Array, "batch top"], Float32[Array, "batch top"]]:
+        none = Choice.none(logits.shape[:1], logits.shape[1])
+        return none.top_ids, none.top_logprobs
+
+    top_ids, top_logprobs = lax.cond(jnp.any(sampling.alternatives), likeliest, nothing)
+    return Choice(jnp.where(usable, token, NOT_A_NUMBER), logprob, top_ids, top_logprobs)
+
+
+def counted(sampling: Sampling, token: Int32[Array, " batch"], chosen: Bool[Array, " batch"]) -> Sampling:
+    """The sampling with each row's new token, where one was `chosen`, in its counts."""
+    if sampling.adjustments is None:
+        return sampling
+    counts = sampling.adjustments.counts
+    rows = jnp.arange(token.shape[0], dtype=jnp.int32)
+    counts = counts.at[rows, jnp.where(chosen & (token >= 0), token, counts.shape[1])].add(1, mode="drop")
+    return eqx.tree_at(lambda s: s.adjustments.counts, sampling, counts)
+
+
+def ends(token: Int32[Array, " batch"], sampling: Sampling, positions: Int32[Array, " batch"]) -> Bool[Array, " batch"]:
+    """Whether each row ends with its token, the one after `positions` others."""
+    stop = jnp.any(token[:, None] == sampling.stops, axis=-1) & (positions >= sampling.least)
+    return stop | (token == NOT_A_NUMBER)
+
+
+def _adjusted(logits: Float32[Array, "batch vocab"], sampling: Sampling) -> Float32[Array, "batch vocab"]:
+    """Bias and penalties, for the rows that have any."""
+    adjust = sampling.adjustments
+    if adjust is None:
+        return logits
+
+    def adjusted() -> Float32[Array, "batch vocab"]:
+        z = logits + adjust.bias
+        repeated = jnp.where(z > 0, z / adjust.repetition[:, None], z * adjust.repetition[:, None])
+        z = jnp.where(adjust.counts > 0, repeated, z)
+        output = adjust.counts & (IN_PROMPT - 1)
+        z = z - adjust.frequency[:, None] * output.astype(jnp.float32)
+        z = z - adjust.presence[:, None] * (output > 0).astype(jnp.float32)
+        return jnp.where(adjust.active[:, None], z, logits)
+
+    return lax.cond(jnp.any(adjust.active), adjusted, lambda: logits)
+
+
+def _without_early_stops(
+    logits: Float32[Array, "batch vocab"], sampling: Sampling, positions: Int32[Array, " batch"]
+) -> Float32[Array, "batch vocab"]:
+    """-inf for the ids that may not end a row yet."""
+    early = (positions < sampling.least)[:, None] & (sampling.stops >= 0)
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    return logits.at[rows, jnp.where(early, sampling.stops, logits.shape[1])].set(-jnp.inf, mode="drop")
+
+
+def sample(
+    logits: Float32[Array, "batch vocab"], sampling: Sampling, positions: Int32[Array, " batch"]
+) -> Int32[Array, " batch"]:
+    """The next token of each row. `positions` counts the row's tokens so far: its draw is keyed by (seed, position).
+
+    The filters apply in the order temperature, top-k, top-p, min-p, each to what the last one left.
+    """
+    greedy = _largest(logits)
+
+    def drawn() -> Int32[Array, " batch"]:
+        keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(sampling.seed, positions)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+        noisy = filtered_logits(logits, sampling) + noise
+        return jnp.where(sampling.temperature > 0, _largest(noisy), greedy)
+
+    return lax.cond(jnp.any(sampling.temperature > 0), drawn, lambda: greedy)
+
+
+def _segments(logits: Float32[Array, "batch vocab"]) -> Float32[Array, "batch segments segment"]:
+    """The logits in segments, the last of them filled up with -inf."""
+    batch, vocab = logits.shape
+    filled = jnp.pad(logits, ((0, 0), (0, -vocab % SEGMENT)), constant_values=-jnp.inf)
+    return filled.reshape(batch, -1, SEGMENT)
+
+
+def _largest(logits: Float32[Array, "batch vocab"]) -> Int32[Array, " batch"]:
+    """The id of each row's largest logit, the first of several."""
+    segments = _segments(logits)
+    segment = jnp.argmax(jnp.max(segments, axis=-1), axis=-1)
+    inside = jnp.take_along_axis(segments, segment[:, None, None], axis=1)[:, 0]
+    return (segment * SEGMENT + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+
+
+def _log_sum_exp(logits: Float32[Array, "batch vocab"]) -> Float32[Array, " batch"]:
+    """log Σ e^logits of each row; NaN where any of its logits is."""
+    segments = _segments(logits)
+    top = jnp.max(jnp.max(segments, axis=-1), axis=-1)
+    shift = jnp.where(jnp.isfinite(top), top, 0.0)
+    return shift + jnp.log(jnp.sum(jnp.sum(jnp.exp(segments - shift[:, None, None]), axis=-1), axis=-1))
+
+
+def filtered_logits(logits: Float32[Array, "batch vocab"], sampling: Sampling) -> Float32[Array, "batch vocab"]:
+    """Logits over temperature, with -inf for the tokens that top-k, top-p or min-p strike out."""
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    logits = logits / temperature[:, None]
+    narrow = (sampling.top_k < logits.shape[1]) | (sampling.top_p < 1)
+    # Sorting changes no bit of a row that keeps all its tokens, so that a row does not depend on its neighbours' wants.
+    logits = lax.cond(jnp.any(narrow), lambda: _top_k_top_p(logits, sampling), lambda: logits)
+    floor = jnp.max(logits, axis=-1) + jnp.log(sampling.min_p)
+    return jnp.where(logits >= floor[:, None], logits, -jnp.inf)
+
+
+def _top_k_top_p(logits: Float32[Array, "batch vocab"], sampling: Sampling) -> Float32[Array, "batch vocab"]:
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    rank = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+    ranked = jnp.where(rank < sampling.top_k[:, None], ranked, -jnp.inf)
+    probability = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    top_p = sampling.top_p[:, None]
+    ranked = jnp.where((before < top_p) | (top_p >= 1) | (rank == 0), ranked, -jnp.inf)
+    return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)

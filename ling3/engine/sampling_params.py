@@ -1,0 +1,229 @@
+"""How a continuation is drawn and where it ends: `SamplingParams`, checked before any work is done."""
+
+import dataclasses
+import math
+import numbers
+import operator
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, no_type_check
+
+import numpy as np
+
+from ling3.runtime.quoting import shown
+
+MAX_LOGPROBS = 20
+"""The most alternatives that are reported per token."""
+MAX_STOP_IDS = 64
+"""The most token ids that may end one request, the model's own ends among them."""
+MAX_COMPLETIONS = 128
+"""The most completions of one prompt."""
+MAX_BIASES = 1024
+"""The most entries of one `logit_bias`."""
+MAX_STOPS = 64
+"""The most stop strings of one request."""
+MAX_STOP_LENGTH = 256
+"""The most characters of one stop string."""
+LARGEST = 1e9
+"""What no number may exceed: so far float32 can add, multiply and divide without overflow."""
+MAX_SEED = 2**31 - 1 - MAX_COMPLETIONS
+"""The largest seed: the last completion's is an int32 too."""
+
+REAL = {
+    "temperature": (0.0, LARGEST, "a number in [0, 1e9]"),
+    "top_p": (math.ulp(0.0), 1.0, "a number in (0, 1]"),
+    "min_p": (0.0, 1.0, "a number in [0, 1]"),
+    "repetition_penalty": (1 / LARGEST, LARGEST, "a number in [1e-9, 1e9]"),
+    "presence_penalty": (-LARGEST, LARGEST, "a number in [-1e9, 1e9]"),
+    "frequency_penalty": (-LARGEST, LARGEST, "a number in [-1e9, 1e9]"),
+}
+"""Least, most, and how a message says it."""
+WHOLE = {
+    "top_k": (1, math.inf, "a whole number >= 1, or None for no limit", True),
+    "max_tokens": (1, math.inf, "a whole number >= 1", False),
+    "min_tokens": (0, math.inf, "a whole number >= 0", False),
+    "n": (1, MAX_COMPLETIONS, f"a whole number in [1, {MAX_COMPLETIONS}]", False),
+    "logprobs": (0, MAX_LOGPROBS, f"a whole number in [0, {MAX_LOGPROBS}], or None for none", True),
+    "seed": (0, MAX_SEED, f"a whole number in [0, {MAX_SEED}]", True),
+}
+"""Least, most, how a message says it, and whether None is allowed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. The names are vLLM's and SGLang's; the defaults are greedy, and 128 tokens.
+
+    With logits z, the tokens so far t and their counts c (of the output alone):
+
+        z <- z + logit_bias;   stop ids are struck out before `min_tokens`
+        z_t <- z_t / repetition_penalty if z_t > 0 else z_t · repetition_penalty     for t in prompt and output
+        z_t <- z_t - frequency_penalty · c_t - presence_penalty · [c_t > 0]
+        temperature 0: argmax z;  else a draw from softmax(z / temperature) within top-k, then top-p, then min-p
+
+    A completion ends with `max_tokens` tokens, an end of the model's (unless `ignore_eos`) or one of `stop_token_ids`
+    (that token is its last), or before a string of `stop` in its text. Raises ValueError naming every senseless field.
+    """
+
+    # The import hook's type check would come before `__post_init__`, look at one item of a list, and name no remedy.
+    __no_type_check__ = True
+
+    temperature: float = 0.0
+    """0 takes the likeliest token each time."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens that together are at least this likely; 1 keeps all."""
+    top_k: int | None = None
+    """Sample from so many of the likeliest tokens; None (or vLLM's -1) keeps all."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the likeliest; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens of prompt and output less likely; 1 does nothing."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that the output has."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time that the output has it."""
+    max_tokens: int = 128
+    """The most new tokens."""
+    min_tokens: int = 0
+    """No stop id, and no stop string, ends the text before it has so many tokens."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the text, which stops short of them."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end it."""
+    ignore_eos: bool = False
+    """Go on past the model's own ends."""
+    seed: int | None = None
+    """The same seed gives the same tokens in any company; None draws one, which the output reports."""
+    logprobs: int | None = None
+    """Report the natural log-probability of each token under softmax(z), before all of the above, and those of so many
+    likeliest tokens beside it; 0 reports the token's alone."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits, by token id."""
+    n: int = 1
+    """Completions of the prompt; the i-th has the seed `seed + i`."""
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # the class is frozen
+        set_field(self, "top_k", None if self.top_k == -1 else self.top_k)
+        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        problems = [*self._numbers(), *self._whole_numbers(), *self._lists()]
+        if not problems and self.min_tokens > self.max_tokens:
+            problems.append(f"min_tokens is {self.min_tokens}, expected at most max_tokens, which is {self.max_tokens}")
+        if problems:
+            raise ValueError("sampling parameters: " + "; ".join(problems))
+        for name in REAL:
+            set_field(self, name, float(getattr(self, name)))
+        for name in WHOLE:
+            value = getattr(self, name)
+            set_field(self, name, None if value is None else operator.index(value))
+        set_field(self, "stop", tuple(self.stop))
+        set_field(self, "stop_token_ids", tuple(operator.index(token) for token in self.stop_token_ids))
+        # A copy: what the caller does to theirs must not reach a request that is running.
+        bias = self.logit_bias
+        set_field(self, "logit_bias", None if bias is None else {operator.index(t): float(x) for t, x in bias.items()})
+
+    def _numbers(self) -> list[str]:
+        return [
+            f"{name} is {shown(value)}, expected {expected}"
+            for name, (low, high, expected) in REAL.items()
+            if not (_is_real(value := getattr(self, name)) and low <= value <= high)
+        ]
+
+    def _whole_numbers(self) -> list[str]:
+        problems = [
+            f"{name} is {shown(value)}, expected {expected}"
+            for name, (low, high, expected, optional) in WHOLE.items()
+            if not ((value := getattr(self, name)) is None and optional)
+            and not (is_whole(value) and low <= value <= high)
+        ]
+        if type(self.ignore_eos) is not bool:
+            problems.append(f"ignore_eos is {shown(self.ignore_eos)}, expected True or False")
+        return problems
+
+    def _lists(self) -> list[str]:
+        problems = []
+        if not _is_list(self.stop) or not all(isinstance(stop, str) and stop for stop in self.stop):
+            problems.append(f"stop is {shown(self.stop)}, expected strings that are not empty")
+        elif len(self.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in self.stop):
+            problems.append(
+                f"stop has {len(self.stop)} strings of up to {max(map(len, self.stop))} characters, expected at most "
+                f"{MAX_STOPS} of {MAX_STOP_LENGTH}"
+            )
+        if not _is_list(self.stop_token_ids) or not all(is_whole(token) for token in self.stop_token_ids):
+            problems.append(f"stop_token_ids is {shown(self.stop_token_ids)}, expected whole numbers")
+        bias = self.logit_bias
+        if bias is not None and not (
+            isinstance(bias, Mapping)
+            and all(is_whole(token) and _is_real(value) and abs(value) <= LARGEST for token, value in bias.items())
+        ):
+            problems.append(f"logit_bias is {shown(bias)}, expected numbers in [-1e9, 1e9] by token id")
+        elif bias is not None and len(bias) > MAX_BIASES:
+            problems.append(f"logit_bias has {len(bias)} entries, expected at most {MAX_BIASES}")
+        return problems
+
+    def check(self, vocab: int, ends: Sequence[int] = ()) -> tuple[int, ...]:
+        """The ids that end a text, with the model's `ends`; ValueError for ids outside a vocabulary of `vocab`."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
+            outside = [token for token in ids if not 0 <= token < vocab]
+            if outside:
+                raise ValueError(f"sampling parameters: {name} has {outside[0]}, expected ids in [0, {vocab})")
+        stops = {*self.stop_token_ids, *(() if self.ignore_eos else ends)}
+        if len(stops) > MAX_STOP_IDS:
+            raise ValueError(
+                f"sampling parameters: {len(stops)} stop ids with the model's own, expected at most {MAX_STOP_IDS}"
+            )
+        return tuple(sorted(stops))
+
+
+# Asked of every token of a prompt: checking types would take longer than the answer.
+@no_type_check
+def is_whole(value: Any) -> bool:
+    """Whether `value` is a whole number; a bool is none."""
+    if type(value) is int:
+        return True
+    if isinstance(value, (bool, np.bool_)):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def check_prompt(prompt: Any, vocab: int, name: str = "prompt") -> list[int]:
+    """The prompt's ids as plain ints; ValueError, with its `name`, for an empty prompt and for what is no id."""
+    check_length(prompt, name)
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array's items are slow to come by
+    for place, token in enumerate(ids):
+        if not is_whole(token):
+            raise ValueError(f"{name}, token {place} is {shown(token)}, expected a whole number")
+        if not 0 <= token < vocab:
+            raise ValueError(f"{name}, token {place} is {shown(token)}, expected an id in [0, {vocab})")
+    return [operator.index(token) for token in ids]
+
+
+def check_length(prompt: Any, name: str = "prompt") -> int:
+    """How many ids the prompt has, without a look at them; ValueError if it is empty or no list."""
+    text_or_unordered = isinstance(prompt, (str, bytes, Mapping, Set))
+    if text_or_unordered or not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) != 1:
+        raise ValueError(f"{name} is {shown(prompt)}, expected a list of token ids (see ling3.load_tokenizer)")
+    if len(prompt) == 0:
+        raise ValueError(f"{name} is empty, expected at least one token id")
+    return len(prompt)
+
+
+def check_room(prompt: Any, max_tokens: int, context: int, name: str = "prompt") -> None:
+    """ValueError, with the prompt's `name`, where it is no list or does not fit into `context` with `max_tokens`."""
+    length = check_length(prompt, name)
+    if length + max_tokens > context:
+        raise ValueError(
+            f"{name} has {length} tokens and max_tokens is {max_tokens}: {length + max_tokens} together, "
+            f"but there is room for {context} (the model's max_position_embeddings, or a smaller max_model_len); "
+            "shorten one or the other"
+        )
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset))

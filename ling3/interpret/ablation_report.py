@@ -1,0 +1,126 @@
+"""What a table of ablations found: as a table, as JSON, as a picture."""
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from ling3.bench.report import BLUE, ORANGE, check_plot, machine
+from ling3.evals.run import Score
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One model: what was cut, and how it then did."""
+
+    name: str
+    suite: str
+    formula: str
+    perplexity: float
+    problems: Score | None
+    recall: Score | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A table of ablations, the whole model first; `print` it with rich, or take `to_dict()`, or `plot` it."""
+
+    rows: tuple[Row, ...]
+    scored: str
+    """What the perplexity is of: `solutions` or `text`."""
+    context: int
+    """Tokens of the prompts of `recall`, on average."""
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain values, for JSON."""
+        return {
+            **self.about,
+            "perplexity_of": self.scored,
+            "recall_context_tokens": self.context,
+            "machine": machine(),
+            "rows": [
+                {
+                    **{name: getattr(row, name) for name in ("name", "suite", "formula", "perplexity")},
+                    **{name: _plain(getattr(row, name)) for name in ("problems", "recall")},
+                }
+                for row in self.rows
+            ],
+        }
+
+    def __rich__(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("ablation")
+        table.add_column("what the formula says")
+        table.add_column(f"perplexity of {self.scored}", justify="right")
+        table.add_column("problems", justify="right")
+        table.add_column(f"in {self.context:,} tokens" if self.context else "in a long context", justify="right")
+        suite = None
+        for row in self.rows:
+            if suite is not None and row.suite != suite:
+                table.add_section()
+            suite = row.suite
+            cost = f"{row.perplexity:,.4g}" if row.perplexity < 1e6 else f"{row.perplexity:.1e}"
+            table.add_row(row.name, row.formula, cost, *(_share(score) for score in (row.problems, row.recall)))
+        return table
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws ln(perplexity) on a log scale, and both accuracies with 95 % intervals: a line for each ablation.
+
+        PNG, PDF or SVG; raises ValueError as `bench_report.check_plot` does.
+        """
+        check_plot(path)
+        from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
+
+        height = 1.3 + 0.27 * len(self.rows)
+        figure = Figure(figsize=(9.5, height), layout="constrained")
+        cost, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.2))
+        places = [-i for i in range(len(self.rows))]
+        whole = self.rows[0]
+        nats = [math.log(row.perplexity) for row in self.rows]
+        cost.plot(nats, places, "o", color=BLUE)
+        cost.axvline(nats[0], color="black", linestyle=":", linewidth=1)
+        cost.set(xscale="log", xlabel=f"nats per token of {self.scored} (ln perplexity, log scale)")
+        cost.set_yticks(places, [row.name for row in self.rows])
+        series = (
+            ("problems", "asked alone", BLUE, "o", 0.12),
+            ("recall", f"in {self.context:,} tokens", ORANGE, "s", -0.12),
+        )
+        for name, label, colour, marker, shift in series:
+            scores = [
+                (place, score) for place, row in zip(places, self.rows, strict=True) if (score := getattr(row, name))
+            ]
+            if not scores:
+                continue
+            shares = [score.accuracy for _, score in scores]
+            reach = [[abs(score.interval[side] - score.accuracy) for _, score in scores] for side in (0, 1)]
+            at = [place + shift for place, _ in scores]
+            filled = "white" if marker == "s" else colour
+            right.errorbar(shares, at, xerr=reach, fmt=marker, color=colour, mfc=filled, ms=5, lw=1.2, label=label)
+        right.axvline(
+            0 if whole.problems is None else whole.problems.accuracy, color="black", linestyle=":", linewidth=1
+        )
+        right.set(xlim=(-0.03, 1.03), xlabel="word problems answered right, with 95 % intervals")
+        right.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8, frameon=True)
+        right.set_ylim(places[-1] - 0.7, 1.4)
+        for axes in (cost, right):
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(pathlib.Path(path), dpi=160)
+
+
+def _plain(score: Score | None) -> dict[str, Any] | None:
+    if score is None:
+        return None
+    return {"right": score.right, "total": score.total, "accuracy": score.accuracy, "interval": list(score.interval)}
+
+
+def _share(score: Score | None) -> str:
+    if score is None:
+        return "-"
+    low, high = score.interval
+    return f"{score.accuracy:.3f} ({low:.2f}-{high:.2f})"

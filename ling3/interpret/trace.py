@@ -1,0 +1,171 @@
+"""What a model does inside, by name and shaped for plotting: gates, decays, states, attention maps, routing, norms.
+
+The model's own forward pass hands its intermediate arrays to a recorder; `trace` makes pictures of them.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from ling3.cache import Span
+from ling3.execution import Execution
+from ling3.layers.kda import KDA
+from ling3.layers.mla import MLA
+from ling3.layers.moe import MoE
+from ling3.model import Ling3ForCausalLM
+from ling3.ops.kda import kda_step
+from ling3.ops.precision import exact, wide
+from ling3.runtime.entry_checks import checks_ids
+from ling3.runtime.recorder import Recorder
+
+
+class KDATrace(eqx.Module):
+    """Inside one KDA layer, for each token."""
+
+    decay: Float[Array, "batch seq heads key"]  # g, nats per token and key channel, at most 0
+    beta: Float[Array, "batch seq heads"]  # writing strength
+    gate: Float[Array, "batch seq heads value"] | None  # output gate; None without one
+    attention_map: Float[Array, "batch heads seq seq"]  # the weights a of o_t = Σ_j a_tj v_j: signed, 0 for j > t
+    state_norm: Float[Array, "batch seq heads"]  # Frobenius norm of S after the token
+    state: Float[Array, "batch heads key value"]  # S after the last token
+
+
+class MLATrace(eqx.Module):
+    """Inside one MLA layer, for each token."""
+
+    gate: Float[Array, "batch seq heads"] | None  # output gate; None without one
+    attention_map: Float[Array, "batch heads seq seq"]  # softmax weights: each row sums to 1, 0 for j > t
+    entries: Float[Array, "batch seq entry"]  # what the cache would hold: [latent | rotated key]
+
+
+class MoETrace(eqx.Module):
+    """Inside one mixture of experts, for each token."""
+
+    scores: Float[Array, "batch seq experts"]  # s = sigmoid(x Wᵀ), before any bias
+    chosen: Int32[Array, "batch seq top_k"]  # best first
+    weights: Float[Array, "batch seq top_k"]  # with the routed scaling factor
+    load: Float[Array, " experts"]  # each expert's share of all choices; 1 / experts would be even
+
+
+class LayerTrace(eqx.Module):
+    """One decoder layer: its parts, and the Euclidean norms of what they add to the residual stream."""
+
+    attention: KDATrace | MLATrace | None
+    moe: MoETrace | None
+    attention_norm: Float[Array, "batch seq"]  # of what the attention adds
+    mlp_norm: Float[Array, "batch seq"]  # of what the feed-forward adds
+    residual_norm: Float[Array, "batch seq"]  # of the stream after the layer
+    logits: Float32[Array, "batch seq vocab"] | None  # the logit lens: lm_head(norm(stream after the layer))
+
+
+class Trace(eqx.Module):
+    """A whole forward pass, as `trace` returns it."""
+
+    tokens: Int[Array, "batch seq"]
+    embedding_norm: Float[Array, "batch seq"]
+    layers: tuple[LayerTrace, ...]
+    logits: Float32[Array, "batch seq vocab"]
+
+    @property
+    def kda(self) -> dict[int, KDATrace]:
+        """The KDA layers, by 0-based number."""
+        return {i: x.attention for i, x in enumerate(self.layers) if isinstance(x.attention, KDATrace)}
+
+    @property
+    def mla(self) -> dict[int, MLATrace]:
+        """The MLA layers, by 0-based number."""
+        return {i: x.attention for i, x in enumerate(self.layers) if isinstance(x.attention, MLATrace)}
+
+    @property
+    def moe(self) -> dict[int, MoETrace]:
+        """The layers with experts, by 0-based number."""
+        return {i: x.moe for i, x in enumerate(self.layers) if x.moe is not None}
+
+
+@checks_ids
+@eqx.filter_jit
+def trace(model: Ling3ForCausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool = True) -> Trace:
+    """One forward pass over whole sequences, with everything that is worth a plot. Compiled once per shape.
+
+    `trace(model, tokens).logits` are `model(tokens)`, to rounding. Attention maps take batch · heads · seq² numbers per
+    layer, the logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020) batch · seq · vocab: leave it out
+    with `logit_lens=False` where the vocabulary is large. Raises ValueError for no tokens, and for ids outside the
+    vocabulary.
+    """
+    batch, seq = tokens.shape
+    if 0 in (batch, seq):
+        raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
+    seen = Recorder()
+    logits = model.watched(tokens, Span.whole(batch, seq, Execution.default(), seen))
+    layers = []
+    for i, layer in enumerate(model.model.layers):
+        own = seen.of(f"layers.{i}")
+        attended = own.get("attended", jnp.zeros_like(own["added"]))
+        picture = {KDA: _kda, MLA: _mla}.get(type(layer.attention))
+        lens = model.lm_head(model.model.norm(own["residual"]), dtype=jnp.float32) if logit_lens else None
+        layers.append(
+            LayerTrace(
+                attention=None if picture is None else picture(layer.attention, seen.of(f"layers.{i}.attention")),
+                moe=_moe(layer.mlp, seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
+                attention_norm=_norm(attended),
+                mlp_norm=_norm(own["added"]),
+                residual_norm=_norm(own["residual"]),
+                logits=lens,
+            )
+        )
+    return Trace(tokens, _norm(seen.values["embeddings"]), tuple(layers), logits)
+
+
+def _kda(attention: KDA, seen: dict[str, Array]) -> KDATrace:
+    """The recurrence token by token, over the true values and, beside them, unit vectors: their outputs are the map."""
+    q, k, v, g, beta = (seen[name] for name in ("q", "k", "v", "decay", "beta"))
+    batch, seq, heads, value = v.shape
+    units = jnp.broadcast_to(jnp.eye(seq, dtype=v.dtype)[None, :, None], (batch, seq, heads, seq))
+    both = jnp.concatenate([v, units], axis=-1)
+    state = jnp.zeros((batch, heads, k.shape[-1], value + seq), v.dtype)
+
+    def one(state, token):
+        q, k, v, g, beta = token
+        o, state = kda_step(q, k, v, g, beta, state)
+        return state, (o[..., value:], jnp.linalg.norm(state[..., :value], axis=(-2, -1)))
+
+    state, (rows, norms) = lax.scan(one, state, tuple(jnp.moveaxis(y, 1, 0) for y in (q, k, both, g, beta)))
+    return KDATrace(
+        decay=g,
+        beta=beta,
+        gate=seen["gate"],
+        attention_map=jnp.moveaxis(rows, 0, 2),
+        state_norm=jnp.moveaxis(norms, 0, 1),
+        state=state[..., :value],
+    )
+
+
+def _mla(attention: MLA, seen: dict[str, Array]) -> MLATrace:
+    """The softmax's weights, from the keys of the expanded form."""
+    entries = seen["entries"]
+    dtype, (batch, seq) = wide(entries.dtype), entries.shape[:2]
+    q_nope, q_rope = (seen[name].astype(dtype) for name in ("q_nope", "q_rope"))
+    latent, k_rope = entries[..., : -attention.rope], entries[..., -attention.rope :].astype(dtype)
+    heads = q_nope.shape[2]
+    k_nope = attention.kv_b_proj(latent, dtype=dtype).reshape(batch, seq, heads, -1)[..., : attention.nope]
+    scores = jnp.einsum("bihn,bjhn->bhij", q_nope, k_nope, precision=exact(entries.dtype))
+    scores += jnp.einsum("bihr,bjr->bhij", q_rope, k_rope, precision=exact(entries.dtype))
+    scores = jnp.where(_causal(seq)[None, None], scores, -jnp.inf)
+    return MLATrace(seen["gate"], jax.nn.softmax(scores, axis=-1), entries)
+
+
+def _moe(moe: MoE, seen: dict[str, Array], batch: int, seq: int) -> MoETrace:
+    scores, chosen, weights = moe.gate.scores(seen["x"]), seen["chosen"], seen["weights"]
+    load = jnp.zeros(scores.shape[-1], jnp.float32).at[chosen].add(1.0) / chosen.size
+    scores, chosen, weights = (y.reshape(batch, seq, -1) for y in (scores, chosen, weights))
+    return MoETrace(scores, chosen, weights, load)
+
+
+def _causal(seq: int) -> Bool[Array, "seq seq"]:
+    return jnp.tril(jnp.ones((seq, seq), bool))
+
+
+def _norm(x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq"]:
+    return jnp.linalg.norm(x.astype(wide(x.dtype)), axis=-1)

@@ -1,0 +1,167 @@
+"""A checkpoint's own chat template: messages in, the prompt's text out.
+
+Templates are programs from strangers, so they run in a process of their own (`template_worker.py`), which is ended when
+one takes too much time or memory. Memory is bounded on Linux only; on macOS and Windows the bound on time has to do.
+What stays in bounds is rendered as transformers does it: the same settings, globals and filters.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ling3.runtime.quoting import QuotingError
+
+# The longest published template is about 20,000 characters long.
+LONGEST_TEMPLATE = 65_536
+# For one rendering; 2,000 turns with 2,000,000 characters take about 0.1.
+SECONDS = 3
+# The address space of the process, of which the interpreter takes about 100.
+MEBIBYTES = 512
+
+WORKER = pathlib.Path(__file__).with_name("template_worker.py")
+
+
+class ChatTemplateError(QuotingError):
+    """The template is malformed, oversteps its bounds, or refuses these messages."""
+
+
+class ChatTemplate:
+    """A chat template; `source` is its text, `origin` the file and field that errors name.
+
+    Raises ChatTemplateError, with the line, if the template is not valid.
+    """
+
+    def __init__(self, source: str, origin: str = "the chat template"):
+        if len(source) > LONGEST_TEMPLATE:
+            raise ChatTemplateError(f"{origin}: {len(source)} characters long, where {LONGEST_TEMPLATE} are allowed")
+        self.source = source
+        self.origin = origin
+        self._ask(given=None)
+
+    def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt for `messages`, each a dict with a `role` and a `content` of strings, and whatever else the
+        template reads as plain JSON values (`tool_calls`, `reasoning_content`); a value of None counts as absent.
+
+        `variables` are the template's own, such as `enable_thinking`; `tools` and `documents` are None unless given.
+        Raises ValueError for malformed messages or variables, ChatTemplateError for what goes wrong in the template.
+        """
+        given = {
+            "messages": _validate_messages(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **{name: _plain(value, name) for name, value in variables.items()},
+        }
+        return self._ask(given)
+
+    def _ask(self, given: dict[str, Any] | None) -> str:
+        reply = _worker().ask({"source": self.source, "given": given, "seconds": SECONDS})
+        if "error" in reply:
+            raise ChatTemplateError(self.origin + reply["error"])
+        return reply["text"]
+
+
+class _Worker:
+    """The process that renders, for one thread at a time: started at first use, and anew after it had to be ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Any = None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, str]:
+        """The worker's reply: a `text` or an `error`. Raises RuntimeError if the process does not start."""
+        line = json.dumps(request).encode() + b"\n"
+        with self._lock:
+            try:
+                process = self._started()
+                with contextlib.suppress(OSError):  # it has ended, so there is no reply either
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                reply = process.stdout.readline()
+            except BaseException:
+                self.stop()  # or this reply would be taken for the next
+                raise
+            if reply.endswith(b"\n"):
+                return json.loads(reply)
+            status = self.stop()
+        ends = {1: f"takes more than {SECONDS} seconds", 2: f"takes more than {MEBIBYTES} MiB of memory"}
+        return {"error": f": it {ends.get(status, f'crashes Python (exit status {status})')}"}
+
+    def stop(self) -> int:
+        """Ends the process, if there is one; its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.kill()
+        process.communicate()  # closes the pipes and waits
+        return process.returncode
+
+    def _started(self) -> Any:
+        if self._process is None or self._process.poll() is not None:
+            self.stop()
+            # Without `site`, which takes longer than all else: the modules are where this process finds them.
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-P", str(WORKER), str(MEBIBYTES)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+            if not self._process.stdout.readline():
+                raise RuntimeError(f"{sys.executable} does not run {WORKER}, which renders chat templates")
+        return self._process
+
+
+# By process id: after a fork, the new process starts its own.
+_workers: dict[int, _Worker] = {}
+
+
+def _worker() -> _Worker:
+    return _workers.setdefault(os.getpid(), _Worker())
+
+
+atexit.register(lambda: _worker().stop())
+
+
+def _validate_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise ValueError(f"messages: a {type(messages).__name__}, where a list of {{'role', 'content'}} was expected")
+    if not messages:
+        raise ValueError("messages: an empty list, where at least one message was expected")
+    checked: list[dict[str, Any]] = []
+    for index, given in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{where}: a {type(given).__name__}, where {{'role', 'content'}} was expected")
+        message = {key: value for key, value in given.items() if value is not None}
+        required = ("role",) if message.get("tool_calls") else ("role", "content")
+        for field in required:
+            if field not in message:
+                raise ValueError(f"{where}: {field!r} is missing")
+        for field in ("role", "content"):
+            value = message.get(field, "")
+            if not isinstance(value, str):
+                raise ValueError(f"{where}: {field!r} is a {type(value).__name__}, where a string was expected")
+        checked.append(_plain(message, where))
+    return checked
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy of `value` in exact JSON types: what a template is given has no methods of its own."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: the key {key!r} is not a string")
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise ValueError(f"{where}: a {type(value).__name__}, where a plain JSON value was expected")

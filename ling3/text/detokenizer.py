@@ -1,0 +1,160 @@
+"""Text as it comes: token ids in, whole characters out, up to the first stop string."""
+
+from collections.abc import Sequence
+from typing import no_type_check
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from ling3.text.tokenizer_file import Reported, TokenizerError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# The last bytes of a character are at most three, and each may be a token.
+CHARACTER_REST = 3
+# So many tokens without a whole character hold bytes that no character has.
+MOST_HELD = 8
+
+
+# The methods of these two run for every token of every request: checking their types would take longer than they do.
+@no_type_check
+class StreamDecoder:
+    """Decodes one row's tokens as they come, holding back a character whose last bytes are still to come.
+
+    The deltas of `feed` and the rest from `flush` make up what the tokenizer would decode from all ids at once, in time
+    linear in their number. Ids without a token, and special tokens unless `skip_special_tokens` is False, show nothing.
+    `prompt_ids` matter only for what the prompt ends in: none of its text is returned, but a character that it only
+    began is. TokenizerErrors, where the tokenizer fails, name its `source`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        source: str = "the tokenizer",
+    ):
+        added = tokenizer.get_added_tokens_decoder()
+        self._tokenizer = tokenizer
+        self._reported = Reported(source, "the tokenizer fails on these ids")
+        self._skip = skip_special_tokens
+        self._hidden = {token for token in added if skip_special_tokens and added[token].special}
+        self._held: list[int] = []
+        self._new = False
+        self._drop = 0
+
+        tail = [token for token in prompt_ids[-64:] if self._shows(token)][-MOST_HELD:]
+        text = self._decode(tail)
+        if text.endswith(REPLACEMENT):
+            # DecodeStream itself would return the prompt's text with the character that completes it.
+            self._stream = self._restart(())
+            shown = self.feed(tail)
+            self._drop = len(text) - len(REPLACEMENT) - len(shown)
+        else:
+            self._stream = self._restart(tail)
+        self._new = False
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete; it never ends inside a character."""
+        pieces: list[str] = []
+        for token in ids:
+            if not self._shows(token):
+                continue
+            self._new = True
+            self._held.append(token)
+            try:
+                piece = self._step(token)
+            except TokenizerError:
+                self._held.clear()  # the `flush` that follows must not fail on them again
+                raise
+            if piece is not None:
+                self._held.clear()
+            elif len(self._held) >= MOST_HELD:
+                piece = self._give_up()
+            pieces.append(piece or "")
+        return self._without_prompt("".join(pieces))
+
+    def flush(self) -> str:
+        """What is held back, at the end; the bytes of an unfinished character are shown as U+FFFD."""
+        held, self._held = self._held, []
+        rest = self._decode(held) if self._new else ""
+        self._stream = self._restart(())
+        return self._without_prompt(rest)
+
+    def _give_up(self) -> str:
+        """The text of held tokens that no further byte can change: all but an unfinished character at their end."""
+        held, whole = self._held, self._decode(self._held)
+        for end in range(len(held) - CHARACTER_REST, len(held)):
+            text = self._decode(held[:end])
+            if text + self._decode(held[end:]) == whole:
+                break
+        else:
+            end, text = len(held), whole
+        self._held = held[end:]
+        self._stream = self._restart(())
+        for token in self._held:
+            self._step(token)
+        return text
+
+    def _step(self, token: int) -> str | None:
+        with self._reported:
+            return self._stream.step(self._tokenizer, token)
+
+    def _restart(self, ids: Sequence[int]) -> DecodeStream:
+        return DecodeStream(ids=list(ids), skip_special_tokens=self._skip)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        with self._reported:
+            return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+    def _shows(self, token: int) -> bool:
+        return token not in self._hidden and self._tokenizer.id_to_token(token) is not None
+
+    def _without_prompt(self, text: str) -> str:
+        dropped = min(self._drop, len(text))
+        self._drop -= dropped
+        return text[dropped:]
+
+
+@no_type_check
+class StopStrings:
+    """Cuts a stream of text at the first of `stops`, holding back what may become the beginning of one.
+
+    Of several stops, the one that is complete first ends the text (of those, the one that began first), however the
+    text is cut into pieces; `stopped` is that one, None before. Raises ValueError for an empty stop, which every text
+    would contain.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise ValueError(f"stop: found {stops!r}, expected a list of strings that are not empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped: str | None = None
+
+    def feed(self, text: str, may_stop: bool = True) -> str:
+        """The part of `text`, and of what was held back, that is certainly before any stop.
+
+        Without `may_stop`, a stop that is complete now counts as text.
+        """
+        if self.stopped is not None:
+            return ""
+        old, text = len(self._held), self._held + text
+        ends = [(text.find(stop, max(old - len(stop) + 1, 0)), stop) for stop in self._stops] if may_stop else []
+        found = [(begin + len(stop), begin, stop) for begin, stop in ends if begin >= 0]
+        if found:
+            (_, begin, self.stopped), self._held = min(found), ""
+            return text[:begin]
+        held = max((self._beginning(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """What is held back, at the end of the text."""
+        rest, self._held = self._held, ""
+        return rest
+
+    @staticmethod
+    def _beginning(text: str, stop: str) -> int:
+        """How many characters at the end of `text` begin `stop`."""
+        return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

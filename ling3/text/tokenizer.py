@@ -1,0 +1,241 @@
+"""A checkpoint's tokenizer: text to ids and back, with the checkpoint's own chat template."""
+
+import functools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+import tokenizers
+
+from ling3.checkpoint import hub
+from ling3.runtime import regular_file, strict_json
+from ling3.runtime.quoting import shown
+from ling3.text.chat_template import LONGEST_TEMPLATE, ChatTemplate
+from ling3.text.detokenizer import StreamDecoder
+from ling3.text.tokenizer_file import Reported, TokenizerError, read
+
+VOCABULARY, SETTINGS, MODEL, GENERATION = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "config.json",
+    "generation_config.json",
+)
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+PATTERNS = (VOCABULARY, SETTINGS, MODEL, GENERATION, *TEMPLATES)
+
+"""The most that `tokenizer.json` may have; the largest published ones have a quarter of it."""
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The Hugging Face fast tokenizer of a checkpoint directory.
+
+    `eos_token_ids` is what ends a generation, by `config.json`, `generation_config.json` and `tokenizer_config.json`
+    together; `pad_token_id` may be None; `special_tokens` are the named ones, such as `eos_token`; `chat_template` is
+    None where the checkpoint has none.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        settings = _read(directory / SETTINGS)
+        self.directory = directory
+        self.backend = read(directory / VOCABULARY)
+        self.special_tokens = _special_tokens(settings, self.backend, directory / SETTINGS)
+        self.chat_template = _chat_template(directory, settings)
+        self._added = _added_by_encode(settings, self.special_tokens, self.backend)
+
+        model, generation = _read(directory / MODEL), _read(directory / GENERATION)
+        ends = [
+            *_ids(model, "eos_token_id", directory / MODEL),
+            *_ids(generation, "eos_token_id", directory / GENERATION),
+            *self._id_of("eos_token"),
+        ]
+        pads = [
+            *self._id_of("pad_token"),
+            *_ids(generation, "pad_token_id", directory / GENERATION),
+            *_ids(model, "pad_token_id", directory / MODEL),
+        ]
+        self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(ends)))
+        self.pad_token_id: int | None = pads[0] if pads else None
+
+    def __repr__(self) -> str:
+        template = "no chat template" if self.chat_template is None else "a chat template"
+        return f"<Tokenizer of {self.directory}: {self.vocab_size:,} tokens, {template}>"
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id that has a token; a model's embedding may have more rows."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def check_fits(self, rows: int) -> None:
+        """Raises TokenizerError if an id of this tokenizer has no row in an embedding of `rows`."""
+        largest = max(self.vocab_size - 1, *self.eos_token_ids, self.pad_token_id or 0)
+        if largest >= rows:
+            raise TokenizerError(
+                f"{self.directory}: the tokenizer's ids go up to {largest}, but the model's embedding has {rows} rows "
+                f"(vocab_size in {MODEL}): the files are not of one checkpoint"
+            )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; control tokens in it are recognised.
+
+        As in transformers, `add_special_tokens` puts in what the tokenizer adds around a text: for Ling-3, nothing.
+        Raises ValueError for text that is no Unicode (a lone surrogate), TokenizerError where the tokenizer fails.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text: a lone surrogate, {text[error.start]!r}, at position {error.start}, which has no UTF-8 form"
+            ) from error
+        with Reported(self.directory / VOCABULARY, "the tokenizer fails on this text"):
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens and self._added is None)
+        before, after = self._added if self._added and add_special_tokens else ([], [])
+        return [*before, *encoding.ids, *after]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that make up no character are shown as U+FFFD, ids without a token as nothing.
+
+        Raises TokenizerError where the tokenizer fails.
+        """
+        with Reported(self.directory / VOCABULARY, "the tokenizer fails on these ids"):
+            return self.backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = ...,
+        tokenize: Literal[True] = ...,
+        **variables: Any,
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Any], *, add_generation_prompt: bool = ..., tokenize: Literal[False], **variables: Any
+    ) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Any], *, add_generation_prompt: bool = True, tokenize: bool = True, **variables: Any
+    ) -> list[int] | str:
+        """The prompt for `messages`, dicts with `role` and `content`, as ids, or as text if `tokenize` is False.
+
+        `add_generation_prompt` opens the assistant's turn at the end. `variables` go to the template: for Ling-3,
+        `enable_thinking`. Raises ValueError for malformed messages, or if the checkpoint has no chat template.
+        """
+        if self.chat_template is None:
+            raise ValueError(f"{self.directory} has no chat template (in {SETTINGS} or {TEMPLATES[0]}): use plain text")
+        text = self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, **{**self.special_tokens, **variables}
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamDecoder:
+        """A decoder for the tokens that follow `prompt_ids` as they come."""
+        return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, str(self.directory / VOCABULARY))
+
+    def _id_of(self, name: str) -> list[int]:
+        token = self.backend.token_to_id(self.special_tokens.get(name, ""))
+        return [] if token is None else [token]
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, revision: str | None = None) -> Tokenizer:
+    """The tokenizer in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
+
+    `revision` is a branch, a tag or a commit of the hub's repository.
+
+    Raises FileNotFoundError when there is none, TokenizerError for a damaged file, naming file and field, and
+    `hub.resolve`'s errors where there is no checkpoint.
+    """
+    return Tokenizer(hub.resolve(path, PATTERNS, revision))
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = strict_json.read(path)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: a {type(value).__name__}, where an object was expected")
+    return value
+
+
+def _special_tokens(settings: Mapping[str, Any], backend: tokenizers.Tokenizer, path: pathlib.Path) -> dict[str, str]:
+    """The named special tokens of `tokenizer_config.json`, each made special in `backend` if it was not."""
+    tokens: dict[str, str] = {}
+    for name in SPECIAL_TOKENS:
+        value = settings.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        if value is None:
+            continue
+        if not isinstance(token, str):
+            raise TokenizerError(f"{path}: {name} is {shown(value)}, where a string or {{'content': …}} was expected")
+        if backend.token_to_id(token) is None:
+            raise TokenizerError(f"{path}: {name} is {shown(token)}, which is no token of {VOCABULARY}")
+        tokens[name] = token
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    backend.add_special_tokens(
+        [
+            tokenizers.AddedToken(token, special=True, normalized=False)
+            for token in tokens.values()
+            if token not in special
+        ]
+    )
+    return tokens
+
+
+def _added_by_encode(
+    settings: Mapping[str, Any], special_tokens: Mapping[str, str], backend: tokenizers.Tokenizer
+) -> tuple[list[int], list[int]] | None:
+    """The ids that `encode` puts before and after a text where `tokenizer_config.json` says so, as transformers does.
+
+    None leaves it to the post-processor of `tokenizer.json`.
+    """
+    if "add_bos_token" not in settings and "add_eos_token" not in settings:
+        return None
+
+    def wanted(name: str) -> list[int]:
+        token = backend.token_to_id(special_tokens.get(name, ""))
+        return [token] if settings.get(f"add_{name}") and token is not None else []
+
+    return wanted("bos_token"), wanted("eos_token")
+
+
+def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+    """The template in a file of its own, as transformers 5 writes it, or else in `tokenizer_config.json`."""
+    jinja, legacy = (directory / name for name in TEMPLATES)
+    if jinja.exists():
+        try:
+            # UTF-8 has at most four bytes for a character.
+            source = regular_file.read(jinja, 4 * LONGEST_TEMPLATE).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{jinja}: not UTF-8 ({error})") from error
+        except ValueError as error:
+            raise TokenizerError(str(error)) from error
+        return ChatTemplate(source, str(jinja))
+    path, value = directory / SETTINGS, settings.get("chat_template")
+    if value is None:
+        path, value = legacy, _read(legacy).get("chat_template")
+    if value is None:
+        return None
+    if isinstance(value, list):
+        # Several templates, by name.
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    if not isinstance(value, str):
+        raise TokenizerError(f"{path}: chat_template is neither a string nor a list with one of the name 'default'")
+    return ChatTemplate(value, f"{path}: chat_template")
+
+
+def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path) -> list[int]:
+    value = fields.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if type(token) is not int or token < 0:
+            raise TokenizerError(f"{path}: {name} is {shown(value)}, where an id or a list of ids was expected")
+    return ids

@@ -1,0 +1,140 @@
+"""A checkpoint's `tokenizer.json`: a program from strangers, read within bounds, whose failures are TokenizerErrors.
+
+The tokenizers library runs it. What makes a text longer, step after step, is bounded before the file is loaded. Not
+bounded is the time of a regular expression: the library gives up only after ten million backtracks at one place of a
+text, about a fifth of a second, and one that stays below that may take as long at each place.
+"""
+
+import base64
+import math
+import pathlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, no_type_check
+
+import tokenizers
+
+from ling3.runtime import regular_file, strict_json
+from ling3.runtime.quoting import QuotingError, printable, shown
+
+MOST_STEPS = 32
+"""Steps of normalizer, pre-tokenizer and decoder together; published tokenizers have up to ten."""
+MOST_GROWTH = 256
+"""How many times longer these may make a text."""
+LONGEST_STRING = 16_384
+"""Characters of a token, a pattern or a replacement."""
+LONGEST_WORD = 1_000
+"""Characters of a word that WordPiece cuts, in a time that grows with their square; in published tokenizers 100."""
+
+PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+"""The parts that are made of steps, and the field in which a sequence of steps has them."""
+
+
+class TokenizerError(QuotingError):
+    """A tokenizer's file is damaged, does not fit the others, or does not work on what it is given."""
+
+
+# Entered for every token of every request: checking types would take longer than that.
+@no_type_check
+class Reported:
+    """`with Reported(path, problem)`: TokenizerError, with the `problem`, where the tokenizers library fails.
+
+    The library raises bare Exceptions, and where it panics what is no Exception at all.
+    """
+
+    def __init__(self, source: object, problem: str):
+        self.source = source
+        self.problem = problem
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # The class of a panic, pyo3_runtime.PanicException, can be imported from nowhere.
+        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
+            raise TokenizerError(f"{self.source}: {self.problem} ({printable(error)})") from error
+
+
+def read(path: pathlib.Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a file. Raises FileNotFoundError, and TokenizerError if it is damaged or out of bounds."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing: a checkpoint's tokenizer is its {path.name} (the Hugging Face fast format)"
+        )
+    try:
+        text = regular_file.read(path, regular_file.TOKENIZER_BYTES).decode("utf-8")
+        _check(strict_json.parse(text, str(path)))
+    except (ValueError, RecursionError) as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise TokenizerError(f"{path}: not a tokenizer that ling3 can read: {reason}") from error
+    with Reported(path, "not a tokenizer that the tokenizers library can read"):
+        backend = tokenizers.Tokenizer.from_str(text)
+    # What is written there is for batches; here a text becomes its ids, all of them.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _check(file: Any) -> None:
+    """Raises ValueError for what is out of bounds, or in a form that does not tell."""
+    if not isinstance(file, dict) or not isinstance(file.get("model"), dict):
+        raise ValueError(f"found {shown(file)}; expected an object with a model")
+    if (longest := _longest(file)) > LONGEST_STRING:
+        raise ValueError(f"found a string of {longest:,} characters; expected at most {LONGEST_STRING:,}")
+    word = file["model"].get("max_input_chars_per_word", 0)
+    if not isinstance(word, int) or word > LONGEST_WORD:
+        raise ValueError(f"max_input_chars_per_word: found {shown(word)}; expected at most {LONGEST_WORD:,}")
+    steps = {part: list(_steps(file.get(part), part)) for part in PARTS}
+    if (count := sum(map(len, steps.values()))) > MOST_STEPS:
+        raise ValueError(f"{', '.join(PARTS)}: found {count} steps in all; expected at most {MOST_STEPS}")
+    for parts in (("normalizer", "pre_tokenizer"), ("decoder",)):
+        growth = math.prod(_growth(step) for part in parts for step in steps[part])
+        if growth > MOST_GROWTH:
+            found = f"found steps that make a text up to {growth:,.0f} times longer"
+            raise ValueError(f"{' and '.join(parts)}: {found}; expected at most {MOST_GROWTH}")
+
+
+def _longest(value: Any) -> int:
+    """The length of the longest string in a JSON value, but for merges (of tokens) and maps (`_growth` reads them)."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        within = (item for key, item in value.items() if key not in ("merges", "precompiled_charsmap"))
+        return max(max(map(len, value), default=0), _longest([item for item in within if not isinstance(item, int)]))
+    return max(map(_longest, value), default=0) if isinstance(value, list) else 0
+
+
+def _steps(part: Any, name: str) -> Iterator[dict[str, Any]]:
+    """A part of the file, and if it is a sequence all that is in it."""
+    if part is None:
+        return
+    # The library also takes a list for an object, and guesses a type that is missing.
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise ValueError(f"{name}: found {shown(part)}; expected an object with a type")
+    yield part
+    if part["type"] == "Sequence":
+        steps = part.get(PARTS[name])
+        if not isinstance(steps, list):
+            raise ValueError(f"{name}: found {shown(steps)}; expected the list of a sequence's steps")
+        for step in steps:
+            yield from _steps(step, name)
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """How many times longer a step may make a text each time that it is in a sequence."""
+    match step:
+        case {"type": "Replace", "content": str(content), "pattern": {"String": str(pattern)}} if pattern:
+            return max(1.0, len(content) / len(pattern))
+        case {"type": "Replace", "content": str(content), "pattern": {}}:
+            return 1 + len(content)  # at every place, where the pattern matches nothing
+        case {"type": "Replace"}:
+            raise ValueError(f"found {shown(step)}; expected a pattern and a content")
+        case {"type": "Precompiled", "precompiled_charsmap": str(charsmap)}:
+            data = base64.b64decode(charsmap)
+            replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+            return max(1, *map(len, replacements))
+        case {"type": "ByteLevel" | "BPEDecoder" | "CTC"}:
+            return 2
+    return 1

@@ -1,0 +1,236 @@
+"""The promise: a request's tokens and log-probabilities are bit for bit those of the same request run alone."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tiny import TINY, open_model
+
+import ling3
+from ling3.cache import map_pages, map_slots
+from ling3.engine.scheduler import Scheduler
+
+SLOTS, PAGES = 6, 48
+SETTINGS = {
+    "max_running_requests": SLOTS,
+    "num_pages": PAGES,
+    "page_size": 16,
+    "chunked_prefill_size": 32,
+    "token_paddings": (16, 32),
+    "max_model_len": 160,
+    "decode_rows": 4,
+    "decode_steps": 4,
+}
+# The longest request below: 96 + 48 tokens, the last of which is never cached.
+FEWEST_PAGES = 9
+
+
+def engine(**changes):
+    return ling3.Engine(open_model(TINY), None, **{**SETTINGS, **changes})
+
+
+@functools.cache
+def requests():
+    """Prompts and how they are sampled, every kind of sampling among them."""
+    draw = np.random.default_rng(0)
+    found = []
+    for i in range(24):
+        params = ling3.SamplingParams(
+            max_tokens=int(draw.integers(1, 49)),
+            temperature=[0.0, 1.0, 0.6][i % 3],
+            top_k=[None, 12][i % 2],
+            top_p=[1.0, 0.9, 1.0, 1.0][i % 4],
+            min_p=[0.0, 0.0, 0.05][i % 3],
+            repetition_penalty=[1.0, 1.2][i % 5 == 0],
+            frequency_penalty=[0.0, 0.3][i % 7 == 0],
+            logit_bias={7: 2.0} if i % 6 == 1 else None,
+            min_tokens=0,
+            ignore_eos=i % 4 != 0,
+            stop_token_ids=[9, 11] if i % 5 == 2 else [],
+            logprobs=[None, 0, 3][i % 3],
+            seed=i,
+            n=2 if i % 8 == 3 else 1,
+        )
+        found.append((draw.integers(3, TINY.vocab_size, size=int(draw.integers(1, 97))).tolist(), params))
+    return found
+
+
+@functools.cache
+def alone(which, chunk):
+    """The answers to one request in an engine that serves nothing else."""
+    lonely = idle_engine()
+    lonely._loop.chunk = chunk
+    (output,) = lonely.generate([requests()[which][0]], requests()[which][1])
+    return [answer(completion) for completion in output.outputs]
+
+
+@functools.cache
+def idle_engine():
+    return engine()
+
+
+def answer(completion):
+    """All of a completion that the promise speaks of; floats compare bit for bit."""
+    return completion.token_ids, completion.logprobs, completion.finish_reason, completion.stop_reason
+
+
+class Company(RuleBasedStateMachine):
+    """Requests come, go on, are aborted and preempted in any order; fewer slots and pages than the pool has."""
+
+    @initialize(slots=st.integers(1, SLOTS), pages=st.integers(FEWEST_PAGES, PAGES), chunk=st.sampled_from([8, 16, 32]))
+    def begin(self, slots, pages, chunk):
+        self.engine = busy_engine()
+        self.engine._loop.chunk = self.chunk = chunk
+        self.engine._loop.scheduler = Scheduler(slots, pages, SETTINGS["page_size"])
+        self.before = self.engine.stats()
+        self.asked, self.finished, self.aborted = {}, {}, set()
+
+    @rule(which=st.integers(0, 23))
+    def submit(self, which):
+        prompt, params = requests()[which]
+        self.asked[self.engine.submit(prompt, params)] = which
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(turns=st.integers(1, 4))
+    def step(self, turns):
+        for _ in range(turns):
+            for delta in self.engine.step():
+                if delta.output is not None:
+                    self.finished[delta.request_id] = delta.output
+
+    @precondition(lambda self: self.asked)
+    @rule(place=st.integers(0, 10**6))
+    def abort(self, place):
+        which = sorted(self.asked)[place % len(self.asked)]
+        if self.engine.abort(which):
+            self.aborted.add(which)
+
+    @invariant()
+    def the_books_add_up(self):
+        if not hasattr(self, "engine"):
+            return
+        stats = self.engine.stats()
+        assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values())
+        assert stats.slots == stats.free_slots + stats.running
+        held = sum(len(run.pages) for run in self.engine._loop.scheduler.running)
+        assert stats.pages == stats.free_pages + held
+        self.engine._loop.scheduler.check()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.has_work:
+            self.step(1)
+        assert set(self.finished) == set(self.asked)
+        for request, which in self.asked.items():
+            for got, expected in zip(self.finished[request].outputs, alone(which, self.chunk), strict=True):
+                if got.finish_reason == "abort":
+                    assert request in self.aborted
+                    assert got.token_ids == expected[0][: len(got.token_ids)]
+                else:
+                    assert answer(got) == expected
+        stats = self.engine.stats()
+        assert (stats.free_slots, stats.free_pages) == (stats.slots, stats.pages)
+        assert (stats.waiting, stats.running, self.engine._loop.requests, self.engine._loop.in_flight) == (0, 0, {}, [])
+
+
+@functools.cache
+def busy_engine():
+    return engine()
+
+
+TestCompany = Company.TestCase
+TestCompany.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def answers(some, engine):
+    """All the requests at once."""
+    outputs = engine.generate([prompt for prompt, _ in some], [params for _, params in some])
+    return [[answer(completion) for completion in output.outputs] for output in outputs]
+
+
+def test_constant_preemption_changes_nothing():
+    """Six requests that begin small and each grow to most of the pages there are."""
+    growing = [
+        ([5 + i], ling3.SamplingParams(max_tokens=120, temperature=i % 2, seed=i, logprobs=0)) for i in range(12)
+    ]
+    crowded = busy_engine()
+    crowded._loop.chunk = 32
+    crowded._loop.scheduler = Scheduler(SLOTS, FEWEST_PAGES, SETTINGS["page_size"])
+    before = crowded.stats().preemptions
+    expected = [answers([request], idle_engine())[0] for request in growing]
+    assert answers(growing, crowded) == expected
+    assert crowded.stats().preemptions - before > 20
+
+
+def test_poisoned_pools_change_nothing():
+    """NaN in every free page and slot before every step, and in every position that a request has not yet reached."""
+    poisoned = busy_engine()
+    poisoned._loop.chunk = 32
+    poisoned._loop.scheduler = Scheduler(SLOTS, 20, SETTINGS["page_size"])
+    asked = {poisoned.submit(*request): which for which, request in enumerate(requests())}
+    while poisoned.has_work:
+        scheduler, runner = poisoned._loop.scheduler, poisoned._loop.runner
+        slots = jnp.asarray(scheduler._free_slots, jnp.int32)
+        pages = jnp.asarray([*scheduler._free_pages, *range(20, PAGES)], jnp.int32)
+
+        layers = map_slots(lambda x, slots=slots: x.at[slots].set(jnp.nan), runner.pool.layers)
+        layers = map_pages(lambda x, pages=pages: x.at[pages].set(jnp.nan), layers)
+        runner.pool = eqx.tree_at(lambda p: p.layers, runner.pool, layers)
+        for delta in poisoned.step():
+            if delta.output is not None:
+                which = asked.pop(delta.request_id)
+                assert [answer(completion) for completion in delta.output.outputs] == alone(which, 32)
+    assert not asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"max_running_requests": 1}, {"max_running_requests": 13, "num_pages": 70}])
+def test_the_size_of_the_engine_changes_nothing(changes):
+    """Beyond the promise: other slots and pages are other programs, with the same bits."""
+    assert answers(requests()[:12], engine(**changes)) == [alone(which, 32) for which in range(12)]
+
+
+def test_without_the_promise_answers_differ_by_rounding_alone():
+    free = engine(batch_invariant=False)
+    params = ling3.SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True)
+    greedy = [(prompt, params) for prompt, _ in requests()[:6]]
+    together, expected = answers(greedy, free), answers(greedy, idle_engine())
+    assert free._loop.runner.shapes.rows == (2, 4, 6)
+    for ((tokens, logprobs, *_),), ((same_tokens, same_logprobs, *_),) in zip(together, expected, strict=True):
+        assert tokens == same_tokens
+        # Logits of standard deviation near 1 in float32, through four layers: 1e-5 at most.
+        np.testing.assert_allclose([one.logprob for one in logprobs], [one.logprob for one in same_logprobs], atol=1e-4)
+
+
+def test_a_row_for_every_slot_keeps_the_promise():
+    """Where decoding is in place, while others are prefilled, preempted and aborted beside it."""
+    own = engine(decode_rows=SLOTS, num_pages=14)
+    expected = [answers([request], own)[0] for request in requests()[:12]]
+    before = own.stats().preemptions
+    assert answers(requests()[:12], own) == expected
+    assert own.stats().preemptions > before
+    begun = [own.submit(*requests()[i]) for i in (3, 7, 9)]
+    for _ in range(4):
+        own.step()
+    aborted = [own.abort(which) for which in begun]
+    assert any(aborted)
+    assert answers(requests()[:12], own) == expected
+
+
+@pytest.mark.slow
+def test_bfloat16_keeps_the_promise():
+    """Narrow weights, whose caches are float32 on the CPU: two rows and a preemption or two."""
+    narrow = ling3.Engine(open_model(TINY, dtype=jnp.bfloat16), None, **{**SETTINGS, "num_pages": 12, "decode_rows": 2})
+    some = requests()[:8]
+    expected = [answers([request], narrow)[0] for request in some]
+    before = narrow.stats().preemptions
+    assert answers(some, narrow) == expected
+    assert narrow.stats().preemptions > before
+    assert {leaf.dtype for leaf in jax.tree.leaves(narrow._loop.runner.pool.layers)} == {jnp.dtype(jnp.float32)}

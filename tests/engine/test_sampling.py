@@ -1,0 +1,114 @@
+"""The sampler: what the filters keep, what the draws follow, and what is done to logits before."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ling3.engine.sampling import NOT_A_NUMBER, Sampling, choose, ends, filtered_logits, sample
+from ling3.engine.sampling_params import SamplingParams
+
+PROBABILITIES = [0.1, 0.3, 0.15, 0.4, 0.05]
+
+
+def rows(batch, vocab=5, seed=0, **values):
+    params = SamplingParams(**{"temperature": 1.0, **values})
+    return Sampling.build([(params, seed + b, 0, params.check(vocab)) for b in range(batch)], vocab, 4)
+
+
+def logits_of(probabilities):
+    return jnp.log(jnp.asarray([probabilities], jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 10**30}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.4}, [3]),
+        ({"top_p": 0.41}, [1, 3]),
+        ({"top_p": 1e-6}, [3]),
+        ({"top_p": 1e-300}, [3]),
+        ({"min_p": 0.5}, [1, 3]),
+        ({"min_p": 1.0}, [3]),
+        ({"min_p": 1e-300}, [0, 1, 2, 3, 4]),
+        ({"top_k": 3, "top_p": 0.8}, [1, 3]),
+    ],
+)
+def test_filters_keep_what_they_say(values, kept):
+    logits = logits_of(PROBABILITIES)
+    left = filtered_logits(logits, rows(1, **values))[0]
+    assert np.flatnonzero(np.isfinite(left)).tolist() == kept
+    np.testing.assert_array_equal(left[jnp.asarray(kept)], logits[0, jnp.asarray(kept)])
+
+
+def test_top_p_of_one_keeps_all_of_a_real_vocabulary():
+    logits = jnp.asarray(3 * np.random.default_rng(0).normal(size=(1, 157184)), jnp.float32)
+    np.testing.assert_array_equal(filtered_logits(logits, rows(1, 157184)), logits)
+
+
+def test_draws_follow_the_softmax():
+    probabilities, n = np.asarray(PROBABILITIES), 20000
+    logits = jnp.broadcast_to(logits_of(probabilities) * 0.5, (n, 5))
+    drawn = np.asarray(sample(logits, rows(n, temperature=0.5), jnp.zeros(n, jnp.int32)))
+    # Five standard deviations of a binomial share of n = 20,000 draws.
+    error = 5 * np.sqrt(probabilities * (1 - probabilities) / n)
+    assert np.all(np.abs(np.bincount(drawn, minlength=5) / n - probabilities) < error)
+
+
+def test_a_draw_is_keyed_by_seed_and_position():
+    logits = jnp.zeros((4, 5000), jnp.float32)
+    sampling = rows(4, 5000, seed=3)
+    drawn = np.asarray(sample(logits, sampling, jnp.asarray([7, 7, 7, 7], jnp.int32))).tolist()
+    assert len(set(drawn)) == 4
+    later = np.asarray(sample(logits, sampling, jnp.asarray([8, 7, 8, 7], jnp.int32))).tolist()
+    assert [a == b for a, b in zip(drawn, later, strict=True)] == [False, True, False, True]
+    alone = sample(logits[:1], rows(1, 5000, seed=5), jnp.asarray([7], jnp.int32))
+    assert int(alone[0]) == drawn[2]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 2e-38, 1e-40, 1e-300])
+def test_a_temperature_near_zero_is_nearly_greedy(temperature):
+    """Logits over it overflow float32, and two infinities would tie."""
+    logits = jnp.asarray([[3.0, 39.0, 40.0, -1e5]], jnp.float32)
+    params = SamplingParams(temperature=temperature)
+    drawn = [
+        int(sample(logits, Sampling.build([(params, seed, 0, ())], 4, 4), jnp.zeros(1, jnp.int32))[0])
+        for seed in range(8)
+    ]
+    assert drawn == [2] * 8
+
+
+def test_a_temperature_as_large_as_allowed_is_nearly_uniform():
+    n = 5000
+    logits = jnp.broadcast_to(jnp.asarray([[3.0, 40.0, -39.0, -1e5]], jnp.float32), (n, 4))
+    drawn = np.asarray(sample(logits, rows(n, 4, temperature=1e9), jnp.zeros(n, jnp.int32)))
+    # Five standard deviations of a binomial share of a quarter.
+    assert np.all(np.abs(np.bincount(drawn, minlength=4) / n - 0.25) < 5 * np.sqrt(0.25 * 0.75 / n))
+
+
+def test_what_leaves_nothing_is_no_token():
+    """Row by row: NaN, +inf, -inf everywhere, and a row beside them that is well."""
+    bad = jnp.asarray(
+        [[0.0, jnp.nan, 1.0], [0.0, jnp.inf, 1.0], [-jnp.inf] * 3, [0.0, 2.0, 1.0], [-jnp.inf, 2.0, 1.0]], jnp.float32
+    )
+    for temperature in (0.0, 1.0):
+        sampling = rows(5, 3, temperature=temperature, top_k=1)
+        choice = choose(bad, sampling, jnp.zeros(5, jnp.int32))
+        assert choice.token.tolist() == [NOT_A_NUMBER] * 3 + [1, 1]
+        assert ends(choice.token, sampling, jnp.zeros(5, jnp.int32)).tolist() == [True] * 3 + [False] * 2
+
+
+def test_stop_ids_are_struck_out_until_min_tokens():
+    logits = logits_of(PROBABILITIES)
+    params = SamplingParams(min_tokens=2, stop_token_ids=[3, 1])
+    sampling = Sampling.build([(params, 0, 10, params.check(5))], 5, 4)
+    chosen = [choose(logits, sampling, jnp.asarray([position], jnp.int32)) for position in (10, 11, 12)]
+    assert [int(choice.token[0]) for choice in chosen] == [2, 2, 3]
+    assert [bool(ends(c.token, sampling, jnp.asarray([10 + i], jnp.int32))[0]) for i, c in enumerate(chosen)] == [
+        False,
+        False,
+        True,
+    ]
+    # The log-probability is the model's own, whatever was struck out.
+    np.testing.assert_allclose(chosen[0].logprob[0], np.log(0.15), rtol=1e-6)  # one rounding of log and sum

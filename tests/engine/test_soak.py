@@ -1,0 +1,110 @@
+"""The soak of `benchmarks/soak.py`, 200 requests long, and that it would find what it looks for."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+import ling3
+from benchmarks import soak
+from ling3.engine.request import Request, Run
+
+# The longest request takes 18 of the pages: 100 tokens of prompt and 40 of output, the last of which is never cached.
+SETTINGS = soak.SETTINGS | {"page_size": 8, "num_pages": 26, "max_model_len": 144}
+
+
+def short_soak(requests, **options):
+    return soak.soak(requests, longest_prompt=100, longest_output=40, settings=SETTINGS, **options)
+
+
+@pytest.mark.slow
+def test_soak():
+    """No answer depends on company, arrival, aborts or preemptions, and nothing is left of 200 requests."""
+    done = Counter()
+    found = short_soak(200, advance=lambda count: done.update(requests=count))
+    assert found.differences == []
+    assert found.leaks == []
+    assert found.memory["arrays"][-1] == found.memory["arrays"][0]
+    assert found.compiled == 0
+    assert found.preemptions >= 20
+    assert set(found.aborted) == set(soak.STAGES) and sum(found.aborted.values()) >= 15
+    assert sum(found.completions.values()) == found.compared > 200
+    assert found.completions["error"] == 0
+    assert (done["requests"], found.memory["requests"][-1]) == (200, 200)
+    assert max(found.load["waiting"]) > 4
+    assert found.figure().get_suptitle().startswith("200 requests")
+    assert '"differences": []' in found.summary()
+
+
+@pytest.mark.slow
+def test_an_answer_that_depends_on_company_is_found(monkeypatch):
+    """Tokens that are the run's own only in slot 0, which a run that is alone has."""
+    take = Run.take
+
+    def taken(self, tokens, *logprobs):
+        return take(self, tokens + 1 if self.slot and tokens.min() > 5 else tokens, *logprobs)
+
+    monkeypatch.setattr(Run, "take", taken)
+    found = short_soak(40)
+    assert any("token_ids differ from place" in line for line in found.differences)
+
+
+def test_an_answer_that_is_kept_is_found(monkeypatch):
+    kept, output = [], Request.output
+    monkeypatch.setattr(Request, "output", lambda self: kept.append(output(self)) or kept[-1])
+    found = short_soak(5)
+    assert any(line.endswith("objects of RequestOutput are alive, 0 at the beginning") for line in found.leaks)
+
+
+def test_a_page_that_is_lost_is_found(monkeypatch):
+    release = ling3.engine.scheduler.Scheduler.release
+
+    def released(self, run):
+        run.pages.pop()
+        release(self, run)
+
+    monkeypatch.setattr(ling3.engine.scheduler.Scheduler, "release", released)
+    with pytest.raises(AssertionError, match="free_pages=25"):
+        short_soak(5)
+
+
+def answer(**changes):
+    logprob = ling3.Logprob(5, -0.5, {})
+    completion = ling3.Completion(
+        index=0,
+        text="ab",
+        token_ids=(5, 6),
+        logprobs=(logprob, dataclasses.replace(logprob, token_id=6)),
+        finish_reason="stop",
+        stop_reason="cd",
+        error=None,
+        seed=0,
+        timings=ling3.Timings(None, None, None, 0.0, 0),
+    )
+    return ling3.RequestOutput(0, None, [1], [dataclasses.replace(completion, **changes)])
+
+
+def compared(**changes):
+    """What is found where a completion differs in this from its solo run, and its deltas do not from it."""
+    got = answer(**changes)
+    request = soak._Asked([1], ling3.SamplingParams(), {0: list(got.outputs[0].token_ids)}, {0: got.text})
+    return soak.differences_of(got, answer(), request)
+
+
+def test_every_difference_is_named():
+    assert compared() == []
+    assert compared(text="ac")[0].startswith("text is 'ac', alone 'ab'")
+    assert compared(finish_reason="length")[0].startswith("finish_reason is 'length', alone 'stop'")
+    other = ling3.Logprob(6, -0.5000001, {})
+    assert compared(logprobs=(answer().outputs[0].logprobs[0], other))[0].startswith("logprobs differ from place 1 on")
+    wrong = soak._Asked([1], ling3.SamplingParams(), {0: [5]}, {0: "ab"})
+    assert soak.differences_of(answer(), answer(), wrong)[0].startswith("its deltas brought ((5,), 'ab')")
+
+
+def test_an_abort_is_a_beginning():
+    first = answer().outputs[0].logprobs[:1]
+    begun = {"finish_reason": "abort", "stop_reason": None, "token_ids": (5,), "logprobs": first}
+    for text in ("", "a", "ab", "abc", "a\N{REPLACEMENT CHARACTER}"):
+        assert compared(text=text, **begun) == []
+    assert compared(text="b", **begun)[0].startswith("text is 'b', which does not begin 'ab'")
+    assert compared(text="a", **begun | {"token_ids": (6,)})[0].startswith("token_ids differ from place 0 on")

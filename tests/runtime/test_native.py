@@ -1,0 +1,185 @@
+"""Kernels in C++ are compiled once for a machine, and never stand in the way."""
+
+import os
+import pathlib
+import stat
+import warnings
+
+import pytest
+from native_kernels import forget, needs_compiler
+
+from ling3.runtime import native, user_cache
+
+# The smallest handler there is.
+SOURCE = """
+#include "xla/ffi/api/ffi.h"
+static xla::ffi::Error Nothing() { return xla::ffi::Error::Success(); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(nothing, Nothing, xla::ffi::Ffi::Bind());
+"""
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """The directory in which libraries are kept."""
+    forget()
+    directory = tmp_path / "native"
+    monkeypatch.setenv(native.VARIABLE, str(directory))
+    yield directory
+    forget()
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "nothing.cc"
+    path.write_text(f"{SOURCE}// {tmp_path}: a process may load a library of this name once\n")
+    return path
+
+
+def files(directory):
+    """What is in it, but for the lock."""
+    return [path for path in directory.iterdir() if path.name != ".lock"]
+
+
+def compiler_of(tmp_path, monkeypatch, script):
+    """A compiler that is a shell script."""
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    monkeypatch.setenv("CXX", str(path))
+
+
+@needs_compiler
+def test_a_source_is_compiled_once(kept, source, monkeypatch):
+    name = native.target(source, "nothing")
+    (library,) = kept.glob("*.so")
+    assert name == f"ling3_nothing_{library.stem.removeprefix('nothing-')}"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    forget()
+
+    def never(*arguments):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(native, "_compile", never)
+    assert native.target(source, "nothing") == name
+
+
+@needs_compiler
+def test_another_source_is_another_library(kept, source):
+    name = native.target(source, "nothing")
+    forget()
+    source.write_text(source.read_text() + "// changed\n")
+    assert native.target(source, "nothing") not in (name, None)
+    assert len(list(kept.glob("*.so"))) == 2
+
+
+@needs_compiler
+def test_what_does_not_compile_is_said_once(kept, source):
+    source.write_text("this is no C++")
+    with pytest.warns(
+        RuntimeWarning, match=r"nothing\.cc could not .* ended with 1: .*\.failed has .*LING3_NATIVE=off"
+    ):
+        assert native.target(source, "nothing") is None
+    (failed,) = files(kept)
+    assert failed.suffix == ".failed" and "error" in failed.read_text()
+    forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.target(source, "nothing") is None
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded_is_no_error(kept, source, monkeypatch):
+    monkeypatch.setattr(
+        native, "_compile", lambda compiler, source, library, failed: library.write_bytes(b"half of it")
+    )
+    with pytest.warns(RuntimeWarning, match=r"could not be compiled or loaded.*nothing-.*\.so: file too short"):
+        assert native.target(source, "nothing") is None
+    assert [path.suffix for path in files(kept)] == [".so"]
+
+
+def test_a_compiler_that_breaks_down_leaves_nothing_half_done(kept, source, tmp_path, monkeypatch):
+    broken = 'case "$*" in *-dM*) exit 0;; esac; for last; do :; done; echo half > "$last"; echo no room >&2; exit 3'
+    compiler_of(tmp_path, monkeypatch, broken)
+    with pytest.warns(RuntimeWarning, match=r"nothing\.cc could not be compiled .*compiler ended with 3"):
+        assert native.target(source, "nothing") is None
+    (failed,) = files(kept)
+    assert failed.suffix == ".failed" and failed.read_text() == "no room\n"
+
+
+def test_a_compiler_that_was_killed_is_tried_again(kept, source, tmp_path, monkeypatch):
+    compiler_of(tmp_path, monkeypatch, 'case "$*" in *-dM*) exit 0;; esac; kill -9 $$')
+    for _ in range(2):
+        forget()
+        with pytest.warns(RuntimeWarning, match="compiler ended with -9"):
+            assert native.target(source, "nothing") is None
+        assert not files(kept)
+
+
+def test_a_source_that_is_not_there_is_no_error(kept, tmp_path, monkeypatch):
+    compiler_of(tmp_path, monkeypatch, "exit 0")
+    with pytest.warns(RuntimeWarning, match=r"No such file .*absent\.cc"):
+        assert native.target(tmp_path / "absent.cc", "nothing") is None
+
+
+def test_a_compiler_nobody_can_read(kept, source, monkeypatch):
+    monkeypatch.setenv("CXX", "g++ 'quoted")
+    with pytest.raises(ValueError, match=r"CXX is .*expected the command of a C\+\+ compiler: No closing quotation"):
+        native.target(source, "nothing")
+    monkeypatch.setenv(native.VARIABLE, "off")
+    forget()
+    assert native.target(source, "nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "tools", "found"),
+    [("linux", None, True), ("win32", b"", False), ("darwin", None, False), ("darwin", b"/Library", True)],
+)
+def test_where_the_systems_own_compiler_is_used(monkeypatch, platform, tools, found):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/c++")
+    monkeypatch.setattr(native, "_output", lambda command: tools if command == ["xcode-select", "-p"] else b"macros")
+    assert native._compiler() == (["/usr/bin/c++"] if found else [])
+
+
+@pytest.mark.parametrize("script", ["exit 1", None], ids=["knows no native", "is not there"])
+def test_what_cxx_names_and_is_no_compiler_is_said(kept, source, tmp_path, monkeypatch, script):
+    if script is None:
+        monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
+    else:
+        compiler_of(tmp_path, monkeypatch, script)
+    with pytest.warns(RuntimeWarning, match=r"nothing\.cc .* plain form.*CXX is '.*compiler', which cannot be run"):
+        assert native.target(source, "nothing") is None
+    assert not files(kept)
+
+
+def test_no_compiler_on_the_path(kept, source, tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native.target(source, "nothing") is None
+
+
+@pytest.mark.parametrize("wanted", ["off", "relative"])
+def test_off_is_off_and_a_relative_path_is_refused(kept, source, monkeypatch, wanted):
+    monkeypatch.setenv(native.VARIABLE, wanted)
+    if wanted == "off":
+        assert native.target(source, "nothing") is None
+    else:
+        with pytest.raises(ValueError, match="LING3_NATIVE is 'relative', expected off or the absolute path"):
+            native.target(source, "nothing")
+    assert not kept.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners here")
+def test_a_directory_that_others_may_write_is_not_used(kept, source):
+    kept.mkdir()
+    kept.chmod(0o777)
+    assert native.target(source, "nothing") is None
+    assert not files(kept)
+
+
+def test_it_is_the_users_cache_directory(monkeypatch, tmp_path):
+    monkeypatch.delenv(native.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert user_cache.directory(native.VARIABLE, "native") == pathlib.Path(tmp_path) / "ling3" / "native"
