@@ -350,8 +350,8 @@ assert min(scores) > 0.8 * BATCH
 
 # %% [markdown]
 # The remedy is one line, and it must run at *every* arrival: in `ling3` a slot is filled by `arrive`
-# (`ling3/engine/pool.py`), which puts a whole `Arrival` in the row, zeros for a request that begins and its own saved states for one that goes
-# on. Whatever was there before is gone, so nobody has to remember to clean up at departure:
+# (`ling3/engine/pool.py`), which puts a whole `Arrival` in the row, zeros for a request that begins and its own saved
+# states for one that goes on. Whatever was there before is gone, so nobody has to remember to clean up at departure:
 
 # %%
 engine = ling3.Engine(nano, tok, max_running_requests=1, num_pages=2, decode_rows=1, token_paddings=(64,),
