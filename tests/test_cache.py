@@ -1,0 +1,60 @@
+"""A state says by its types what has a row per slot and what lies in pages; nothing else has to be known of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ling3.cache import Cache, KDAState, Paged, Span, map_pages, map_slots, pages_of, slots_of
+from ling3.runtime.recorder import SILENT, Recorder
+
+# One layer with arrays of both kinds, and an entry that stands for four tokens.
+MIXED = {"seen": jnp.ones((2, 3)), "compressed": Paged.empty(5, 16, (7,), jnp.float32, tokens=4)}
+STATES = (KDAState(jnp.ones((2, 1, 4, 4)), jnp.ones((2, 3, 12))), MIXED, Paged.empty(5, 16, (6,), jnp.float32))
+
+
+def test_arrays_are_told_apart_by_type():
+    assert [paged.entries.shape for paged in pages_of(STATES)] == [(5, 4, 7), (5, 16, 6)]
+    assert [x.shape for x in jax.tree.leaves(slots_of(STATES))] == [(2, 1, 4, 4), (2, 3, 12), (2, 3)]
+
+
+def test_each_kind_is_mapped_and_the_other_stays():
+    doubled = map_slots(lambda x: 2 * x, STATES)
+    assert float(doubled[0].conv[0, 0, 0]) == float(doubled[1]["seen"][0, 0]) == 2
+    assert not np.any(doubled[1]["compressed"].entries)
+    filled = map_pages(lambda x: x + 1, STATES)
+    assert filled[1]["compressed"].tokens == 4 and np.all(filled[2].entries == 1)
+    assert filled[0] is not None and np.all(filled[0].conv == 1)
+    summed = map_slots(lambda x, y: x + y, doubled, STATES)
+    assert float(summed[1]["seen"][0, 0]) == 3
+
+
+def test_a_page_has_as_many_tokens_as_its_entries_stand_for():
+    assert [paged.page_size for paged in pages_of(STATES)] == [16, 16]
+    length, table = jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32)
+    assert Cache(STATES, length, table).capacity() == 48
+    assert Cache(STATES[:1], length, table).capacity() == 2**31 - 1
+    with pytest.raises(ValueError, match="page_size is 16, expected a multiple of 3"):
+        Paged.empty(1, 16, (2,), jnp.float32, tokens=3)
+
+
+def test_entries_go_where_the_table_says():
+    table = jnp.asarray([[3, 1], [9, 0]], jnp.int32)  # row 1 has no page for its first 16 positions
+    span = Span(jnp.asarray([15, 15], jnp.int32), jnp.asarray([2, 2], jnp.int32), table)
+    new = jnp.arange(1, 7, dtype=jnp.float32).reshape(2, 3, 1)  # the third column is padding
+    entries = Paged.empty(5, 16, (1,), jnp.float32).append(new, span).entries[..., 0]
+    assert (entries[3, 15], entries[1, 0], entries[0, 0]) == (1, 2, 5)
+    assert np.count_nonzero(entries) == 3
+    with pytest.raises(ValueError, match="an entry stands for 4 tokens"):
+        MIXED["compressed"].append(jnp.ones((2, 3, 7)), span)
+
+
+def test_a_recorder_files_by_path_and_silence_costs_nothing():
+    recorder = Recorder()
+    span = Span.whole(1, 2, recorder=recorder).within("layers.0").within("attention")
+    span.recorder(q=1, k=2)
+    recorder(embeddings=3)
+    assert recorder.values == {"layers.0.attention.q": 1, "layers.0.attention.k": 2, "embeddings": 3}
+    assert recorder.of("layers.0.attention") == {"q": 1, "k": 2} and recorder.of("layers.0") == {}
+    silent = Span.whole(1, 2)
+    assert silent.within("layers.0") is silent and silent.recorder is SILENT
