@@ -66,8 +66,7 @@ def alone(which, chunk):
     """The answers to one request in an engine that serves nothing else."""
     lonely = idle_engine()
     lonely._loop.chunk = chunk
-    (output,) = lonely.generate([requests()[which][0]], requests()[which][1])
-    return [answer(completion) for completion in output.outputs]
+    return answers([requests()[which]], lonely)[0]
 
 
 @functools.cache
@@ -90,6 +89,9 @@ class Company(RuleBasedStateMachine):
         self.engine._loop.scheduler = Scheduler(slots, pages, SETTINGS["page_size"])
         self.before = self.engine.stats()
         self.asked, self.finished, self.aborted = {}, {}, set()
+
+    def alone(self, which):
+        return alone(which, self.chunk)
 
     @rule(which=st.integers(0, 23))
     def submit(self, which):
@@ -129,7 +131,7 @@ class Company(RuleBasedStateMachine):
             self.step(1)
         assert set(self.finished) == set(self.asked)
         for request, which in self.asked.items():
-            for got, expected in zip(self.finished[request].outputs, alone(which, self.chunk), strict=True):
+            for got, expected in zip(self.finished[request].outputs, self.alone(which), strict=True):
                 if got.finish_reason == "abort":
                     assert request in self.aborted
                     assert got.token_ids == expected[0][: len(got.token_ids)]
@@ -147,6 +149,37 @@ def busy_engine():
 
 TestCompany = Company.TestCase
 TestCompany.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+@functools.cache
+def engines(slots, pages, chunk):
+    """Two of these settings: one for company, one for each request alone."""
+    changes = {"max_running_requests": slots, "num_pages": pages, "chunked_prefill_size": chunk}
+    return engine(**changes), engine(**changes)
+
+
+@functools.cache
+def alone_in(which, *sizes):
+    return answers([requests()[which]], engines(*sizes)[1])[0]
+
+
+class FreshCompany(Company):
+    """The same with examples that no run has seen, and sizes by the engine's own settings."""
+
+    @initialize(sizes=st.sampled_from([(1, 9, 32), (2, 20, 8), (5, 12, 16), (6, 48, 32)]))
+    def begin(self, sizes):
+        self.sizes = sizes
+        self.engine, _ = engines(*sizes)
+        self.asked, self.finished, self.aborted = {}, {}, set()
+
+    def alone(self, which):
+        return alone_in(which, *self.sizes)
+
+
+TestFreshCompany = pytest.mark.slow(FreshCompany.TestCase)
+TestFreshCompany.settings = settings(
+    max_examples=20, stateful_step_count=30, deadline=None, derandomize=False, print_blob=True
+)
 
 
 def answers(some, engine):
