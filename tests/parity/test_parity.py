@@ -69,6 +69,6 @@ def test_greedy_continuations(open_case, name):
 
 
 def test_transformers_takes_no_ablated_model_for_a_ling3(tmp_path):
-    ling3.save(ling3.ablate.no_rope(open_model(FLASH)), tmp_path / "cut")
+    ling3.save(ling3.ablate.no_decay(open_model(FLASH)), tmp_path / "cut")
     with pytest.raises(ValueError, match="ling3_ablated"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
