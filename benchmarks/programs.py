@@ -12,6 +12,7 @@ from ling3.checkpoint.names import structure
 from ling3.engine.pool import Pool, Rows, cache_dtype, decode, prefill
 from ling3.engine.sampling import Sampling
 from ling3.engine.sampling_params import SamplingParams
+from ling3.execution import Execution
 from ling3.generate import PREFILL_CHUNK
 from ling3.ops.attention import BLOCK
 
@@ -29,10 +30,11 @@ def lowered(scale: str, program: str) -> tuple[Any, int]:
     sampling = Sampling.build([(SamplingParams(), 0, 1, config.eos_token_id)], config.vocab_size, 8)
     pool = eqx.filter_eval_shape(Pool.empty, model, sampling, COLUMNS, BLOCK, cache_dtype(model))
     rows = Rows(None, _ints(1, COLUMNS))
-    arrays = len(jax.tree.leaves((model, rows, pool)))
+    arrays, execution = len(jax.tree.leaves((model, rows, pool))), Execution.default()
     if program == "decode":
-        return decode.lower(model, rows, _ints(), pool), arrays
-    return prefill.lower(model, rows, _ints(1, PREFILL_CHUNK), _ints(1), jnp.zeros(1, bool), pool), arrays
+        return decode.lower(model, rows, _ints(), pool, execution), arrays
+    tokens = _ints(1, PREFILL_CHUNK), _ints(1), jnp.zeros(1, bool)
+    return prefill.lower(model, rows, *tokens, pool, execution), arrays
 
 
 def _ints(*shape: int) -> Array:
