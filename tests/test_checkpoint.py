@@ -23,8 +23,8 @@ from published_configs import TINY
 from random_checkpoint import FLASH_LIKE, TINY_LIKE, draw, to_bfloat16, write
 
 import ling3
-from ling3 import checkpoint
 from ling3.checkpoint import CheckpointError, copying, load, safetensors_file, save, shards, weight_names
+from ling3.checkpoint.names import leaves, structure
 from ling3.families.ling3_config import ConfigError, Ling3Config
 
 CONFIG = dataclasses.replace(
@@ -78,7 +78,7 @@ def stored_in(directory: Path) -> dict[str, np.ndarray]:
 
 
 def arrays_of(model: ling3.Ling3ForCausalLM) -> dict[str, np.ndarray]:
-    return {leaf.path: np.asarray(leaf.value) for leaf in checkpoint.leaves(model)}
+    return {leaf.path: np.asarray(leaf.value) for leaf in leaves(model)}
 
 
 def negated(model: ling3.Ling3ForCausalLM) -> ling3.Ling3ForCausalLM:
@@ -128,15 +128,15 @@ class TestLoad:
         np.testing.assert_array_equal(model.lm_head.weight, STORED["lm_head.weight"])
 
     def test_as_stored(self, directory):
-        dtypes = {leaf.path: np.dtype(leaf.value.dtype) for leaf in checkpoint.leaves(load(directory))}
+        dtypes = {leaf.path: np.dtype(leaf.value.dtype) for leaf in leaves(load(directory))}
         for weight in weight_names(CONFIG):
             assert dtypes[weight.path] == STORED[weight.name].dtype
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_in_a_dtype(self, directory, dtype):
         model = load(directory, dtype)
-        expected = {leaf.path: leaf.value.dtype for leaf in checkpoint.leaves(checkpoint.structure(CONFIG, dtype))}
-        assert {leaf.path: leaf.value.dtype for leaf in checkpoint.leaves(model)} == expected
+        expected = {leaf.path: leaf.value.dtype for leaf in leaves(structure(CONFIG, dtype))}
+        assert {leaf.path: leaf.value.dtype for leaf in leaves(model)} == expected
         layer = model.model.layers[1]
         assert layer.attention.q_proj.weight.dtype == dtype
         assert (
@@ -800,7 +800,7 @@ class TestSave:
         assert not (tmp_path / "out").exists()
 
     def test_a_model_that_no_file_had(self, tmp_path):
-        model = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5, leaf.dtype), checkpoint.structure(CONFIG))
+        model = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5, leaf.dtype), structure(CONFIG))
         save(model, tmp_path / "deep" / "out")
         assert_same(arrays_of(load(tmp_path / "deep" / "out")), arrays_of(model))
 

@@ -78,8 +78,8 @@ def test_parity_needs_eigenvalues_below_zero(tmp_path):
         variant: [run.curve[-1].error for run in runs if run.variant == variant] for variant in experiment.variants
     }
     assert len(runs) == 6
-    # Which seeds learn it in 160 steps depends on the rounding of sums, and so on the processor. With beta in [0, 2] most
-    # do, to at most 0.002: on one processor all of four, on another one of two. With beta in [0, 1] none does.
+    # Which seeds learn it in 160 steps depends on the rounding of sums, and so on the processor. With beta in [0, 2]
+    # most do: on one processor all of four, to at most 0.002, on another one of two. With beta in [0, 1] none does.
     assert min(flips["beta in [0, 1]"]) > 0.2
     assert min(flips["beta in [0, 2]"]) < 0.05
 
