@@ -208,7 +208,7 @@ def test_an_interpreter_that_does_not_start(monkeypatch, tmp_path):
 
 
 def test_the_process_ends_with_its_parent():
-    script = "from ling3 import chat_template as c; c.ChatTemplate(''); print(c._worker()._process.pid)"
+    script = "from ling3.text import chat_template as c; c.ChatTemplate(''); print(c._worker()._process.pid)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     with pytest.raises(ProcessLookupError):
