@@ -14,8 +14,9 @@ from benchmarks.decode_latency import STEPS, layers_apart, whole_step
 from benchmarks.models import MID, TINY, TOY, prompts
 from benchmarks.oracles import FLOAT32, close, likeliest
 from benchmarks.registry import Line, Setting, Side, Trial, Wrong, case, milliseconds
-from ling3.cache import KDAState
+from ling3.cache import KDAState, Span
 from ling3.checkpoint.names import structure
+from ling3.execution import Execution
 from ling3.families.ling3 import moe_config
 from ling3.generate import PREFILL_CHUNK
 from ling3.layers.moe import MoE
@@ -114,14 +115,15 @@ def experts(setting: Setting) -> Trial:
 
 def _moe_side(layer: MoE, tokens: int, count: int, hidden: int) -> Side:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, tokens, hidden)), jnp.float32)
-    run = jax.jit(layer.__call__)
+    span = Span.whole(1, tokens, Execution.default())
+    run = jax.jit(lambda x: layer(x, span))
     chosen, weights = layer.gate(x[0])
     distinct = len(np.unique(np.asarray(chosen)))
     routed = layer.experts
 
     def dense() -> jax.Array:
         y = dense_experts(x[0], chosen, weights, routed.gate_proj, routed.up_proj, routed.down_proj, 0.0)[None]
-        return y if layer.shared_experts is None else y + layer.shared_experts(x)
+        return y if layer.shared_experts is None else y + layer.shared_experts(x, span)
 
     timed = milliseconds(lambda: run(x), calls=16)
     check = close(lambda: run(x), dense, FLOAT32)
