@@ -52,7 +52,7 @@ class Span(eqx.Module):
 
 
 class Paged(eqx.Module):
-    """An array of a state that lies in pages: `entries[p, i]` is entry i of page p, whoever's page it is.
+    """An array of a state that lies in pages: `entries[p, i]` is entry i of page p.
 
     An entry stands for `tokens` consecutive tokens, so a page of the engine's `page_size` tokens has
     page_size / tokens entries. Which pages are whose, and in which order, `Span.table` says.

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -27,11 +26,17 @@ class Execution:
     chunk_size: int = 16
     """Tokens that KDA's prefill takes at a time: 16 times a power of two. 16 is fastest on a CPU."""
     kda_step: Callable[..., tuple[Float[Array, "..."], Float[Array, "..."]]] = kda.kda_step
+    """One token of KDA, as in a decode step."""
     chunk_kda: Callable[..., tuple[Float[Array, "..."], Float[Array, "..."]]] = kda.chunk_kda
+    """Several tokens of KDA, as in prefill."""
     block_attention: Callable[..., Float[Array, "..."]] = attention.block_attention
+    """MLA over whole sequences without a cache, as in training."""
     paged_attention: Callable[..., Float[Array, "..."]] = attention.paged_attention
+    """MLA of several tokens over pages, with keys and values expanded, as in prefill."""
     latent_attention: Callable[..., Float[Array, "..."]] = attention.latent_attention
+    """MLA of one token over pages of latents, absorbed, as in a decode step."""
     experts: Callable[..., Float[Array, "..."]] = experts.block_experts
+    """The routed experts."""
     lowering: Lowering = XLA
     """What XLA has to be told on this platform."""
 
@@ -46,5 +51,5 @@ class Execution:
 
 
 PLAIN = Execution()
-PLATFORMS: dict[str, Any] = {"cpu": Execution(experts=experts.native_experts, lowering=XLA_CPU)}
+PLATFORMS: dict[str, Execution] = {"cpu": Execution(experts=experts.native_experts, lowering=XLA_CPU)}
 """The defaults of platforms that need something else than the plain forms."""

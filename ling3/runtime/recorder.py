@@ -1,4 +1,4 @@
-"""What a forward pass is asked to tell of itself; nobody asking costs nothing."""
+"""A recorder of a forward pass's intermediate arrays; a pass without one costs nothing more."""
 
 from typing import Any
 
@@ -44,4 +44,4 @@ class _Silent(Recorder):
 
 
 SILENT: Recorder = _Silent()
-"""The recorder of a pass that nobody watches."""
+"""The recorder that records nothing: the default of every pass."""
