@@ -51,7 +51,7 @@ Timed = Callable[[int], float]
 """Milliseconds per step at a context."""
 
 
-def whole_step(model: ling3.Ling3ForCausalLM, rows: int, columns: int, pages: int) -> Timed:
+def whole_step(model: ling3.CausalLM, rows: int, columns: int, pages: int) -> Timed:
     """The engine's decode program over its pool, with room for `columns` pages a request and `pages` in all."""
     shapes = Shapes(slots=rows, pages=pages, page_size=PAGE, columns=columns, widths=(16,), rows=(rows,))
     pool = Runner(model, shapes).pool
@@ -74,7 +74,7 @@ def whole_step(model: ling3.Ling3ForCausalLM, rows: int, columns: int, pages: in
     return timed
 
 
-def layers_apart(model: ling3.Ling3ForCausalLM, kind: str, rows: int, columns: int) -> Timed:
+def layers_apart(model: ling3.CausalLM, kind: str, rows: int, columns: int) -> Timed:
     """The attention layers of one kind alone, one after the other, step after step."""
     layers = tuple(
         layer.attention for i, layer in enumerate(model.model.layers) if model.config.attention_kind(i) == kind
@@ -135,7 +135,7 @@ def _at(pool: Pool, context: int) -> Pool:
     return eqx.tree_at(lambda p: (p.length, p.token, p.done), pool, jax.block_until_ready(fresh))
 
 
-def against_context(model: ling3.Ling3ForCausalLM, rows: int, rounds: int) -> dict[str, Any]:
+def against_context(model: ling3.CausalLM, rows: int, rounds: int) -> dict[str, Any]:
     """Milliseconds per step of the whole and of its parts, at each context, with the slopes of the fitted lines."""
     columns = -(-(max(CONTEXTS) + STEPS) // PAGE)
     sides = {
@@ -146,7 +146,7 @@ def against_context(model: ling3.Ling3ForCausalLM, rows: int, rounds: int) -> di
     return {name: found | _fit(found) for name, found in _measured(sides, CONTEXTS, rounds).items()}
 
 
-def unused_room(model: ling3.Ling3ForCausalLM, rounds: int) -> dict[str, Any]:
+def unused_room(model: ling3.CausalLM, rounds: int) -> dict[str, Any]:
     """16 requests at small contexts in pools of more and more room."""
     rows, contexts = 16, (128, 512)
     pools = {

@@ -89,7 +89,7 @@ def stream(task: Task, seed: int, steps: range, rows: int) -> Batches:
 
 
 def answer_loss(
-    model: ling3.Ling3ForCausalLM,
+    model: ling3.CausalLM,
     tokens: Int[Array, "batch seq"],
     targets: Int[Array, "batch seq"],
     mask: Bool[Array, "batch seq"],
@@ -104,8 +104,8 @@ def answer_loss(
 
 @eqx.filter_jit
 def _descend(
-    model: ling3.Ling3ForCausalLM, state: PyTree, batches: Batches, rates: Float[Array, " steps"]
-) -> tuple[ling3.Ling3ForCausalLM, PyTree]:
+    model: ling3.CausalLM, state: PyTree, batches: Batches, rates: Float[Array, " steps"]
+) -> tuple[ling3.CausalLM, PyTree]:
     """One step for each of `batches`."""
     weights, rest = eqx.partition(model, eqx.is_inexact_array)
 
@@ -125,7 +125,7 @@ def _descend(
 _answer_loss = eqx.filter_jit(answer_loss)
 
 
-def _measured(model: ling3.Ling3ForCausalLM, unseen: Batches, step: int) -> Point:
+def _measured(model: ling3.CausalLM, unseen: Batches, step: int) -> Point:
     batches = zip(unseen.tokens, unseen.targets, unseen.mask, strict=True)
     loss, error = np.mean([[float(x) for x in _answer_loss(model, *batch)] for batch in batches], axis=0)
     return Point(step, round(float(loss), 7), round(float(error), 7))
@@ -133,7 +133,7 @@ def _measured(model: ling3.Ling3ForCausalLM, unseen: Batches, step: int) -> Poin
 
 def training(
     experiment: Experiment, variant: str, learning_rate: float, seed: int
-) -> Iterator[tuple[ling3.Ling3ForCausalLM, Point]]:
+) -> Iterator[tuple[ling3.CausalLM, Point]]:
     """Trains `variant` from scratch; `experiment.points` times, evenly, gives the model so far and its measurement.
 
     The seed chooses the initial weights and the stream; equal arguments give equal bits. A program is compiled once per

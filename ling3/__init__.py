@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from ling3.generate import generate
     from ling3.interpret import ablate
     from ling3.interpret.trace import Trace, trace
-    from ling3.model import DecoderLayer, Ling3ForCausalLM, Ling3Model, Mixer
+    from ling3.model import CausalLM, Decoder, DecoderLayer, Mixer
     from ling3.serve import Engine, QueueFull
     from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 __all__ = [
     "Cache",
+    "CausalLM",
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "Decoder",
     "DecoderLayer",
     "Delta",
     "Engine",
@@ -36,8 +38,6 @@ __all__ = [
     "Family",
     "KDAState",
     "Ling3Config",
-    "Ling3ForCausalLM",
-    "Ling3Model",
     "Logprob",
     "Mixer",
     "Paged",
@@ -70,7 +70,7 @@ _MODULES = {
     "execution": ("Execution",),
     "families": ("Family", "init", "register_family"),
     "generate": ("generate",),
-    "model": ("DecoderLayer", "Ling3ForCausalLM", "Ling3Model", "Mixer"),
+    "model": ("CausalLM", "Decoder", "DecoderLayer", "Mixer"),
     "engine.outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
     "engine.sampling_params": ("SamplingParams",),
     "serve": ("Engine", "QueueFull"),
@@ -78,7 +78,7 @@ _MODULES = {
     "interpret.trace": ("Trace", "trace"),
 }
 # Former names, for one release.
-_RENAMED = {"LatentCache": "Paged"}
+_RENAMED = {"LatentCache": "Paged", "Ling3ForCausalLM": "CausalLM", "Ling3Model": "Decoder"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 # What the command line imports before it knows what to do: no arrays, so no checks of their shapes.
 _WITHOUT_ARRAYS = ("__main__", "cli", "runtime", "version")

@@ -12,7 +12,7 @@ from ling3.engine.pool import DECODE_STEPS, Pool, Rows, cache_dtype, decode, pre
 from ling3.engine.sampling import NOT_A_NUMBER, Sampling
 from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
 from ling3.execution import Execution
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.ops.attention import BLOCK
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
@@ -27,7 +27,7 @@ FEWEST_STOPS = 8
 
 
 def generate(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     prompts: Iterable[Any],
     *,
     max_tokens: Any = 128,
@@ -74,7 +74,7 @@ def generate(
 
 
 def _run(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     prompts: list[list[int]],
     params: SamplingParams,
     stops: Sequence[int],

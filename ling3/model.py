@@ -66,7 +66,7 @@ class DecoderLayer(eqx.Module):
         return h + added, state
 
 
-class Ling3Model(eqx.Module):
+class Decoder(eqx.Module):
     """Embedding, decoder layers and final norm: tokens in, hidden states out."""
 
     word_embeddings: Embedding
@@ -98,13 +98,13 @@ class Ling3Model(eqx.Module):
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
 
-class Ling3ForCausalLM(eqx.Module):
-    """The language model (`BailingMoeV3ForCausalLM`): the published tree, with `lm_head` on top.
+class CausalLM(eqx.Module):
+    """A causal language model: the published tree of a decoder, with `lm_head` on top.
 
     `model(tokens)` scores whole sequences; `model.step(tokens, cache)` continues remembered ones, by one token or many.
     """
 
-    model: Ling3Model
+    model: Decoder
     lm_head: Linear  # [vocab, hidden]
     config: Any = eqx.field(static=True)  # the family's own
 

@@ -33,7 +33,7 @@ from ling3.engine.request import Request
 from ling3.engine.runner import Runner, Shapes, check_memory, pages_that_fit, smallest
 from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import Execution
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.interrupts import held_back
@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Ling3ForCausalLM,
+        model: CausalLM,
         tokenizer: Tokenizer | None = None,
         max_running_requests: int = 64,
         page_size: int = 256,

@@ -293,7 +293,7 @@ def init(config, *, key, dtype):
     table = Embedding.init(config.vocab_size, hidden, key=next(keys), dtype=dtype, std=std)
     head = Linear.init(config.vocab_size, hidden, key=next(keys), dtype=dtype, std=std)
     layers = tuple(layer() for _ in range(config.num_hidden_layers))
-    return ling3.Ling3ForCausalLM(ling3.Ling3Model(table, layers, RMSNorm.init(hidden, eps)), head, config)
+    return ling3.CausalLM(ling3.Decoder(table, layers, RMSNorm.init(hidden, eps)), head, config)
 
 
 family = ling3.Family(

@@ -115,8 +115,8 @@ def model(module):
         module.DecoderLayer(layer.input_layernorm, layer.attention, layer.post_attention_layernorm, layer.mlp)
         for layer in real.model.layers
     )
-    body = module.Ling3Model(real.model.word_embeddings, layers, real.model.norm)
-    own = module.Ling3ForCausalLM(body, real.lm_head, SHORT)
+    body = module.Decoder(real.model.word_embeddings, layers, real.model.norm)
+    own = module.CausalLM(body, real.lm_head, SHORT)
     tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
     own(tokens)
     own.step(tokens, own.init_cache(BATCH, PAGE), WHOLE.length, last=True)

@@ -77,11 +77,11 @@ def stored_in(directory: Path) -> dict[str, np.ndarray]:
     return stored
 
 
-def arrays_of(model: ling3.Ling3ForCausalLM) -> dict[str, np.ndarray]:
+def arrays_of(model: ling3.CausalLM) -> dict[str, np.ndarray]:
     return {leaf.path: np.asarray(leaf.value) for leaf in leaves(model)}
 
 
-def negated(model: ling3.Ling3ForCausalLM) -> ling3.Ling3ForCausalLM:
+def negated(model: ling3.CausalLM) -> ling3.CausalLM:
     return eqx.tree_at(lambda m: m.lm_head.weight, model, replace_fn=lambda w: -w)
 
 

@@ -128,7 +128,7 @@ def test_a_wrong_shape_names_its_axis(call, message):
         ),
         (
             lambda m: m.step(jnp.zeros((2, 3), jnp.int32), m.init_cache(2, 8), jnp.zeros(3, jnp.int32)),
-            "ling3.model.Ling3ForCausalLM.step: argument 'lengths' is i32[3]; expected Int32[Array, 'batch'] | None, "
+            "ling3.model.CausalLM.step: argument 'lengths' is i32[3]; expected Int32[Array, 'batch'] | None, "
             "where batch = 2",
         ),
         (
@@ -138,7 +138,7 @@ def test_a_wrong_shape_names_its_axis(call, message):
         ),
         (
             lambda m: m.step(jnp.zeros((2, 3), jnp.int32), m),
-            "ling3.model.Ling3ForCausalLM.step: argument 'cache' is Ling3ForCausalLM; expected Cache",
+            "ling3.model.CausalLM.step: argument 'cache' is CausalLM; expected Cache",
         ),
     ],
 )

@@ -54,7 +54,7 @@ def counting_batches(seed: int = 0):
         yield Batch(jnp.asarray(tokens, jnp.int32), jnp.ones((8, 16), jnp.float32))
 
 
-def fresh() -> ling3.Ling3ForCausalLM:
+def fresh() -> ling3.CausalLM:
     return ling3.init(CONFIG, key=jax.random.key(0))
 
 

@@ -47,7 +47,7 @@ UNBOUNDED = dataclasses.replace(TINY, kda_lower_bound=None)
 
 
 @functools.cache
-def open_model(config: ling3.Ling3Config = TINY, seed: int = 0, dtype=jnp.float32) -> ling3.Ling3ForCausalLM:
+def open_model(config: ling3.Ling3Config = TINY, seed: int = 0, dtype=jnp.float32) -> ling3.CausalLM:
     """A random model whose decays are spread over the whole range and whose routing biases choose."""
     key = jax.random.key(seed)
     model = ling3.init(config, key=key, dtype=dtype)

@@ -114,7 +114,7 @@ def singly(engine: ling3.Engine, requests: Sequence[SampleRequest]) -> Tokens:
     return [list(engine.generate([request.prompt], _params(request))[0].token_ids) for request in requests]
 
 
-def generated(model: ling3.Ling3ForCausalLM, requests: Sequence[SampleRequest]) -> Tokens:
+def generated(model: ling3.CausalLM, requests: Sequence[SampleRequest]) -> Tokens:
     """Without an engine."""
     return [
         ling3.generate(model, [request.prompt], max_tokens=request.max_tokens, ignore_eos=True)[0]
@@ -131,7 +131,7 @@ def agrees(mine: Tokens, other: Tokens) -> str:
     return found
 
 
-def _engine(setting: Setting, model: ling3.Ling3ForCausalLM, **settings: Any) -> ling3.Engine:
+def _engine(setting: Setting, model: ling3.CausalLM, **settings: Any) -> ling3.Engine:
     """With its defaults; a toy has fewer programs to compile."""
     fewer = {"chunked_prefill_size": 32, "token_paddings": (32,)}
     engine = ling3.Engine(model, max_model_len=MAX_MODEL_LEN, **settings | setting.size(full={}, toy=fewer))

@@ -96,7 +96,7 @@ def experts_8192(setting: Setting) -> Trial:
     return _experts(setting, setting.size(full=8192, toy=40))
 
 
-def _model(setting: Setting) -> ling3.Ling3ForCausalLM:
+def _model(setting: Setting) -> ling3.CausalLM:
     """Ling-3.0-tiny, 15.8 GB of weights drawn on the device."""
     config = setting.size(full=TINY, toy=TOY)
     return setting.keep("tiny, bfloat16", lambda: ling3.init(config, key=jax.random.key(0), dtype=jnp.bfloat16))

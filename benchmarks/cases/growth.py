@@ -25,12 +25,12 @@ from ling3.ops.experts import dense_experts
 PAGE = 256
 
 
-def _model(setting: Setting) -> ling3.Ling3ForCausalLM:
+def _model(setting: Setting) -> ling3.CausalLM:
     config = setting.size(full=MID, toy=TOY)
     return setting.keep("mid-size", lambda: ling3.init(config, key=jax.random.key(0)))
 
 
-def _generates(model: ling3.Ling3ForCausalLM) -> Callable[[], str]:
+def _generates(model: ling3.CausalLM) -> Callable[[], str]:
     """The check of the programs that are timed: prefill and decode over the cache, against the pass without one."""
 
     @functools.cache

@@ -151,7 +151,7 @@ def _narrow(setting: Setting, rows: int, length: int, new: int) -> Trial:
     widths = setting.keep("both widths", lambda: Widths(setting))
     batch = prompts(widths.config, rows, setting.size(full=length, toy=max(16, length // 16)))
 
-    def side(model: ling3.Ling3ForCausalLM) -> Callable[[], float]:
+    def side(model: ling3.CausalLM) -> Callable[[], float]:
         def generate(batch: Tokens, count: int) -> Tokens:
             return ling3.generate(model, batch, max_tokens=count, ignore_eos=True)
 

@@ -16,7 +16,7 @@ from ling3.checkpoint.copying import Copier, Copy
 from ling3.checkpoint.names import Leaf, Weight, leaves, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import save
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.progress import progress
 
@@ -33,7 +33,7 @@ def load(
     *,
     revision: str | None = None,
     check_finite: bool = True,
-) -> Ling3ForCausalLM:
+) -> CausalLM:
     """The model in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
 
     `revision` is a branch, a tag or a commit of the hub's repository.

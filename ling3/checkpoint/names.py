@@ -17,7 +17,7 @@ from jaxtyping import DTypeLike
 from ling3.families import init
 from ling3.layers.conv import ShortConv
 from ling3.layers.moe import Experts
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Leaf:
             yield Weight(self.path, shape, self.path)
 
 
-def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> Ling3ForCausalLM:
+def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
     """The model of `config` with a `jax.ShapeDtypeStruct` for each array: nothing is allocated."""
     return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype))  # the key too is none
 
 
-def leaves(model: Ling3ForCausalLM) -> Iterator[Leaf]:
+def leaves(model: CausalLM) -> Iterator[Leaf]:
     """The arrays of `model`, or of its `structure`, in the order of `jax.tree.leaves`."""
     for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_exception)[0]:
         if _is_exception(node):

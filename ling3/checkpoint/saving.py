@@ -19,7 +19,7 @@ from ling3.checkpoint.names import Leaf, Weight, leaves, structure
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
 from ling3.families import family_of, read_config
 from ling3.families.ling3_config import ConfigError
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.runtime import regular_file
 from ling3.runtime.progress import progress
 
@@ -50,7 +50,7 @@ _ADVICE = {
 
 
 def save(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     path: str | os.PathLike[str],
     *,
     tokenizer_from: str | os.PathLike[str] | None = None,
@@ -134,7 +134,7 @@ def _replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...])
     return old, any(name.endswith(".safetensors") for name in there.difference(old))
 
 
-def _checked_leaves(model: Ling3ForCausalLM) -> list[Leaf]:
+def _checked_leaves(model: CausalLM) -> list[Leaf]:
     found = list(leaves(model))
     expected = {leaf.path: tuple(leaf.value.shape) for leaf in leaves(structure(model.config))}
     wrong = [

@@ -16,7 +16,7 @@ from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from ling3.bench.measure import SampleRequest
-    from ling3.model import Ling3ForCausalLM
+    from ling3.model import CausalLM
     from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
@@ -159,7 +159,7 @@ def _check_sizes(command: Bench, input_len: tuple[int, int], output_len: tuple[i
         )
 
 
-def _load(command: Bench) -> "tuple[Ling3ForCausalLM, Tokenizer | None]":
+def _load(command: Bench) -> "tuple[CausalLM, Tokenizer | None]":
     """The model, and its tokenizer if it has one, or has to have one for texts."""
     path, weights = pathlib.Path(command.model), command.weights
     if path.suffix == ".json" and path.is_file():
@@ -185,7 +185,7 @@ def _requests(
     return bench.random_requests(requests, vocab, input_len, output_len, command.seed)
 
 
-def _about(command: Bench, model: "Ling3ForCausalLM") -> dict[str, str | int]:
+def _about(command: Bench, model: "CausalLM") -> dict[str, str | int]:
     import jax
 
     return {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ling3.evals.answers import Parser
     from ling3.evals.prompts import Question
     from ling3.evals.run import Asked, Score
-    from ling3.model import Ling3ForCausalLM
+    from ling3.model import CausalLM
     from ling3.serve import Engine
     from ling3.text.tokenizer import Tokenizer
 
@@ -219,7 +219,7 @@ def _questions(command: Asking, parse: "Parser", build: "Callable[..., list[Ques
     return build(command.questions, command.examples, SHOTS if command.shots is None else command.shots)
 
 
-def _engine(model: "Ling3ForCausalLM", tokenizer: "Tokenizer", asked: "list[Asked]", command: Asking) -> "Engine":
+def _engine(model: "CausalLM", tokenizer: "Tokenizer", asked: "list[Asked]", command: Asking) -> "Engine":
     """An engine whose shapes depend on the prompts and not on which of them are still to be answered."""
     from ling3.serve import Engine
 

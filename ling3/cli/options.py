@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import DTypeLike
 
     from ling3.engine.sampling_params import SamplingParams
-    from ling3.model import Ling3ForCausalLM
+    from ling3.model import CausalLM
     from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
@@ -143,7 +143,7 @@ class Source:
         return load_tokenizer(self.path, revision=self.revision)
 
 
-def load(source: Source, dtype: Dtype, tokenizer: "Tokenizer | None") -> "Ling3ForCausalLM":
+def load(source: Source, dtype: Dtype, tokenizer: "Tokenizer | None") -> "CausalLM":
     """The model of `source`, which has to fit the tokenizer."""
     import jax.numpy as jnp
 
@@ -161,7 +161,7 @@ def load(source: Source, dtype: Dtype, tokenizer: "Tokenizer | None") -> "Ling3F
     return model
 
 
-def _random(source: Source, seed: int, dtype: "DTypeLike") -> "Ling3ForCausalLM":
+def _random(source: Source, seed: int, dtype: "DTypeLike") -> "CausalLM":
     """A model of random weights; ValueError where they do not fit into the free memory."""
     import jax
 
@@ -184,7 +184,7 @@ def _random(source: Source, seed: int, dtype: "DTypeLike") -> "Ling3ForCausalLM"
     return init(config, key=jax.random.key(seed), dtype=dtype)
 
 
-def introduce(source: Source, model: "Ling3ForCausalLM", console: Console) -> None:
+def introduce(source: Source, model: "CausalLM", console: Console) -> None:
     """Says what runs where."""
     import jax
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
 from ling3.engine.sampling import Choice, Sampling, choose, counted, ends
 from ling3.execution import Execution
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 
 # The most decode steps of one call, and so the most tokens of one row between two looks from the host.
 DECODE_STEPS = 16
@@ -51,7 +51,7 @@ class Pool(eqx.Module):
     sampling: Sampling
 
     @staticmethod
-    def empty(model: Ling3ForCausalLM, sampling: Sampling, pages: int, page_size: int, dtype: DTypeLike) -> "Pool":
+    def empty(model: CausalLM, sampling: Sampling, pages: int, page_size: int, dtype: DTypeLike) -> "Pool":
         """A pool with a slot for each row of `sampling`, all of them without a request."""
         slots = sampling.temperature.shape[0]
         length, token, until = (jnp.asarray(np.zeros(slots, np.int32)) for _ in range(3))
@@ -122,12 +122,12 @@ class Arrival(eqx.Module):
 
 
 @eqx.filter_jit
-def new_memory(model: Ling3ForCausalLM, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> tuple[State, ...]:
+def new_memory(model: CausalLM, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> tuple[State, ...]:
     """What a pool's layers hold before the first request."""
     return model.empty_states(slots, pages, page_size, dtype)
 
 
-def cache_dtype(model: Ling3ForCausalLM) -> jnp.dtype:
+def cache_dtype(model: CausalLM) -> jnp.dtype:
     """What latents and convolution tails are kept in: the weights' dtype, but float32 on the CPU.
 
     There XLA copies a whole bfloat16 cache to write one entry into it. The values are those of the narrower dtype.
@@ -137,7 +137,7 @@ def cache_dtype(model: Ling3ForCausalLM) -> jnp.dtype:
 
 
 def _next(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     view: Pool,
     table: Int32[Array, "rows columns"],
     tokens: Int32[Array, "rows seq"],
@@ -153,7 +153,7 @@ def _next(
 
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
 def prefill(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     rows: Rows,
     tokens: Int32[Array, "rows seq"],
     lengths: Int32[Array, " rows"],
@@ -169,7 +169,7 @@ def prefill(
 
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
 def decode(
-    model: Ling3ForCausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool, execution: Execution
+    model: CausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool, execution: Execution
 ) -> tuple[Choice, Pool]:
     """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
     view = pool.take(rows)

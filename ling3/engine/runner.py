@@ -32,7 +32,7 @@ from ling3.engine.request import Run
 from ling3.engine.sampling import IN_PROMPT, Adjustments, Choice, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
 from ling3.execution import Execution
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 
 # Programs compiled at once. XLA spreads some of the work on one over more cores.
 COMPILED_AT_ONCE = 4
@@ -66,7 +66,7 @@ class Saved:
 class Runner:
     """Owns the pool. Every method returns at once; what it returns is awaited by reading it."""
 
-    def __init__(self, model: Ling3ForCausalLM, shapes: Shapes, execution: Execution | None = None):
+    def __init__(self, model: CausalLM, shapes: Shapes, execution: Execution | None = None):
         self.model, self.shapes = model, shapes
         self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # that calls and `warmup` have waited for
@@ -236,7 +236,7 @@ class Runner:
         return Adjustments(*jax.device_put((np.asarray([True]), *numbers, bias, counts)))
 
 
-def pages_that_fit(model: Ling3ForCausalLM, slots: int, columns: int, page_size: int, mem_fraction: float) -> int:
+def pages_that_fit(model: CausalLM, slots: int, columns: int, page_size: int, mem_fraction: float) -> int:
     """As many pages as fit into `mem_fraction` of the free memory beside the slots, or as could ever be used.
 
     Raises ValueError if that is not one.
@@ -251,7 +251,7 @@ def pages_that_fit(model: Ling3ForCausalLM, slots: int, columns: int, page_size:
     return min(fit, slots * columns)
 
 
-def check_memory(model: Ling3ForCausalLM, slots: int, pages: int, page_size: int) -> None:
+def check_memory(model: CausalLM, slots: int, pages: int, page_size: int) -> None:
     """ValueError if there is no memory for so many slots and pages."""
     (slot, page), free = _bytes(model, page_size), free_bytes()
     if slots * slot + pages * page > free:
@@ -261,7 +261,7 @@ def check_memory(model: Ling3ForCausalLM, slots: int, pages: int, page_size: int
         )
 
 
-def _bytes(model: Ling3ForCausalLM, page_size: int) -> tuple[int, int]:
+def _bytes(model: CausalLM, page_size: int) -> tuple[int, int]:
     """What a slot takes, and what a page does."""
     memory = eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
     parts = (slots_of(memory), pages_of(memory))

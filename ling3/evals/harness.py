@@ -21,7 +21,7 @@ from ling3 import checkpoint
 from ling3.checkpoint import hub
 from ling3.engine.sampling_params import SamplingParams
 from ling3.evals.perplexity import log_likelihood, log_likelihoods, start_token
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.serve import Engine
 from ling3.text.tokenizer import load_tokenizer
@@ -219,7 +219,7 @@ class Ling3LM(TemplateLM):
 
 @eqx.filter_jit
 def _scored(
-    model: Ling3ForCausalLM, tokens: Int32[Array, "batch seq"], targets: Int32[Array, "batch seq"]
+    model: CausalLM, tokens: Int32[Array, "batch seq"], targets: Int32[Array, "batch seq"]
 ) -> tuple[Float32[Array, "batch seq"], Bool[Array, "batch seq"]]:
     """ln p of the targets, and whether each is the likeliest token."""
     logits = model(tokens)

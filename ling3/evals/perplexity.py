@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32, Float64, Int32
 from ling3.cache import Cache
 from ling3.engine.pool import cache_dtype
 from ling3.engine.sampling_params import check_prompt
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.text.tokenizer import Tokenizer
 
 CONTEXT = 4096
@@ -48,7 +48,7 @@ class Perplexity:
 
 
 def perplexity(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     tokenizer: Tokenizer,
     text: str,
     context: int | None = None,
@@ -75,7 +75,7 @@ def start_token(tokenizer: Tokenizer) -> int:
 
 
 def log_likelihoods(
-    model: Ling3ForCausalLM, tokens: Sequence[int], context: int | None = None, stride: int | None = None
+    model: CausalLM, tokens: Sequence[int], context: int | None = None, stride: int | None = None
 ) -> Float64[np.ndarray, " predicted"]:
     """ln p(tokens[i + 1] | what the window holds up to i), for every token but the first: `predicted` = tokens - 1.
 
@@ -119,7 +119,7 @@ def _windows(count: int, context: int, stride: int) -> list[tuple[int, int, int]
 
 
 def _score(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     ids: Int32[np.ndarray, " tokens"],
     spans: Sequence[tuple[int, int, int]],
     rows: int,
@@ -146,7 +146,7 @@ def _score(
 
 @eqx.filter_jit
 def _step(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     tokens: Int32[Array, "batch seq"],
     targets: Int32[Array, "batch seq"],
     lengths: Int32[Array, " batch"],

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.runtime import strict_json
 from ling3.runtime.interrupts import held_back
 from ling3.runtime.quoting import shown
@@ -127,7 +127,7 @@ class Predictions:
         )
 
 
-def fingerprint(model: Ling3ForCausalLM) -> str:
+def fingerprint(model: CausalLM) -> str:
     """A short hash that tells models apart: of the config, and of elements from all over every array."""
     digest = hashlib.sha256(repr(model.config).encode())
     for leaf in map(jnp.atleast_1d, jax.tree.leaves(model)):

@@ -9,7 +9,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from ling3.families import ling3
 from ling3.families.family import Family
 from ling3.families.ling3_config import read_json
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 
 __all__ = ["Family", "family_of", "init", "read_config", "register_family"]
 
@@ -43,7 +43,7 @@ def family_of(config: Any) -> Family:
     raise TypeError(f"config is a {type(config).__name__}, expected one of a registered family (ling3.register_family)")
 
 
-def init(config: Any, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Ling3ForCausalLM:
+def init(config: Any, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> CausalLM:
     """A model of random weights for a config of any family: matrices in `dtype`, norms and the like in float32.
 
     Under `eqx.filter_eval_shape` this is the model's structure, and nothing is allocated.

@@ -14,7 +14,7 @@ from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.mlp import MLP
 from ling3.layers.moe import MoE, MoEConfig
 from ling3.layers.norm import RMSNorm
-from ling3.model import DecoderLayer, Ling3ForCausalLM, Ling3Model
+from ling3.model import CausalLM, Decoder, DecoderLayer
 
 
 def kda_config(config: Ling3Config) -> KDAConfig:
@@ -72,7 +72,7 @@ def moe_config(config: Ling3Config, layer: int) -> MoEConfig:
     )
 
 
-def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> Ling3ForCausalLM:
+def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
     """Random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, routing biases 0.
 
     Norms, convolutions, the router and KDA's `A_log` and `dt_bias` are float32 whatever the dtype.
@@ -81,12 +81,12 @@ def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> Ling3Fo
     embedding_key, layers_key = jax.random.split(model_key)
     sizes, options = (config.vocab_size, config.hidden_size), {"dtype": dtype, "std": config.initializer_range}
     keys = jax.random.split(layers_key, config.num_hidden_layers)
-    model = Ling3Model(
+    model = Decoder(
         Embedding.init(*sizes, key=embedding_key, **options),
         tuple(_layer(config, i, key=k, dtype=dtype) for i, k in enumerate(keys)),
         RMSNorm.init(config.hidden_size, config.rms_norm_eps),
     )
-    return Ling3ForCausalLM(model, Linear.init(*sizes, key=head_key, **options), config)
+    return CausalLM(model, Linear.init(*sizes, key=head_key, **options), config)
 
 
 def _layer(config: Ling3Config, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> DecoderLayer:

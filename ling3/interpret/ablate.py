@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ling3.checkpoint.names import leaves, structure
 from ling3.families.ling3_config import Ling3Config
 from ling3.interpret.trace import trace
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 
 Kind = Literal["kda", "mla"]
 Part = Literal["kda", "mla", "attention", "experts"]
@@ -37,18 +37,18 @@ DROPPED = -1e4
 """The routing bias of a dropped expert: below any score, and finite."""
 
 
-def no_output_gate(model: Ling3ForCausalLM, kind: Kind | None = None, layers: Layers = None) -> Ling3ForCausalLM:
+def no_output_gate(model: CausalLM, kind: Kind | None = None, layers: Layers = None) -> CausalLM:
     """No output gate: KDA's y = o_proj(RMSNorm(o)), MLA's y = dense(o); of one `kind` of attention, or both."""
     return _gated(model, "none", kind, layers, {})
 
 
 def mean_output_gate(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     tokens: Int[Array, "batch seq"],
     kind: Kind | None = None,
     layers: Layers = None,
     valid: Bool[Array, "batch seq"] | None = None,
-) -> Ling3ForCausalLM:
+) -> CausalLM:
     """Each gate held at its mean over `tokens`: sigmoid(g_proj(x)) becomes one number per channel (KDA) or head (MLA).
 
     The mean is over the `valid` tokens (all without it). The means are those of `model` as it is given, so the first
@@ -68,7 +68,7 @@ def mean_output_gate(
     return _gated(model, "constant", kind, layers, fill)
 
 
-def lower_bound(model: Ling3ForCausalLM, bound: float | None, layers: Layers = None) -> Ling3ForCausalLM:
+def lower_bound(model: CausalLM, bound: float | None, layers: Layers = None) -> CausalLM:
     """KDA's decay under another law, with the same weights.
 
     g = bound · sigmoid(exp(A_log) · (f + dt_bias)) for a number, so every log decay is scaled by bound / old bound;
@@ -77,37 +77,37 @@ def lower_bound(model: Ling3ForCausalLM, bound: float | None, layers: Layers = N
     return variant(model, layers=_checked(model, "kda", layers), kda_lower_bound=bound)
 
 
-def no_decay(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForCausalLM:
+def no_decay(model: CausalLM, layers: Layers = None) -> CausalLM:
     """g = 0 in KDA: the plain delta rule (arXiv 2406.06484), which forgets only what it overwrites."""
     return variant(model, layers=_checked(model, "kda", layers), kda_decay=False)
 
 
-def fixed_beta(model: Ling3ForCausalLM, beta: float, layers: Layers = None) -> Ling3ForCausalLM:
+def fixed_beta(model: CausalLM, beta: float, layers: Layers = None) -> CausalLM:
     """b = `beta` in KDA for all tokens, instead of sigmoid(b_proj(x)): 1 replaces what a key held, 0 writes nothing."""
     return variant(model, layers=_checked(model, "kda", layers), kda_beta=float(beta))
 
 
-def no_short_conv(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForCausalLM:
+def no_short_conv(model: CausalLM, layers: Layers = None) -> CausalLM:
     """q, k, v = silu(W x) in KDA: no convolution, so that keys see their own token alone."""
     return variant(model, layers=_checked(model, "kda", layers), kda_short_conv=False)
 
 
-def no_rope(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForCausalLM:
+def no_rope(model: CausalLM, layers: Layers = None) -> CausalLM:
     """MLA's rotary channels as they are, unrotated: scores then know content and order of the mask, but no distance."""
     return variant(model, layers=_checked(model, "mla", layers), mla_rope=False)
 
 
-def no_attention(model: Ling3ForCausalLM, layers: Sequence[int]) -> Ling3ForCausalLM:
+def no_attention(model: CausalLM, layers: Sequence[int]) -> CausalLM:
     """h = x in these layers: neither attention nor memory, only the feed-forward."""
     return variant(model, layers=_checked(model, "attention", layers), attention="none")
 
 
-def top_k(model: Ling3ForCausalLM, k: int, layers: Layers = None) -> Ling3ForCausalLM:
+def top_k(model: CausalLM, k: int, layers: Layers = None) -> CausalLM:
     """The best `k` experts for a token; with `norm_topk_prob` their weights are normalised over these."""
     return variant(model, layers=_checked(model, "experts", layers), num_experts_per_tok=k)
 
 
-def no_routing_bias(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForCausalLM:
+def no_routing_bias(model: CausalLM, layers: Layers = None) -> CausalLM:
     """c = s: the scores alone choose the experts. The weights, which never saw the bias, keep their formula.
 
     The bias is there to balance loads (arXiv 2408.15664). Experts that `drop_experts` has dropped come back.
@@ -115,12 +115,12 @@ def no_routing_bias(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForC
     return variant(model, layers=_checked(model, "experts", layers), moe_router_enable_expert_bias=False)
 
 
-def no_shared_expert(model: Ling3ForCausalLM, layers: Layers = None) -> Ling3ForCausalLM:
+def no_shared_expert(model: CausalLM, layers: Layers = None) -> CausalLM:
     """y = Σ w_e · expert_e(x), without + shared_experts(x) (DeepSeekMoE, arXiv 2401.06066, §3)."""
     return variant(model, layers=_checked(model, "experts", layers), num_shared_experts=0)
 
 
-def drop_experts(model: Ling3ForCausalLM, experts: Sequence[int], layers: Layers = None) -> Ling3ForCausalLM:
+def drop_experts(model: CausalLM, experts: Sequence[int], layers: Layers = None) -> CausalLM:
     """These experts are never chosen: their routing bias becomes -10,000, and others take their place.
 
     Raises ValueError if some choice of groups could leave a token with fewer experts than it takes.
@@ -145,19 +145,19 @@ def drop_experts(model: Ling3ForCausalLM, experts: Sequence[int], layers: Layers
     model = variant(model, layers=layers, fill=fill, moe_router_enable_expert_bias=True)
     rows = jnp.asarray(dropped, jnp.int32)
 
-    def biases(m: Ling3ForCausalLM) -> list[Any]:
+    def biases(m: CausalLM) -> list[Any]:
         return [m.model.layers[i].mlp.gate.expert_bias for i in which]  # pyright: ignore[reportAttributeAccessIssue]
 
     return eqx.tree_at(biases, model, replace_fn=lambda bias: bias.at[rows].set(DROPPED))
 
 
 def variant(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     *,
     layers: Layers = None,
     fill: Mapping[str, Float[Array, "..."]] | None = None,
     **fields: Any,
-) -> Ling3ForCausalLM:
+) -> CausalLM:
     """The model with other values of its config's `fields`, in all layers or in some; what every ablation here is.
 
     The module tree of the new config is filled with the old model's arrays, path by path; what has no place there is
@@ -194,7 +194,7 @@ def _changed(config: Ling3Config, layers: Layers, fields: Mapping[str, Any]) -> 
     return dataclasses.replace(config, layer_overrides=overrides)
 
 
-def _config(model: Ling3ForCausalLM) -> Ling3Config:
+def _config(model: CausalLM) -> Ling3Config:
     """The model's config, if it is a Ling-3's."""
     if not isinstance(model.config, Ling3Config):
         raise TypeError(f"model has a {type(model.config).__name__}, expected a Ling3Config: only Ling-3 is ablated")
@@ -202,8 +202,8 @@ def _config(model: Ling3ForCausalLM) -> Ling3Config:
 
 
 def _gated(
-    model: Ling3ForCausalLM, law: str, kind: Kind | None, layers: Layers, fill: Mapping[str, Float[Array, "..."]]
-) -> Ling3ForCausalLM:
+    model: CausalLM, law: str, kind: Kind | None, layers: Layers, fill: Mapping[str, Float[Array, "..."]]
+) -> CausalLM:
     """The model with this law for the output gates of one kind of attention, or of both."""
     if kind is not None:
         return variant(model, layers=_checked(model, kind, layers), fill=fill, **{f"{kind}_output_gate": law})
@@ -215,7 +215,7 @@ def _gated(
     return model
 
 
-def _having(model: Ling3ForCausalLM, part: Part) -> list[int]:
+def _having(model: CausalLM, part: Part) -> list[int]:
     """The layers that have this part."""
     config = _config(model)
     kinds = {"kda": ("kda",), "mla": ("mla",), "attention": ("kda", "mla")}
@@ -224,7 +224,7 @@ def _having(model: Ling3ForCausalLM, part: Part) -> list[int]:
     return [i for i in range(config.num_hidden_layers) if config.attention_kind(i) in kinds[part]]
 
 
-def _checked(model: Ling3ForCausalLM, part: Part, layers: Layers) -> Layers:
+def _checked(model: CausalLM, part: Part, layers: Layers) -> Layers:
     """`layers`, each of which has to have the part; None for all that have it, of which there has to be one."""
     having = _having(model, part)
     wrong = [] if layers is None else sorted(set(layers) - set(having))

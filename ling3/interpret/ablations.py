@@ -27,7 +27,7 @@ from ling3.evals.public import STOP
 from ling3.evals.run import Score
 from ling3.interpret import ablate
 from ling3.interpret.ablation_report import Report, Row
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.problems import Problem, ask, problems
 from ling3.runtime.progress import progress
 from ling3.serve import Engine
@@ -60,11 +60,11 @@ class Ablation:
     name: str
     suite: Suite
     formula: str
-    cut: Callable[[Ling3ForCausalLM, Rows], Ling3ForCausalLM]
+    cut: Callable[[CausalLM, Rows], CausalLM]
     """From a model, and the rows that means are taken over, to the model without it."""
 
 
-def ablations(model: Ling3ForCausalLM, suite: Suite = "all") -> list[Ablation]:
+def ablations(model: CausalLM, suite: Suite = "all") -> list[Ablation]:
     """The ablations of `suite` that this model has the parts for: what is cut already is not cut again."""
     config = model.config
     found: list[Ablation] = []
@@ -74,7 +74,7 @@ def ablations(model: Ling3ForCausalLM, suite: Suite = "all") -> list[Ablation]:
         layers = [i for i in range(config.num_hidden_layers) if config.attention_kind(i) == kind]
         return [i for i in layers if all(getattr(config.at(i), name) == value for name, value in fields.items())]
 
-    def add(name: str, of: Suite, formula: str, cut: Callable[..., Ling3ForCausalLM], layers: list[int]) -> None:
+    def add(name: str, of: Suite, formula: str, cut: Callable[..., CausalLM], layers: list[int]) -> None:
         if suite in (of, "all") and layers:
             found.append(Ablation(name, of, formula, lambda m, rows: cut(m, rows, layers)))
 
@@ -120,16 +120,16 @@ def ablations(model: Ling3ForCausalLM, suite: Suite = "all") -> list[Ablation]:
     return found
 
 
-def _no_gate(model: Ling3ForCausalLM, rows: Rows, layers: list[int]) -> Ling3ForCausalLM:
+def _no_gate(model: CausalLM, rows: Rows, layers: list[int]) -> CausalLM:
     return ablate.no_output_gate(model, layers=layers)
 
 
-def _mean_gate(model: Ling3ForCausalLM, rows: Rows, layers: list[int]) -> Ling3ForCausalLM:
+def _mean_gate(model: CausalLM, rows: Rows, layers: list[int]) -> CausalLM:
     return ablate.mean_output_gate(model, rows.tokens, layers=layers, valid=rows.valid)
 
 
 def compare(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     tokenizer: Tokenizer,
     chosen: Sequence[Ablation],
     *,
@@ -179,7 +179,7 @@ def compare(
     )
 
 
-def solution_perplexity(model: Ling3ForCausalLM, tokenizer: Tokenizer) -> float:
+def solution_perplexity(model: CausalLM, tokenizer: Tokenizer) -> float:
     """exp of the mean -ln p of the first held-out problems' solution tokens, given what stands before them."""
     rows = solution_rows(tokenizer, itertools.islice(problems(HELD_OUT_SEED, "held_out"), SCORED))
     scores = np.asarray(_likelihoods(model, rows.tokens), np.float64)
@@ -187,7 +187,7 @@ def solution_perplexity(model: Ling3ForCausalLM, tokenizer: Tokenizer) -> float:
 
 
 @eqx.filter_jit
-def _likelihoods(model: Ling3ForCausalLM, tokens: Int32[Array, "batch seq"]) -> Float32[Array, "batch predicted"]:
+def _likelihoods(model: CausalLM, tokens: Int32[Array, "batch seq"]) -> Float32[Array, "batch predicted"]:
     return log_likelihood(model(tokens)[:, :-1], tokens[:, 1:])
 
 
@@ -206,7 +206,7 @@ def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> Rows:
 
 
 def _right(
-    model: Ling3ForCausalLM, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], asked: Sequence[Problem]
+    model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], asked: Sequence[Problem]
 ) -> list[bool]:
     """Which greedy answers end on the right number."""
     longest = max(map(len, prompts)) + ANSWER

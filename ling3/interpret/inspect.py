@@ -22,7 +22,7 @@ from ling3.checkpoint.names import leaves, structure
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError
 from ling3.families import read_config
 from ling3.families.ling3_config import ConfigError, Ling3Config
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _stored(directory: pathlib.Path) -> dict[str, str]:
     return {name: file.tensors[name].dtype for name, file in found.items()}
 
 
-def _rows(tree: Ling3ForCausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
+def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
     for leaf in leaves(tree):
         weights = tuple(leaf.weights())
         first, last = weights[0], weights[-1]
@@ -211,7 +211,7 @@ def _rows(tree: Ling3ForCausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
         yield ArrayRow(leaf.path, tuple(leaf.value.shape), "/".join(sorted(names)), name, first.shape, len(weights))
 
 
-def _memory(tree: Ling3ForCausalLM, dtype: DTypeLike) -> Memory:
+def _memory(tree: CausalLM, dtype: DTypeLike) -> Memory:
     """From the shapes of the model's own states: what a page of 1,024 tokens takes, and what a slot does."""
     states = eqx.filter_eval_shape(lambda model: model.empty_states(1, 1, 1024, dtype), tree)
     conv = [state.conv for state in states if isinstance(state, KDAState)]

@@ -14,7 +14,7 @@ from ling3.execution import Execution
 from ling3.layers.kda import KDA
 from ling3.layers.mla import MLA
 from ling3.layers.moe import MoE
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.ops.kda import kda_step
 from ling3.ops.precision import exact, wide
 from ling3.runtime.entry_checks import checks_ids
@@ -86,7 +86,7 @@ class Trace(eqx.Module):
 
 @checks_ids
 @eqx.filter_jit
-def trace(model: Ling3ForCausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool = True) -> Trace:
+def trace(model: CausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool = True) -> Trace:
     """One forward pass over whole sequences, with everything that is worth a plot. Compiled once per shape.
 
     `trace(model, tokens).logits` are `model(tokens)`, to rounding. Attention maps take batch · heads · seq² numbers per

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PyTree
 
 from ling3.layers.moe import MoE, Router
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 
 
 class BalancedRouter(eqx.Module):
@@ -67,12 +67,12 @@ def _routers(model: PyTree) -> list:
     return [gate for gate in gates if not isinstance(gate, Router) or gate.expert_bias is not None]
 
 
-def balanced(model: Ling3ForCausalLM) -> Ling3ForCausalLM:
+def balanced(model: CausalLM) -> CausalLM:
     """The model with each router made a `BalancedRouter`: the same logits."""
     return eqx.tree_at(_routers, model, replace_fn=BalancedRouter) if _routers(model) else model
 
 
-def plain(model: Ling3ForCausalLM) -> Ling3ForCausalLM:
+def plain(model: CausalLM) -> CausalLM:
     """The inverse of `balanced`."""
     routers = [gate.router for gate in _routers(model) if isinstance(gate, BalancedRouter)]
     return eqx.tree_at(_routers, model, routers) if routers else model

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from ling3.generate import generate
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.problems import Problem, ask, exam, last_number, worked_examples
 from ling3.text.tokenizer import Tokenizer
 from ling3.train.loop import Batch
@@ -22,7 +22,7 @@ def chat_prompt(problem: Problem) -> str:
 
 
 def exact_answers(
-    model: Ling3ForCausalLM, tokenizer: Tokenizer, prompts: Sequence[str], answers: Sequence[int], batch: int = 50
+    model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[str], answers: Sequence[int], batch: int = 50
 ) -> list[bool]:
     """Which of the greedy continuations of `prompts` end on the right number."""
     given = []
@@ -33,7 +33,7 @@ def exact_answers(
     return [number == answer for number, answer in zip(given, answers, strict=True)]
 
 
-def examine(model: Ling3ForCausalLM, tokenizer: Tokenizer, count: int) -> dict[str, float]:
+def examine(model: CausalLM, tokenizer: Tokenizer, count: int) -> dict[str, float]:
     """The share of exact answers to `count` held-out problems: alone, after four worked examples, and in a chat."""
     asked = exam(count)
     answers = [problem.answer for problem in asked]
@@ -46,7 +46,7 @@ def examine(model: Ling3ForCausalLM, tokenizer: Tokenizer, count: int) -> dict[s
 
 
 @eqx.filter_jit
-def solved(model: Ling3ForCausalLM, batch: Batch) -> Bool[Array, " batch"]:
+def solved(model: CausalLM, batch: Batch) -> Bool[Array, " batch"]:
     """Which rows' learned tokens are all the likeliest ones: those that greedy decoding would answer word for word."""
     best = jnp.argmax(model(batch.tokens)[:, :-1], axis=-1)
     return jnp.all((best == batch.tokens[:, 1:]) | (batch.weights[:, 1:] == 0), axis=1)

@@ -15,7 +15,7 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int, PyTree, Scalar
 
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.train.balance import balanced, expert_biases, plain
 
 
@@ -51,7 +51,7 @@ class Optimization:
         """The learning rate of each step."""
         return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.warmup, self.steps)
 
-    def transformation(self, model: Ling3ForCausalLM) -> optax.GradientTransformation:
+    def transformation(self, model: CausalLM) -> optax.GradientTransformation:
         """`method` for the weights; sign descent for the expert biases, whose gradient is a load (see `balance`)."""
         rate, decay = self.schedule(), self.weight_decay
         if self.method == "muon":
@@ -97,7 +97,7 @@ class Progress:
     imbalance: float
 
 
-def next_token_loss(model: Ling3ForCausalLM, batch: Batch) -> Float[Scalar, ""]:
+def next_token_loss(model: CausalLM, batch: Batch) -> Float[Scalar, ""]:
     """The weighted mean of -log p(token | tokens before it), in nats."""
     logits = model(batch.tokens)[:, :-1]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
@@ -107,8 +107,8 @@ def next_token_loss(model: Ling3ForCausalLM, batch: Batch) -> Float[Scalar, ""]:
 
 @eqx.filter_jit(donate="all-except-first")
 def _step(
-    fixed: tuple[optax.GradientTransformation, Batch], model: Ling3ForCausalLM, state: PyTree
-) -> tuple[Ling3ForCausalLM, PyTree, Float[Scalar, ""], Float[Scalar, ""]]:
+    fixed: tuple[optax.GradientTransformation, Batch], model: CausalLM, state: PyTree
+) -> tuple[CausalLM, PyTree, Float[Scalar, ""], Float[Scalar, ""]]:
     optimizer, batch = fixed
     loss, gradient = eqx.filter_value_and_grad(next_token_loss)(model, batch)
     loads = [jnp.max(jnp.abs(load)) for load in expert_biases(gradient)]
@@ -119,13 +119,13 @@ def _step(
 
 
 def train(
-    model: Ling3ForCausalLM,
+    model: CausalLM,
     batches: Iterable[Batch],
     optimization: Optimization,
     *,
     every: int = 20,
-    report: Callable[[Progress, Ling3ForCausalLM], None] = lambda progress, model: None,
-) -> Ling3ForCausalLM:
+    report: Callable[[Progress, CausalLM], None] = lambda progress, model: None,
+) -> CausalLM:
     """Trains a copy of `model` in its own dtype for `optimization.steps` batches; deterministic in its inputs.
 
     `report` is called with a `Progress` and the model so far, whose buffers the next step takes over, every `every`

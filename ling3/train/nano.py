@@ -25,7 +25,7 @@ from ling3.checkpoint import load
 from ling3.checkpoint.saving import save
 from ling3.families import init
 from ling3.families.ling3_config import Ling3Config
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.problems import Problem, Step, ask, exam, problems
 from ling3.text.tokenizer import load_tokenizer
 from ling3.train.exam import SYSTEM_TURN, chat_prompt, examine, solved
@@ -185,7 +185,7 @@ def batches(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Batch]:
         yield Batch(jnp.array(tokens, jnp.int32), jnp.array(weights, jnp.float32))
 
 
-def as_stored(model: Ling3ForCausalLM) -> Ling3ForCausalLM:
+def as_stored(model: CausalLM) -> CausalLM:
     """The model as published checkpoints have it: matrices in bfloat16, the leaves that are always float32 as such."""
     stored = eqx.filter_eval_shape(init, model.config, key=jax.random.key(0), dtype=jnp.bfloat16)
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), model, stored)
@@ -214,7 +214,7 @@ def make(out: Path, recipe: Recipe, questions: int = 500) -> dict:
     )
     task = bar.add_task("training", total=recipe.steps, loss=float("nan"), solved=0.0)
 
-    def report(progress: Progress, model: Ling3ForCausalLM) -> None:
+    def report(progress: Progress, model: CausalLM) -> None:
         point = dataclasses.asdict(progress) | {"solved": float(jnp.mean(solved(model, unseen)))}
         record["curve"].append({name: round(value, 5) for name, value in point.items()})
         bar.update(task, completed=progress.step, loss=progress.loss, solved=point["solved"])

@@ -57,8 +57,8 @@ def init(config, *, key, dtype):
     mlp = MLP.init(hidden, 24, key=keys[1], **options)
     layer = ling3.DecoderLayer(RMSNorm.init(hidden, 1e-6), mixer, RMSNorm.init(hidden, 1e-6), mlp)
     table = Embedding.init(config.vocab_size, hidden, key=keys[2], **options)
-    model = ling3.Ling3Model(table, (layer,), RMSNorm.init(hidden, 1e-6))
-    return ling3.Ling3ForCausalLM(model, Linear.init(config.vocab_size, hidden, key=keys[3], **options), config)
+    model = ling3.Decoder(table, (layer,), RMSNorm.init(hidden, 1e-6))
+    return ling3.CausalLM(model, Linear.init(config.vocab_size, hidden, key=keys[3], **options), config)
 
 
 FAMILY = ling3.Family(

@@ -47,7 +47,7 @@ class Case:
         return Oracle(self.config, self.weights)
 
     @functools.cached_property
-    def ling3(self) -> "ling3.Ling3ForCausalLM":
+    def ling3(self) -> "ling3.CausalLM":
         write(self._path, self.config, self.weights)
         return ling3.load(self._path, dtype=jnp.float32)
 

@@ -7,12 +7,12 @@ from jaxtyping import Array, Float, Int
 from ling3.cache import Span
 from ling3.execution import Execution
 from ling3.layers.moe import MoE
-from ling3.model import Ling3ForCausalLM
+from ling3.model import CausalLM
 from ling3.runtime.recorder import Recorder
 
 
 @eqx.filter_jit
-def ling3_stages(model: Ling3ForCausalLM, tokens: Int[Array, " seq"]) -> dict[str, Float[Array, "seq features"]]:
+def ling3_stages(model: CausalLM, tokens: Int[Array, " seq"]) -> dict[str, Float[Array, "seq features"]]:
     """Each module's output for one sequence, under its published name; a router's is the weight of every expert."""
     (seq,), seen = tokens.shape, Recorder()
     logits = model.watched(tokens[None], Span.whole(1, seq, Execution.default(), seen))
