@@ -18,7 +18,7 @@ THREADS = 8
 """The most threads: more read no faster than memory takes it."""
 
 _EXPONENTS = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
-"""Each type's exponent bits, which are all set in infinities and NaN and in no other number."""
+"""Each type's exponent bits, which are all set in infinities and NaN and in no other number; integers have none."""
 
 
 class Copy(NamedTuple):
@@ -68,7 +68,10 @@ class Copier:
     def _block(self, copy: Copy, start: int) -> Copied:
         target = copy.target[start : start + BLOCK]
         stored = copy.file.tensors[copy.name].dtype
-        dtype, exponent = DTYPES[stored], _EXPONENTS[stored]
+        dtype, exponent = DTYPES[stored], _EXPONENTS.get(stored)
+        if exponent is None:
+            copy.file.read(copy.name, start, target)
+            return Copied(copy, target.nbytes, True)
         read, masked = (scratch[: target.size] for scratch in self._of_this_thread(exponent.dtype))
         bits = target.view(exponent.dtype) if target.dtype == dtype else read
         copy.file.read(copy.name, start, bits)

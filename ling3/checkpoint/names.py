@@ -1,22 +1,22 @@
-"""The published name of each of a model's arrays: the path in the module tree, but for two exceptions.
+"""The published name and shape of each of a model's arrays: the path in the module tree, but for the exceptions.
 
-The checkpoint has the experts' matrices one by one, where the tree has them stacked, and the convolutions' weights as
-[channels, 1, taps], where the tree has [channels, taps].
+The exceptions of the layers stand in EXCEPTIONS, and nowhere else; what a family calls otherwise, in `Family.names`.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from ling3.families import init
+from ling3.families import family_of, init
 from ling3.layers.conv import ShortConv
-from ling3.layers.moe import Experts
+from ling3.layers.kda import KDA
+from ling3.layers.linear import Matrix
 from ling3.model import CausalLM
 
 
@@ -28,6 +28,8 @@ class Weight:
     shape: tuple[int, ...]
     path: str
     expert: int | None = None
+    also: tuple[tuple[int, ...], ...] = ()
+    """Other shapes in which checkpoints have it."""
 
     @property
     def size(self) -> int:
@@ -41,19 +43,62 @@ class Leaf:
 
     path: str
     value: Any
-    kind: type | None = None
+    module: Any
+    """The module whose field it is."""
+    names: tuple[tuple[str, str], ...] = ()
+    """The family's own, of parts of the path."""
+
+    @property
+    def field(self) -> str:
+        """The module's field."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What each dimension counts: a matrix's own axes; for other arrays those of the field's annotation."""
+        if isinstance(self.module, Matrix):
+            return self.module.axes
+        annotation = type(self.module).__annotations__[self.field]
+        shaped = next(one for one in (annotation, *get_args(annotation)) if hasattr(one, "dim_str"))
+        return tuple(shaped.dim_str.split())
 
     def weights(self) -> Iterator[Weight]:
         """The published tensors that make up this leaf."""
-        shape = tuple(self.value.shape)
-        if self.kind is Experts:
-            module, _, field = self.path.rpartition(".")
-            for expert in range(shape[0]):
-                yield Weight(f"{module}.{expert}.{field}.weight", shape[1:], self.path, expert)
-        elif self.kind is ShortConv:
-            yield Weight(self.path, (shape[0], 1, shape[1]), self.path)
-        else:
-            yield Weight(self.path, shape, self.path)
+        names = dict(self.names)
+        path = ".".join(names.get(part, part) for part in self.path.split("."))
+        publish = next((publish for applies, publish in EXCEPTIONS if applies(self)), _as_it_is)
+        yield from publish(dataclasses.replace(self, path=path), self.path)
+
+
+def _as_it_is(leaf: Leaf, path: str) -> Iterator[Weight]:
+    yield Weight(leaf.path, tuple(leaf.value.shape), path)
+
+
+def _one_by_one(leaf: Leaf, path: str) -> Iterator[Weight]:
+    """`experts.gate_proj.weight` [experts, …] is `experts.{e}.gate_proj.weight` […] for each expert e."""
+    experts, projection, field = leaf.path.rsplit(".", 2)
+    for expert in range(leaf.value.shape[0]):
+        yield Weight(f"{experts}.{expert}.{projection}.{field}", tuple(leaf.value.shape[1:]), path, expert)
+
+
+def _with_an_axis_of_one(leaf: Leaf, path: str) -> Iterator[Weight]:
+    """[channels, taps] is [channels, 1, taps], as PyTorch's depthwise convolutions have it."""
+    channels, taps = leaf.value.shape
+    yield Weight(leaf.path, (channels, 1, taps), path)
+
+
+def _also_four_dimensional(leaf: Leaf, path: str) -> Iterator[Weight]:
+    """[heads], which some checkpoints have as [1, 1, heads, 1]."""
+    shape = tuple(leaf.value.shape)
+    yield Weight(leaf.path, shape, path, also=((1, 1, *shape, 1),))
+
+
+EXCEPTIONS: tuple[tuple[Callable[[Leaf], bool], Callable[[Leaf, str], Iterator[Weight]]], ...] = (
+    (lambda leaf: isinstance(leaf.module, Matrix) and leaf.axes[0] == "experts", _one_by_one),
+    (lambda leaf: isinstance(leaf.module, ShortConv), _with_an_axis_of_one),
+    (lambda leaf: isinstance(leaf.module, KDA) and leaf.field == "A_log", _also_four_dimensional),
+)
+"""Which leaves the checkpoint has otherwise than the tree, and how."""
 
 
 def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
@@ -63,22 +108,18 @@ def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
 
 def leaves(model: CausalLM) -> Iterator[Leaf]:
     """The arrays of `model`, or of its `structure`, in the order of `jax.tree.leaves`."""
-    for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_exception)[0]:
-        if _is_exception(node):
-            for inner, value in jax.tree_util.tree_flatten_with_path(node)[0]:
-                yield Leaf(_dotted((*path, *inner)), value, type(node))
-        else:
-            yield Leaf(_dotted(path), node)
+    names = tuple(family_of(model.config).names.items())
+    for path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
+        module: Any = model
+        for key in path[:-1]:
+            module = module[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(module, key.name)
+        yield Leaf(_dotted(path), value, module, names)
 
 
 def weight_names(config: Any) -> Iterator[Weight]:
     """Every tensor that a checkpoint of `config` has, but for those of multi-token prediction."""
     for leaf in leaves(structure(config)):
         yield from leaf.weights()
-
-
-def _is_exception(node: object) -> bool:
-    return isinstance(node, Experts | ShortConv)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
