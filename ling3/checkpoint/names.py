@@ -1,6 +1,6 @@
 """The published name and shape of each of a model's arrays: the path in the module tree, but for the exceptions.
 
-The exceptions of the layers stand in EXCEPTIONS, and nowhere else; what a family calls otherwise, in `Family.names`.
+The exceptions of the layers stand in EXCEPTIONS and nowhere else; names that are a family's own, in `Family.published`.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ class Leaf:
     value: Any
     module: Any
     """The module whose field it is."""
-    names: tuple[tuple[str, str], ...] = ()
-    """The family's own, of parts of the path."""
+    rename: Callable[[str], str] = str
+    """From the tree's name of a tensor to the family's."""
 
     @property
     def field(self) -> str:
@@ -64,36 +64,35 @@ class Leaf:
 
     def weights(self) -> Iterator[Weight]:
         """The published tensors that make up this leaf."""
-        names = dict(self.names)
-        path = ".".join(names.get(part, part) for part in self.path.split("."))
         publish = next((publish for applies, publish in EXCEPTIONS if applies(self)), _as_it_is)
-        yield from publish(dataclasses.replace(self, path=path), self.path)
+        for weight in publish(self):
+            yield dataclasses.replace(weight, name=self.rename(weight.name))
 
 
-def _as_it_is(leaf: Leaf, path: str) -> Iterator[Weight]:
-    yield Weight(leaf.path, tuple(leaf.value.shape), path)
+def _as_it_is(leaf: Leaf) -> Iterator[Weight]:
+    yield Weight(leaf.path, tuple(leaf.value.shape), leaf.path)
 
 
-def _one_by_one(leaf: Leaf, path: str) -> Iterator[Weight]:
+def _one_by_one(leaf: Leaf) -> Iterator[Weight]:
     """`experts.gate_proj.weight` [experts, …] is `experts.{e}.gate_proj.weight` […] for each expert e."""
     experts, projection, field = leaf.path.rsplit(".", 2)
     for expert in range(leaf.value.shape[0]):
-        yield Weight(f"{experts}.{expert}.{projection}.{field}", tuple(leaf.value.shape[1:]), path, expert)
+        yield Weight(f"{experts}.{expert}.{projection}.{field}", tuple(leaf.value.shape[1:]), leaf.path, expert)
 
 
-def _with_an_axis_of_one(leaf: Leaf, path: str) -> Iterator[Weight]:
+def _with_an_axis_of_one(leaf: Leaf) -> Iterator[Weight]:
     """[channels, taps] is [channels, 1, taps], as PyTorch's depthwise convolutions have it."""
     channels, taps = leaf.value.shape
-    yield Weight(leaf.path, (channels, 1, taps), path)
+    yield Weight(leaf.path, (channels, 1, taps), leaf.path)
 
 
-def _also_four_dimensional(leaf: Leaf, path: str) -> Iterator[Weight]:
+def _also_four_dimensional(leaf: Leaf) -> Iterator[Weight]:
     """[heads], which some checkpoints have as [1, 1, heads, 1]."""
     shape = tuple(leaf.value.shape)
-    yield Weight(leaf.path, shape, path, also=((1, 1, *shape, 1),))
+    yield Weight(leaf.path, shape, leaf.path, also=((1, 1, *shape, 1),))
 
 
-EXCEPTIONS: tuple[tuple[Callable[[Leaf], bool], Callable[[Leaf, str], Iterator[Weight]]], ...] = (
+EXCEPTIONS: tuple[tuple[Callable[[Leaf], bool], Callable[[Leaf], Iterator[Weight]]], ...] = (
     (lambda leaf: isinstance(leaf.module, Matrix) and leaf.axes[0] == "experts", _one_by_one),
     (lambda leaf: isinstance(leaf.module, ShortConv), _with_an_axis_of_one),
     (lambda leaf: isinstance(leaf.module, KDA) and leaf.field == "A_log", _also_four_dimensional),
@@ -108,12 +107,12 @@ def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
 
 def leaves(model: CausalLM) -> Iterator[Leaf]:
     """The arrays of `model`, or of its `structure`, in the order of `jax.tree.leaves`."""
-    names = tuple(family_of(model.config).names.items())
+    config, published = model.config, family_of(model.config).published
     for path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
         module: Any = model
         for key in path[:-1]:
             module = module[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(module, key.name)
-        yield Leaf(_dotted(path), value, module, names)
+        yield Leaf(_dotted(path), value, module, lambda name: published(name, config))
 
 
 def weight_names(config: Any) -> Iterator[Weight]:

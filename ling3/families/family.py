@@ -1,7 +1,7 @@
 """What the rest of the package knows of an architecture."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
@@ -21,8 +21,8 @@ class Family:
     """`read(raw, source)`: the config in a JSON object; errors name `source`."""
     init: Callable[..., Any]
     """`init(config, *, key, dtype)`: a `CausalLM` of random weights."""
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What the checkpoint calls a part whose field has another name, as `{"attention": "self_attn"}`."""
+    published: Callable[[str, Any], str] = lambda name, config: name
+    """`published(name, config)`: what the checkpoint calls the tensor that the tree's fields name so."""
     skips: Callable[[str, Any], bool] = lambda name, config: False
     """`skips(name, config)`: True for a tensor that checkpoints may have beside the model's, and that `load` leaves."""
     without_skipped: Callable[[Any], Any] = lambda config: config

@@ -98,8 +98,11 @@ def test_it_saves_and_loads(tmp_path):
 
 def test_its_names_are_the_checkpoints(tmp_path):
     """The tree says `attention`; this family's checkpoints say `self_attn`, and `embed_tokens`."""
-    names = {"attention": "self_attn", "word_embeddings": "embed_tokens"}
-    ling3.register_family(dataclasses.replace(FAMILY, names=names))
+
+    def published(name, config):
+        return name.replace(".attention.", ".self_attn.").replace("word_embeddings", "embed_tokens")
+
+    ling3.register_family(dataclasses.replace(FAMILY, published=published))
     ling3.save(model(), tmp_path / "own")
     stored = safetensors.numpy.load_file(tmp_path / "own" / "model.safetensors")
     assert {"model.layers.0.self_attn.proj.weight", "model.embed_tokens.weight"} <= stored.keys()
