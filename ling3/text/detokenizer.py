@@ -9,9 +9,9 @@ from ling3.text.tokenizer_file import Reported, TokenizerError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# The last bytes of a character are at most three, and each may be a token.
+# An unfinished character has at most three bytes, and each may be a token.
 CHARACTER_REST = 3
-# So many tokens without a whole character hold bytes that no character has.
+# As many tokens without a whole character contain invalid bytes.
 MOST_HELD = 8
 
 
@@ -99,7 +99,7 @@ class StreamDecoder:
 
 @no_type_check
 class StopStrings:
-    """Cuts a stream of text at the first of `stops`, holding back what may become the beginning of one.
+    """Cuts a stream of text at the first of `stops`, holding back an end that may be the beginning of one.
 
     Of several stops, the one that is complete first ends the text (of those, the one that began first), however the
     text is cut into pieces; `stopped` is that one, None before. Raises ValueError for an empty stop, which every text
@@ -114,7 +114,7 @@ class StopStrings:
         self.stopped: str | None = None
 
     def feed(self, text: str, may_stop: bool = True) -> str:
-        """The part of `text`, and of what was held back, that is certainly before any stop.
+        """The part of the text held back and of `text` that is certainly before any stop.
 
         Without `may_stop`, a stop that is complete now counts as text.
         """
