@@ -117,7 +117,7 @@ class Rule:
             text = "true or false"
         else:
             text = _NOUNS.get(self.item, ("an object", "objects"))[self.many]
-        bounds = "".join(f" {word} {bound:,}" for word, _, bound in self._bounds())
+        bounds = "".join(f" {word} {bound:,}" for word, _, bound in self._bounds)
         return f"{'a list of ' * self.many}{text}{bounds}{' or null' * self.optional}"
 
     def own(self, value: Any) -> Any:
@@ -154,8 +154,9 @@ class Rule:
             return False
         if isinstance(value, float) and not math.isfinite(value):
             return False
-        return all(holds(value, bound) for _, holds, bound in self._bounds())
+        return all(holds(value, bound) for _, holds, bound in self._bounds)
 
+    @functools.cached_property
     def _bounds(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
         bounds = [(*_BOUNDS[name], getattr(self, name)) for name in _BOUNDS]
         return [bound for bound in bounds if bound[2] is not None]

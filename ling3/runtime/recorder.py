@@ -15,8 +15,8 @@ class Recorder:
 
     def __call__(self, **arrays: Any) -> None:
         """Records arrays under their names."""
-        for name, array in arrays.items():
-            self.values[f"{self.path}{name}"] = array
+        if self is not SILENT:
+            self.values |= {f"{self.path}{name}": array for name, array in arrays.items()}
 
     def within(self, name: str) -> "Recorder":
         """The recorder of a submodule, with the same `values`."""
@@ -32,16 +32,5 @@ class Recorder:
         }
 
 
-class _Silent(Recorder):
-    """Records nothing."""
-
-    def __call__(self, **arrays: Any) -> None:
-        """Does nothing."""
-
-    def within(self, name: str) -> "Recorder":
-        """Itself."""
-        return self
-
-
-SILENT: Recorder = _Silent()
+SILENT = Recorder()
 """The recorder that records nothing: the default of every pass."""

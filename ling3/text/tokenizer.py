@@ -41,7 +41,7 @@ class Tokenizer:
         self.backend = read(directory / VOCABULARY)
         self.special_tokens = _special_tokens(settings, self.backend, directory / SETTINGS)
         self.chat_template = _chat_template(directory, settings)
-        self._added = _added_by_encode(settings, self.special_tokens, self.backend)
+        self._added = self._added_by_encode(settings)
 
         model, generation = _read(directory / MODEL), _read(directory / GENERATION)
         ends = [
@@ -134,6 +134,18 @@ class Tokenizer:
         """A streaming decoder for the tokens that follow `prompt_ids`."""
         return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, str(self.directory / VOCABULARY))
 
+    def _added_by_encode(self, settings: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+        """The ids that `encode` adds before and after a text by `tokenizer_config.json`, as in transformers.
+
+        None if that says nothing: then the post-processor of `tokenizer.json` adds them.
+        """
+        if "add_bos_token" not in settings and "add_eos_token" not in settings:
+            return None
+        before, after = (
+            self._id_of(name) if settings.get(f"add_{name}") else [] for name in ("bos_token", "eos_token")
+        )
+        return before, after
+
     def _id_of(self, name: str) -> list[int]:
         token = self.backend.token_to_id(self.special_tokens.get(name, ""))
         return [] if token is None else [token]
@@ -185,23 +197,6 @@ def _special_tokens(settings: Mapping[str, Any], backend: tokenizers.Tokenizer, 
         ]
     )
     return tokens
-
-
-def _added_by_encode(
-    settings: Mapping[str, Any], special_tokens: Mapping[str, str], backend: tokenizers.Tokenizer
-) -> tuple[list[int], list[int]] | None:
-    """The ids that `encode` adds before and after a text by `tokenizer_config.json`, as in transformers.
-
-    None if that says nothing: then the post-processor of `tokenizer.json` adds them.
-    """
-    if "add_bos_token" not in settings and "add_eos_token" not in settings:
-        return None
-
-    def wanted(name: str) -> list[int]:
-        token = backend.token_to_id(special_tokens.get(name, ""))
-        return [token] if settings.get(f"add_{name}") and token is not None else []
-
-    return wanted("bos_token"), wanted("eos_token")
 
 
 def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
