@@ -28,7 +28,7 @@ import pathlib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ling3.runtime import strict_json
@@ -278,7 +278,7 @@ def as_object(raw: object, source: str) -> dict[str, Any]:
     return dict(raw)
 
 
-def pick(raw: Mapping[str, Any], names: Iterable[str], problems: list[str]) -> Any:
+def pick(raw: Mapping[str, Any], names: Sequence[str], problems: list[str]) -> Any:
     """The one value under all of `names` (`a.b` is a field of an object); null counts as absent."""
     said = {}
     for name in names:
@@ -290,7 +290,7 @@ def pick(raw: Mapping[str, Any], names: Iterable[str], problems: list[str]) -> A
     values = list(said.values())
     if any(value != values[0] for value in values):
         each = ", ".join(f"{name} {shown(value)}" for name, value in said.items())
-        problems.append(f"{', '.join(said)}: found {each}; expected one value, as these are names of one field")
+        problems.append(f"{names[0]}: found {each}; expected one value, as these are names of one field")
     return values[0] if values else None
 
 

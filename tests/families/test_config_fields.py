@@ -98,7 +98,10 @@ def test_it_is_written_as_it_is_read():
         ({"num_attention_heads": 0}, "num_attention_heads: found 0; expected an integer from 1; correct it"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads"),
         ({"rope_theta": 10**400}, "rope_theta: found 1000"),
-        ({"rope_theta": 1, "rope_parameters": {"rope_theta": 2}}, "rope_theta, rope_parameters.rope_theta: found"),
+        (
+            {"rope_theta": 1, "rope_parameters": {"rope_theta": 2}},
+            "rope_theta: found rope_theta 1, rope_parameters.rope_theta 2; expected one value",
+        ),
         ({"sliding_window": True}, "sliding_window: found True; expected an integer from 1 or null; correct it"),
         ({"tie_word_embeddings": 0}, "tie_word_embeddings: found 0; expected true or false; correct it"),
         ({"layer_types": ["full"]}, "layer_types: found 1 entries; expected one per layer, 2; correct it"),
