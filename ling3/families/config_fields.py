@@ -1,6 +1,6 @@
-"""How a family's `config.json` is read: each field of its config says on its own line what it may hold.
+"""Reading, checking and writing any family's `config.json`, by rules that stand on the lines of its config's fields.
 
-A config is a frozen dataclass, whose annotations are the types and whose `field`s have the rest of the rules:
+A config is a frozen dataclass. Annotations give the types of its fields, and `field` the rest of their rules:
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -13,8 +13,8 @@ A config is a frozen dataclass, whose annotations are the types and whose `field
         def __post_init__(self):
             check(self, lambda: [])
 
-`read` then makes one of a file, `published` writes it. Types are int, float, bool, str, a Literal of strings, another
-such dataclass (an object in the file), or a tuple of these; `| None` is null in the file, or a field left out.
+`read` makes a config from a file's content, `published` the reverse. Types are int, float, bool, str, a Literal of
+strings, another such dataclass (an object in the file), or a tuple of these; `| None` allows null and an absent field.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ TELLING = re.compile(
     r"embeddings?|latent|index|indexer)(?:_|$)",
     re.IGNORECASE,
 )
-"""Words by which an unknown field speaks of the computation: it is refused unless its value switches it off."""
+"""Words that suggest that an unknown field changes the computation: it is refused unless its value turns it off."""
 
 _BOUNDS = {
     "ge": ("from", operator.ge),
@@ -80,12 +80,14 @@ class ConfigError(QuotingError):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What one field may hold, and how a file says it."""
+    """What one field may hold, and how it stands in a file."""
 
     item: Any
-    """The type: of each entry where there are `many`."""
+    """The type of the value, or of each entry of a list."""
     many: bool
+    """True for a list, a tuple in the config."""
     optional: bool
+    """True if the value may be None."""
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
@@ -93,17 +95,17 @@ class Rule:
     aliases: tuple[str, ...] = ()
     """Other names of the field in a file; `a.b` is the field `b` of the object `a`."""
     absent: Any = None
-    """The value where a file leaves the field out, or a function of the other values; None if it has to be there."""
+    """The value if a file lacks the field, or a function of the other values; if None, the field is required."""
     per_layer: bool = False
-    """A list with one entry for each of `num_hidden_layers`. Further ones, of multi-token prediction, are cut off."""
+    """True for a list with one entry per layer; entries of multi-token-prediction layers after these are cut off."""
     single: bool = False
-    """A single entry stands for a list of one, and null for an empty list."""
+    """True if a file may have a single entry instead of a list of one, and null instead of an empty list."""
     read: Callable[[Mapping[str, Any], list[str]], Any] | None = None
-    """`read(raw, problems)`: the value, where several fields of a file, the `aliases`, say it together."""
+    """`read(raw, problems)`: the value, if it depends on several fields of a file, the `aliases`."""
     convert: Callable[[Any], Any] | None = None
-    """The value in the form that the config keeps, for another type than those above. Raises TypeError, ValueError."""
+    """For other types than those above: the value as the config keeps it. Raises TypeError or ValueError."""
     expected: str = ""
-    """What messages say is expected, if not the type and the bounds."""
+    """What messages give as expected, instead of the type and the bounds."""
     tags: tuple[str, ...] = ()
     """For the family's own use."""
 
@@ -121,7 +123,7 @@ class Rule:
         return f"{'a list of ' * self.many}{text}{bounds}{' or null' * self.optional}"
 
     def own(self, value: Any) -> Any:
-        """`value` with tuples for lists, floats for whole numbers and dataclasses for objects where these belong."""
+        """`value` in the field's type: lists become tuples, whole numbers floats, and objects dataclasses."""
         if self.convert is not None:
             return self.convert(value)
         if self.single and not isinstance(value, list | tuple):
@@ -163,7 +165,7 @@ class Rule:
 
 
 def field(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
-    """A dataclass's field, with the attributes of its `Rule` that its type does not say."""
+    """A dataclass field; `rule` has the attributes of its `Rule` beside the type."""
     return dataclasses.field(default=default, metadata=rule)
 
 
@@ -183,10 +185,10 @@ def _rule(hint: Any, options: Mapping[str, Any]) -> Rule:
 
 
 def check(config: Any, misfits: Callable[[], Iterable[str]]) -> None:
-    """Checks each field of a new config, which keeps values in their own types, and then `misfits()`.
+    """Checks a new config and converts its values to the types of its fields; to be called from `__post_init__`.
 
-    `misfits` gives the problems of values that do not fit together. It is called once every field by itself is right.
-    Raises ConfigError.
+    `misfits()` gives the problems of values that do not fit together, and is called only if each field by itself is
+    valid. Raises ConfigError with all problems.
     """
     problems = []
     for name, rule in rules(type(config)).items():
@@ -215,17 +217,18 @@ def check(config: Any, misfits: Callable[[], Iterable[str]]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """A published field that may hold one of `values` alone, those for which the code is right, and why: the `law`."""
+    """A published field that is no field of the config: only `values` are accepted, as the code computes only those."""
 
     values: tuple[Any, ...]
     law: str
+    """What the code computes, for messages."""
     written: bool = False
-    """True where `published` has the field, with the first of `values`."""
+    """True if `published` writes the field, with the first of `values`."""
     accepts: Callable[[Any], bool] = lambda value: False
-    """True for further values."""
+    """True for other accepted values."""
 
     def admits(self, value: Any) -> bool:
-        """True if the code is right for `value`; JSON's 1 and 1.0 and true are three values."""
+        """True if `value` is accepted; 1, 1.0 and true are different values."""
         return self.accepts(value) or any(type(value) is type(known) and value == known for known in self.values)
 
 
@@ -239,13 +242,13 @@ def read(
     harmless: Iterable[str] = (),
     telling: re.Pattern[str] = TELLING,
 ) -> _Config:
-    """The config of a class in `raw`, the JSON object of the file `source`.
+    """A `config` from `raw`, the JSON object in the file `source`, every field of which is accounted for.
 
-    Of the other fields of a file, `only` has those that may have but one value, `derived` those that repeat what the
-    config says, as a function of it, and `harmless` those that change nothing, beside `HARMLESS`. Any other one is
-    accepted unless a word of its name is `telling` and its value is anything but null, false, 0 or empty.
+    Fields in `only` must have an accepted value. Fields in `derived` repeat what the config says, and must agree with
+    this function of it. Fields in `harmless` and `HARMLESS` change nothing. Any other field is accepted unless its name
+    has a `telling` word and its value is anything but null, false, 0 or empty.
 
-    Raises ConfigError with every problem.
+    Raises ConfigError with all problems.
     """
     raw, fields, problems, made = as_object(raw, source), rules(config), [], None
     values = {
@@ -279,7 +282,7 @@ def as_object(raw: object, source: str) -> dict[str, Any]:
 
 
 def pick(raw: Mapping[str, Any], names: Sequence[str], problems: list[str]) -> Any:
-    """The one value under all of `names` (`a.b` is a field of an object); null counts as absent."""
+    """The value under whichever of `names` are present, which must agree; null counts as absent."""
     said = {}
     for name in names:
         outer, _, inner = name.partition(".")
@@ -295,7 +298,7 @@ def pick(raw: Mapping[str, Any], names: Sequence[str], problems: list[str]) -> A
 
 
 def published(config: Any, only: Mapping[str, Only]) -> dict[str, Any]:
-    """A config's fields, and those of `only` that are written, as they stand in a `config.json`."""
+    """A config's fields, and the written ones of `only`, as in a `config.json`."""
     raw = dataclasses.asdict(config)
     for name, rule in rules(type(config)).items():
         if rule.many and raw[name] is not None:
@@ -305,7 +308,7 @@ def published(config: Any, only: Mapping[str, Only]) -> dict[str, Any]:
 
 
 def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    """What a `config.json`, or that of a directory, holds, and the file's name for errors. Raises ConfigError."""
+    """The content of a `config.json`, or of that in a directory, and the file's name. Raises ConfigError."""
     file = pathlib.Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
@@ -317,12 +320,12 @@ def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
 
 
 def found(value: object) -> str:
-    """What a message says that a field held."""
+    """A field's value, for a message."""
     return "absent" if value is None else f"found {shown(list(value) if isinstance(value, tuple) else value)}"
 
 
 def _without_mtp(values: Mapping[str, Any], entries: Any) -> Any:
-    """A list with one entry per layer, without those of the multi-token-prediction layers where it covers these too."""
+    """A list with one entry per layer, without the entries of multi-token-prediction layers if it has these too."""
     layers, more = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
     if isinstance(entries, list) and isinstance(layers, int) and isinstance(more, int) and 0 < layers < layers + more:
         return entries[:layers] if len(entries) == layers + more else entries
@@ -344,7 +347,7 @@ def _refused(
 
 
 def _disagreements(raw: Mapping[str, Any], expected: Mapping[str, Any], at: str = "") -> Iterable[str]:
-    """Fields that repeat what others say, and say something else."""
+    """Problems of fields that repeat other fields and do not agree with them."""
     for name, value in raw.items():
         if value is None or (name not in expected and not at):
             continue

@@ -56,7 +56,7 @@ def _lower_bound(raw: Mapping[str, Any], problems: list[str]) -> Any:
 
 
 def _mla_rope(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """`use_mla_nope` negated. `mla_rope` may only repeat it, but in old files of ablated models."""
+    """`use_mla_nope` negated. A file's `mla_rope` must agree with that, except in old files of ablated models."""
     nope, rope = pick(raw, ("use_mla_nope", "mla_use_nope"), problems), raw.get("mla_rope")
     if not isinstance(nope, bool | None):
         problems.append(f"use_mla_nope: found {shown(nope)}; expected true or false; it says if MLA leaves out RoPE")
@@ -82,7 +82,7 @@ token_id = functools.partial(field, ge=0, le=2**31 - 1)
 
 
 def variant(default: Any, **rule: Any) -> Any:
-    """A field in which an ablated model, or a layer of it, may differ from all published ones, which have `default`."""
+    """A field in which only ablated models, or layers of them, differ from the published ones, which have `default`."""
     return field(default, absent=default, tags=("variant", "layer"), **rule)
 
 
@@ -341,7 +341,7 @@ def _is_ablated(raw: Mapping[str, Any]) -> bool:
 
 
 def _misfits(c: Ling3Config) -> Iterable[str]:
-    """What does not fit together, of fields that are right by themselves."""
+    """Problems of fields that are valid by themselves and do not fit together."""
     group = c.num_experts // c.n_group
     choosable = min(c.topk_group, c.n_group) * group
     if c.qk_rope_head_dim % 2:
