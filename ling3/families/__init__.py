@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import ling3
+from ling3.families.config_fields import read_json
 from ling3.families.family import Family
-from ling3.families.ling3_config import read_json
 from ling3.layers.scope import with_names
 from ling3.model import CausalLM
 

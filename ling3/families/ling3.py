@@ -5,9 +5,8 @@ import dataclasses
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families import ling3_reader as config_reader
 from ling3.families.family import Family
-from ling3.families.ling3_config import Ling3Config
+from ling3.families.ling3_config import ABLATED, ABLATED_TYPE, ARCHITECTURES, MODEL_TYPE, Ling3Config
 from ling3.layers.kda import KDA, KDAConfig
 from ling3.layers.linear import Linear
 from ling3.layers.mla import MLA, MLAConfig
@@ -132,8 +131,8 @@ def is_mtp(name: str, config: Ling3Config) -> bool:
 
 FAMILY = Family(
     name="Ling-3",
-    architectures=(*config_reader.ARCHITECTURES, config_reader.ABLATED),
-    model_types=(config_reader.MODEL_TYPE, config_reader.ABLATED_TYPE),
+    architectures=(*ARCHITECTURES, ABLATED),
+    model_types=(MODEL_TYPE, ABLATED_TYPE),
     config=Ling3Config,
     read=Ling3Config.from_dict,
     init=init,
