@@ -11,6 +11,7 @@ import ling3
 from ling3.layers.kda import KDA
 from ling3.layers.moe import MoE
 
+# One layer of each kind: KDA with a dense MLP, KDA with experts, MLA with experts.
 TINY = ling3.Ling3Config(
     vocab_size=96,
     hidden_size=32,
@@ -36,6 +37,7 @@ TINY = ling3.Ling3Config(
     eos_token_id=(2,),
     pad_token_id=0,
 )
+# With two of KDA and experts, for tests that tell layers apart by their numbers.
 DEEP = dataclasses.replace(TINY, num_hidden_layers=4, layer_group_size=4)
 FLASH = dataclasses.replace(
     DEEP,
