@@ -3,13 +3,13 @@
 import io
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -69,11 +69,10 @@ def test_a_killed_run_is_taken_up(prompts, tmp_path, capsys, monkeypatch):
     """No line is lost, none is asked twice, and the half-written one is asked again."""
     out, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
     arguments = ["gsm8k", "nano", "--prompts", str(prompts), *ENGINE, "--out"]
-    cache = pathlib.Path(__file__).parents[2] / ".jax_cache"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     }
     process = subprocess.Popen(

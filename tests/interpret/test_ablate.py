@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import FLASH, TINY, UNBOUNDED, open_model
+from tiny import DEEP, FLASH, TINY, UNBOUNDED, open_model
 
 import ling3
 from ling3.checkpoint.names import structure
@@ -198,12 +198,12 @@ def test_experts_are_dropped_and_fewer_are_chosen():
 
 
 def test_layers_say_what_is_different_and_later_words_win():
-    some = ablate.no_output_gate(open_model(TINY), layers=[1, 3])
+    some = ablate.no_output_gate(open_model(DEEP), layers=[1, 3])
     assert [some.config.at(i).kda_output_gate for i in range(4)] == ["sigmoid", "none", "sigmoid", "sigmoid"]
     assert some.config.mla_output_gate == "none"  # layer 3 is all of MLA
     assert some.config.to_dict()["architectures"] == ["Ling3AblatedForCausalLM"]
     everywhere = ablate.no_output_gate(some, "kda").config
-    assert everywhere == ablate.no_output_gate(open_model(TINY)).config and everywhere.layer_overrides == ()
+    assert everywhere == ablate.no_output_gate(open_model(DEEP)).config and everywhere.layer_overrides == ()
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_layers_say_what_is_different_and_later_words_win():
 )
 def test_what_cannot_be_cut_is_an_error(cut, message):
     with pytest.raises(ValueError, match=message):
-        cut(open_model(TINY))
+        cut(open_model(DEEP))
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_other_models_are_cut_too(config):
 
 @pytest.mark.slow
 def test_the_engine_serves_an_ablated_model():
-    model = ablate.no_short_conv(ablate.no_attention(ablate.no_output_gate(open_model(TINY)), [1, 3]))
+    model = ablate.no_short_conv(ablate.no_attention(ablate.no_output_gate(open_model(DEEP)), [1, 3]))
     settings = {"max_running_requests": 2, "num_pages": 8, "page_size": 16, "max_model_len": 64}
     engine = ling3.Engine(model, chunked_prefill_size=16, token_paddings=(16,), **settings)
     prompts = [[5, 6, 7, 8, 9], list(range(20, 50))]
