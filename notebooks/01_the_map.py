@@ -28,7 +28,7 @@ import ling3
 from ling3.cache import Span
 from ling3.checkpoint.names import leaves, structure
 from ling3.interpret.ablations import solution_rows
-from ling3.problems import problems
+from ling3.train.nano.problems import problems
 
 plots.use()
 model = ling3.load("nano", dtype=jnp.float32)

@@ -31,7 +31,7 @@ import ling3
 from ling3.cache import Span
 from ling3.layers.kda import KDA
 from ling3.ops.kda import MAX_NATS, SUB_CHUNK, chunk_kda, kda_gate, l2_normalize, recurrent_kda, unit_lower_inverse
-from ling3.problems import ask, problems
+from ling3.train.nano.problems import ask, problems
 
 jax.config.update("jax_enable_x64", True)  # equalities are checked in float64; float32 has its turn below
 plots.use()

@@ -28,7 +28,7 @@ import ling3
 from ling3.cache import Span
 from ling3.interpret.inspect import report
 from ling3.layers.rope import rotate
-from ling3.problems import ask, problems
+from ling3.train.nano.problems import ask, problems
 
 jax.config.update("jax_enable_x64", True)  # so that equal can mean equal
 plots.use()

@@ -33,8 +33,8 @@ import ling3
 from ling3.families.ling3 import moe_config
 from ling3.interpret.inspect import report
 from ling3.layers.moe import Router
-from ling3.problems import ask, problems
 from ling3.train import BalancedRouter, excess_load
+from ling3.train.nano.problems import ask, problems
 
 plots.use()
 tiny, nano, tok = ling3.Ling3Config(), ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")

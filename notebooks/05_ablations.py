@@ -33,7 +33,7 @@ from IPython.display import Image
 import ling3
 from ling3.interpret import ablate
 from ling3.interpret.ablations import solution_rows
-from ling3.problems import problems
+from ling3.train.nano.problems import problems
 
 plots.use()
 model = ling3.load("nano", dtype=jnp.float32)

@@ -32,7 +32,7 @@ import ling3
 from ling3.cache import Cache, KDAState, Span
 from ling3.interpret.inspect import report
 from ling3.ops.kda import kda_step
-from ling3.problems import ask, last_number, problems
+from ling3.train.nano.problems import ask, last_number, problems
 
 plots.use()
 nano, tok, tiny = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano"), ling3.Ling3Config()

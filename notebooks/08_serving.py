@@ -29,7 +29,7 @@ import plots
 
 import ling3
 from ling3.engine.loop import Loop
-from ling3.problems import ask, last_number, problems
+from ling3.train.nano.problems import ask, last_number, problems
 
 plots.use()
 nano, tok = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")

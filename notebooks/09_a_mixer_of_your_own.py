@@ -39,8 +39,8 @@ from ling3.layers.conv import ShortConv
 from ling3.layers.linear import Embedding, Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import GatedRMSNorm, RMSNorm
-from ling3.problems import ask, problems
 from ling3.runtime.recorder import Recorder
+from ling3.train.nano.problems import ask, problems
 
 plots.use()
 

@@ -28,10 +28,10 @@ from ling3.evals.run import Score
 from ling3.interpret import ablate
 from ling3.interpret.ablation_report import Report, Row
 from ling3.model import CausalLM
-from ling3.problems import Problem, ask, problems
 from ling3.runtime.progress import progress
 from ling3.serve import Engine
 from ling3.text.tokenizer import Tokenizer
+from ling3.train.nano.problems import Problem, ask, problems
 
 Suite = Literal["gates", "decay", "memory", "layers", "experts", "all"]
 
