@@ -52,8 +52,8 @@ states = kda_layers * 16 * 128 * 128 * 4  # heads, key, value, bytes
 tails = kda_layers * 3 * (3 * 16 * 128) * 2  # taps - 1; channels of q, k and v; bytes
 per_token = mla_layers * (512 + 64) * 2
 assert (kda_layers, mla_layers) == (18, 6)
-assert states == memory.recurrent_state_per_sequence == 18_874_368
-assert tails == memory.conv_state_per_sequence == 663_552
+assert states == memory.state_per_sequence["recurrent"] == 18_874_368
+assert tails == memory.state_per_sequence["conv"] == 663_552
 assert per_token == memory.cache_per_token == 6_912
 print(f"{(states + tails) / 1e6:.1f} MB once per sequence, and {per_token:,} bytes per token")
 

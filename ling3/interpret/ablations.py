@@ -13,7 +13,7 @@ apart from all of theirs (twenty examples have over two hundred).
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -65,67 +65,72 @@ class Ablation:
 
 
 def ablations(model: CausalLM, suite: Suite = "all") -> list[Ablation]:
-    """The ablations of `suite` that this model has the parts for: what is cut already is not cut again."""
-    config = model.config
+    """The ablations of `suite` that this model has the mechanisms for; what is cut already is not cut again."""
     found: list[Ablation] = []
 
-    def having(kind: str, **fields: object) -> list[int]:
-        """The layers with this attention whose config has these values."""
-        layers = [i for i in range(config.num_hidden_layers) if config.attention_kind(i) == kind]
-        return [i for i in layers if all(getattr(config.at(i), name) == value for name, value in fields.items())]
+    def having(mechanism: str, law: Callable[[Any], bool] = lambda module: True) -> dict[str, dict[int, Any]]:
+        """The modules that have the mechanism and that `law` is true for: by class, then by layer."""
+        kinds: dict[str, dict[int, Any]] = {}
+        for i, module in ablate.having(model, mechanism, uncut=True).items():
+            if law(module):
+                kinds.setdefault(type(module).__name__, {})[i] = module
+        return kinds
 
-    def add(name: str, of: Suite, formula: str, cut: Callable[..., CausalLM], layers: list[int]) -> None:
-        if suite in (of, "all") and layers:
-            found.append(Ablation(name, of, formula, lambda m, rows: cut(m, rows, layers)))
+    def add(name: str, of: Suite, formula: str, layers: Iterable[int], function: Callable, *given: Any) -> None:
+        at = list(layers)
 
-    for kind, output in (("kda", "o_proj(RMSNorm(o))"), ("mla", "dense(o)")):
-        gated = having(kind, **{f"{kind}_output_gate": "sigmoid"})
-        add(f"{kind.upper()}: no output gate", "gates", f"y = {output}", _no_gate, gated)
-        add(f"{kind.upper()}: gate at its mean", "gates", "sigmoid(g) → its mean", _mean_gate, gated)
-    decaying = having("kda", kda_decay=True)
-    for bound in (-10.0, -2.5, -1.0, -0.1):
-        law = f"g = {bound:g} · sigmoid(…)"
-        layers = [i for i in decaying if config.at(i).kda_lower_bound != bound]
-        add(f"KDA: lower_bound {bound:g}", "decay", law, lambda m, r, at, b=bound: ablate.lower_bound(m, b, at), layers)
-    bounded = [i for i in decaying if config.at(i).kda_lower_bound is not None]
-    law = "g = -exp(A_log) · softplus(…)"
-    add("KDA: softplus law", "decay", law, lambda m, r, at: ablate.lower_bound(m, None, at), bounded)
-    add("KDA: no decay", "decay", "g = 0", lambda m, r, at: ablate.no_decay(m, at), decaying)
-    for beta, text in ((1.0, "1"), (0.5, "1/2")):
-        learned = having("kda", kda_beta=None)
-        add(f"KDA: beta {text}", "memory", f"b = {text}", lambda m, r, at, b=beta: ablate.fixed_beta(m, b, at), learned)
-    convolved = having("kda", kda_short_conv=True)
-    without = "q, k, v = silu(W x)"
-    add("KDA: no short convolution", "memory", without, lambda m, r, at: ablate.no_short_conv(m, at), convolved)
-    rotated = having("mla", mla_rope=True)
-    add("MLA: no RoPE", "memory", "rope(x) → x", lambda m, r, at: ablate.no_rope(m, at), rotated)
-    for i in sorted(having("kda") + having("mla")):
-        name = f"layer {i}: no {config.attention_kind(i).upper()}"
-        add(name, "layers", "h = x", lambda m, r, at: ablate.no_attention(m, at), [i])
+        def cut(model: CausalLM, rows: Rows) -> CausalLM:
+            means = {"tokens": rows.tokens, "valid": rows.valid} if function is ablate.mean_output_gate else {}
+            return function(model, *given, layers=at, **means)
 
-    sparse = [i for i in range(config.num_hidden_layers) if config.mlp_kind(i) == "moe"]
-    half = config.num_experts_per_tok // 2
-    several = [i for i in sparse if half and config.at(i).num_experts_per_tok == config.num_experts_per_tok]
-    add(f"experts: top {half}", "experts", f"top_k = {half}", lambda m, r, at: ablate.top_k(m, half, at), several)
-    biased = [i for i in sparse if config.at(i).moe_router_enable_expert_bias]
-    add("experts: no routing bias", "experts", "c = s", lambda m, r, at: ablate.no_routing_bias(m, at), biased)
-    shared = [i for i in sparse if config.at(i).num_shared_experts]
-    routed = "y = Σ w_e · expert_e(x)"
-    add("experts: no shared one", "experts", routed, lambda m, r, at: ablate.no_shared_expert(m, at), shared)
-    size = config.num_experts // config.n_group
-    each = list(range(0, config.num_experts, size))
-    enough = (size - 1) * config.topk_group >= max((config.at(i).num_experts_per_tok for i in sparse), default=0)
-    name, law = f"experts: {len(each)} of {config.num_experts} dropped", "c = s - 10,000 for one of each group"
-    add(name, "experts", law, lambda m, r, at: ablate.drop_experts(m, each, at), sparse if enough else [])
+        if suite in (of, "all") and at:
+            found.append(Ablation(name, of, formula, cut))
+
+    for kind, gated in having("output gate", lambda m: getattr(m, "gate_law", None) == "sigmoid").items():
+        normed = all(hasattr(module, "o_norm") for module in gated.values())
+        output = "o_proj(RMSNorm(o))" if normed else "dense(o)"
+        add(f"{kind}: no output gate", "gates", f"y = {output}", gated, ablate.no_output_gate)
+        add(f"{kind}: gate at its mean", "gates", "sigmoid(g) → its mean", gated, ablate.mean_output_gate)
+    for kind, decaying in having("decay").items():
+        bounds = {i: module.lower_bound for i, module in decaying.items() if hasattr(module, "lower_bound")}
+        for bound in (-10.0, -2.5, -1.0, -0.1):
+            others, law = [i for i in bounds if bounds[i] != bound], f"g = {bound:g} · sigmoid(…)"
+            add(f"{kind}: lower_bound {bound:g}", "decay", law, others, ablate.lower_bound, bound)
+        others, law = [i for i in bounds if bounds[i] is not None], "g = -exp(A_log) · softplus(…)"
+        add(f"{kind}: softplus law", "decay", law, others, ablate.lower_bound, None)
+        add(f"{kind}: no decay", "decay", "g = 0", decaying, ablate.no_decay)
+    for kind, learned in having("writing strength").items():
+        for beta, text in ((1.0, "1"), (0.5, "1/2")):
+            add(f"{kind}: beta {text}", "memory", f"b = {text}", learned, ablate.fixed_beta, beta)
+    for kind, convolved in having("short convolution").items():
+        add(f"{kind}: no short convolution", "memory", "q, k, v = silu(W x)", convolved, ablate.no_short_conv)
+    for kind, rotated in having("rotary embedding").items():
+        add(f"{kind}: no RoPE", "memory", "rope(x) → x", rotated, ablate.no_rope)
+    for i, layer in ablate.having(model, "attention", uncut=True).items():
+        add(f"layer {i}: no {type(layer.attention).__name__}", "layers", "h = x", [i], ablate.no_attention)
+
+    routers = ablate.having(model, "experts per token")
+    most = max((router.top_k for router in routers.values()), default=0)
+    several = [i for i, router in routers.items() if router.top_k == most > 1]
+    add(f"experts: top {most // 2}", "experts", f"top_k = {most // 2}", several, ablate.top_k, most // 2)
+    biased = ablate.having(model, "routing bias")
+    add(
+        "experts: no routing bias",
+        "experts",
+        "c = s",
+        ablate.having(model, "routing bias", uncut=True),
+        ablate.no_routing_bias,
+    )
+    shared = ablate.having(model, "shared expert", uncut=True)
+    add("experts: no shared one", "experts", "y = Σ w_e · expert_e(x)", shared, ablate.no_shared_expert)
+    for router in [*biased.values()][:1]:
+        experts = router.weight.shape[0]
+        size = experts // router.groups
+        each = list(range(0, experts, size))
+        name, law = f"experts: {len(each)} of {experts} dropped", "c = s - 10,000 for one of each group"
+        enough = (size - 1) * router.top_groups >= most
+        add(name, "experts", law, biased if enough else [], ablate.drop_experts, each)
     return found
-
-
-def _no_gate(model: CausalLM, rows: Rows, layers: list[int]) -> CausalLM:
-    return ablate.no_output_gate(model, layers=layers)
-
-
-def _mean_gate(model: CausalLM, rows: Rows, layers: list[int]) -> CausalLM:
-    return ablate.mean_output_gate(model, rows.tokens, layers=layers, valid=rows.valid)
 
 
 def compare(
