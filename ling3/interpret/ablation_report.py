@@ -1,4 +1,4 @@
-"""What a table of ablations found: as a table, as JSON, as a picture."""
+"""The result of a comparison of ablations: as a table, as JSON, as a plot."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from ling3.evals.run import Score
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One model: what was cut, and how it then did."""
+    """One model: what was cut, and its scores."""
 
     name: str
     suite: str
@@ -27,17 +27,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A table of ablations, the whole model first; `print` it with rich, or take `to_dict()`, or `plot` it."""
+    """A table of ablations, the whole model first; `print` it with rich, take `to_dict()`, or `plot` it."""
 
     rows: tuple[Row, ...]
     scored: str
-    """What the perplexity is of: `solutions` or `text`."""
+    """What the perplexity is taken over: `solutions` or `text`."""
     context: int
-    """Tokens of the prompts of `recall`, on average."""
+    """Mean length of the prompts of `recall`, in tokens."""
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain values, for JSON."""
+        """The report in plain values, for JSON."""
         return {
             **self.about,
             "perplexity_of": self.scored,
@@ -69,9 +69,9 @@ class Report:
         return table
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws ln(perplexity) on a log scale, and both accuracies with 95 % intervals: a line for each ablation.
+        """Draws ln(perplexity) on a log scale and both accuracies with 95 % intervals, a row for each ablation.
 
-        PNG, PDF or SVG; raises ValueError as `bench_report.check_plot` does.
+        PNG, PDF or SVG; raises ValueError for other file names, as `bench.report.check_plot` does.
         """
         check_plot(path)
         from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import

@@ -1,13 +1,13 @@
-"""A table of ablations: each cut from the same model, and asked the same questions.
+"""A table of ablations of one model, each of which answers the same questions.
 
-What is measured of each, beside the whole model:
+The measurements, also of the whole model:
 
     perplexity   exp of the mean -ln p of the worked solutions' tokens, given their questions (or of a text's tokens)
     problems     the share of held-out word problems answered with the right number, asked alone
-    recall       the same at the end of a long context: after so many worked examples of other problems
+    recall       the same at the end of a long context, after worked examples of other problems
 
-The examples before a question are noise: the numbers to be recalled are the question's own, which a layer has to keep
-apart from all of theirs (twenty examples have over two hundred).
+The examples are distractors: the answer depends on the question's own numbers, which the model has to keep apart from
+those of the examples (twenty examples have over two hundred).
 """
 
 import dataclasses
@@ -31,37 +31,35 @@ from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.serve import Engine
 from ling3.text.tokenizer import Tokenizer
-from ling3.train.nano.problems import Problem, ask, problems
+from ling3.train.nano.problems import Problem, ask, exam, problems, worked_examples
 
 Suite = Literal["gates", "decay", "memory", "layers", "experts", "all"]
 
-HELD_OUT_SEED, EXAMPLES_SEED, CALIBRATION_SEED = 2026, 2027, 2028
-"""The problems asked (as in nano's examination), those shown before them, and those that gates are averaged over."""
+CALIBRATION_SEED = 2028
+"""Of the problems that gates are averaged over."""
 SCORED = 64
-"""How many solutions the perplexity is taken over; how many problems the gates' means are taken over."""
+"""Solutions that the perplexity is taken over; problems that gates are averaged over."""
 ANSWER = 64
-"""Tokens of an answer: the longest solution has 31 in nano's tokens."""
+"""Most tokens of an answer: the longest solution has 31 in nano's tokens."""
 
 
 class Rows(NamedTuple):
     """Problems with their solutions, a row each, padded on the right with zeros."""
 
     tokens: Int32[Array, "batch seq"]
-    valid: Bool[Array, "batch seq"]
-    """What is no padding."""
-    learned: Bool[Array, "batch seq"]
-    """The solutions."""
+    valid: Bool[Array, "batch seq"]  # False for padding
+    learned: Bool[Array, "batch seq"]  # True for the solutions
 
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """One line of the table: what is cut, in which suite, and what the formula then says."""
+    """One row of the table: what is cut, in which suite, and how the formula reads then."""
 
     name: str
     suite: Suite
     formula: str
     cut: Callable[[CausalLM, Rows], CausalLM]
-    """From a model, and the rows that means are taken over, to the model without it."""
+    """`cut(model, rows)`: the ablated model; means are taken over `rows`."""
 
 
 def ablations(model: CausalLM, suite: Suite = "all") -> list[Ablation]:
@@ -144,18 +142,17 @@ def compare(
     text: str | None = None,
     report: Callable[[Row], None] = lambda row: None,
 ) -> Report:
-    """The table: the whole model first, then each of the `chosen`, every one on an engine of its own.
+    """The table: the whole model first, then each of the `chosen`, every one in an engine of its own.
 
-    `questions` problems are asked alone and the first `recalls` of them after `examples` worked ones, all in one batch;
-    the perplexity is that of `text`, or of solutions. `report` is called with each row as it is measured. Raises
-    ValueError where the examples do not fit into the model's context.
+    `questions` problems are asked alone, and the first `recalls` of them again after `examples` worked ones. The
+    perplexity is that of `text`, or of solutions. `report` is called with each row as it is measured. Raises ValueError
+    if the examples do not fit into the model's context.
     """
     if recalls > questions:
         raise ValueError(f"recalls is {recalls}, expected at most the number of questions, {questions}")
-    asked = list(itertools.islice(problems(HELD_OUT_SEED, "held_out"), questions))
-    shown = problems(EXAMPLES_SEED, "train")
-    prompts = [tokenizer.encode(ask(problem)) for problem in asked]
-    prompts += [tokenizer.encode(ask(problem, list(itertools.islice(shown, examples)))) for problem in asked[:recalls]]
+    asked, shown = exam(questions), worked_examples(recalls, each=examples)
+    texts = [ask(problem) for problem in asked] + [ask(*pair) for pair in zip(asked, shown)]
+    prompts = [tokenizer.encode(text) for text in texts]
     room = model.config.max_position_embeddings
     if (longest := max(map(len, prompts))) + ANSWER > room:
         raise ValueError(
@@ -168,25 +165,21 @@ def compare(
     variants += [(a.name, a.suite, a.formula, a.cut(model, calibration)) for a in chosen]  # they share their weights
     with progress("ablations", len(variants)) as advance:
         for name, suite, formula, variant in variants:
-            cost = (
-                solution_perplexity(variant, tokenizer)
-                if text is None
-                else perplexity(variant, tokenizer, text).perplexity
-            )
+            found = None if text is None else perplexity(variant, tokenizer, text)
+            cost = solution_perplexity(variant, tokenizer) if found is None else found.perplexity
             right = _right(variant, tokenizer, prompts, [*asked, *asked[:recalls]])
-            row = Row(name, suite, formula, cost, _score(right[:questions]), _score(right[questions:]))
-            rows.append(row)
-            report(row)
+            scores = _score(right[:questions]), _score(right[questions:])
+            rows.append(Row(name, suite, formula, cost, *scores))
+            report(rows[-1])
             advance(1)
     lengths = [len(prompt) for prompt in prompts[questions:]]
-    return Report(
-        tuple(rows), "solutions" if text is None else "text", round(float(np.mean(lengths))) if lengths else 0
-    )
+    context = round(float(np.mean(lengths))) if lengths else 0
+    return Report(tuple(rows), "solutions" if text is None else "text", context)
 
 
 def solution_perplexity(model: CausalLM, tokenizer: Tokenizer) -> float:
-    """exp of the mean -ln p of the first held-out problems' solution tokens, given what stands before them."""
-    rows = solution_rows(tokenizer, itertools.islice(problems(HELD_OUT_SEED, "held_out"), SCORED))
+    """exp of the mean -ln p of the solutions' tokens, for the first held-out problems."""
+    rows = solution_rows(tokenizer, exam(SCORED))
     scores = np.asarray(_likelihoods(model, rows.tokens), np.float64)
     return float(np.exp(-np.mean(scores[np.asarray(rows.learned)[:, 1:]])))
 
@@ -197,7 +190,7 @@ def _likelihoods(model: CausalLM, tokens: Int32[Array, "batch seq"]) -> Float32[
 
 
 def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> Rows:
-    """Each problem as it would be asked, and its solution after it."""
+    """Each problem as it is asked, with its solution."""
     pairs = [(tokenizer.encode(ask(p)), tokenizer.encode(f" {p.solution}", add_special_tokens=False)) for p in some]
     width = max(len(prompt) + len(solution) for prompt, solution in pairs)
     tokens = np.zeros((len(pairs), width), np.int32)
@@ -213,17 +206,10 @@ def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> Rows:
 def _right(
     model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], asked: Sequence[Problem]
 ) -> list[bool]:
-    """Which greedy answers end on the right number."""
-    longest = max(map(len, prompts)) + ANSWER
-    engine = Engine(
-        model,
-        tokenizer,
-        max_running_requests=16,
-        max_model_len=longest,
-        chunked_prefill_size=128,
-        token_paddings=(128,),
-    )
-    # Untrained ends: a model that goes on with a question of its own has answered before.
+    """For each prompt, True if the greedy answer ends with the right number."""
+    settings = {"max_running_requests": 16, "chunked_prefill_size": 128, "token_paddings": (128,)}
+    engine = Engine(model, tokenizer, max_model_len=max(map(len, prompts)) + ANSWER, **settings)
+    # An ablated model may go on with a question of its own instead of stopping; its answer came before that.
     outputs = engine.generate(prompts, SamplingParams(max_tokens=ANSWER, stop=STOP))
     return [last_number(output.text) == problem.answer for output, problem in zip(outputs, asked, strict=True)]
 

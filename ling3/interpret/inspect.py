@@ -1,4 +1,4 @@
-"""What `ling3 inspect` shows: the module tree, the layer schedule, the published names, and what memory costs."""
+"""What `ling3 inspect` shows of a model: its module tree, layers and published names, and the memory of a sequence."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from ling3.model import CausalLM, DecoderLayer
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRow:
-    """One array of the module tree: its path, shape and dtype, and the `tensors` published tensors that make it up."""
+    """One array of the module tree: its path, shape and dtype, and the number of published tensors that make it up."""
 
     path: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class ArrayRow:
 
     @property
     def layer(self) -> int | None:
-        """The 0-based decoder layer, None outside of the layers."""
+        """The 0-based decoder layer; None outside the layers."""
         parts = self.path.split(".")
         return int(parts[2]) if parts[:2] == ["model", "layers"] else None
 
@@ -54,7 +54,7 @@ class ArrayRow:
 
     @property
     def within(self) -> str:
-        """The path inside of that part."""
+        """The path inside that part."""
         return self.path.split(".", 4)[4] if self.layer is not None else self.path
 
 
@@ -62,7 +62,7 @@ class ArrayRow:
 class Memory:
     """What a sequence takes while it is served, in bytes.
 
-    Paged arrays grow with each token. Arrays with a row per slot do not; they go by their names in the mixers' states.
+    Paged arrays grow with each token. Arrays with a row per slot do not, and are listed by their names in the states.
     """
 
     cache_per_token: int
@@ -160,7 +160,7 @@ class Report:
                 yield _line(f"  {row.within}", row, options.max_width)
 
     def _parts(self) -> dict[tuple[str, str, tuple[Any, ...]], list[int]]:
-        """The parts of decoder layers, equal ones folded into one entry with the layers that have it."""
+        """The parts of the decoder layers; equal parts are one entry, with the layers that have it."""
         contents: dict[tuple[int, str], list[Any]] = {}
         for row in self.arrays:
             if row.layer is not None:
@@ -199,7 +199,7 @@ def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None
 
 
 def _stored(directory: pathlib.Path) -> dict[str, str]:
-    """The dtype of each tensor at hand; none where there are no weights, as when only the configuration was fetched."""
+    """The dtype of each tensor in the directory; empty without weights, as when only the configuration was fetched."""
     if not any(directory.glob("*.safetensors*")):
         return {}
     found = shards.open_all(directory)
@@ -234,7 +234,7 @@ def _bytes(array: Any) -> int:
 
 
 def _schedule(model: CausalLM) -> Table:
-    """The layers' attentions, up to eight in a row; a row ends before the first layer's kind comes again."""
+    """The layers' attentions, up to eight in a row; a new row begins where the first layer's kind comes again."""
     table = Table.grid(padding=(0, 2))
     kinds = [_attention(layer) for layer in model.model.layers]
     dense = [not _sparse(layer) for layer in model.model.layers]
@@ -280,7 +280,7 @@ def _ranges(layers: list[int]) -> str:
 
 
 def _line(path: str, row: ArrayRow, width: int) -> Text:
-    """An array in columns; what the checkpoint has instead follows, on a line of its own where `width` is too small."""
+    """An array in columns, then what the checkpoint has instead: on a second line where `width` is too small."""
     line = f"{path:<33}  {list(row.shape)!s:>17}  {row.dtype:<8}  {row.parameters:>13,}"
     if row.published != row.path:
         published = f"{row.published.removeprefix(f'model.layers.{row.layer}.{row.part}.')} {list(row.published_shape)}"

@@ -273,10 +273,10 @@ def exam(count: int, seed: int = 2026) -> list[Problem]:
     return list(itertools.islice(problems(seed, "held_out"), count))
 
 
-def worked_examples(count: int, seed: int = 2027) -> list[list[Problem]]:
-    """Four training problems to show before each of `count` questions."""
+def worked_examples(count: int, seed: int = 2027, each: int = 4) -> list[list[Problem]]:
+    """Training problems to show before each of `count` questions."""
     stream = problems(seed, "train")
-    return [list(itertools.islice(stream, 4)) for _ in range(count)]
+    return [list(itertools.islice(stream, each)) for _ in range(count)]
 
 
 def ask(problem: Problem, examples: Sequence[Problem] = ()) -> str:
