@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +18,6 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import rich.console
-import rich.progress
 from tokenizers import Tokenizer
 
 from ling3.checkpoint import load
@@ -197,25 +196,18 @@ def make(out: Path, recipe: Recipe, questions: int = 500) -> dict:
     )
     record: dict = {"recipe": dataclasses.asdict(recipe), "curve": []}
 
-    bar = rich.progress.Progress(
-        *rich.progress.Progress.get_default_columns(),
-        rich.progress.TextColumn("loss {task.fields[loss]:.4f}, {task.fields[solved]:.0%} of unseen problems solved"),
-        console=rich.console.Console(stderr=True),
-    )
-    task = bar.add_task("training", total=recipe.steps, loss=float("nan"), solved=0.0)
-
     def report(progress: Progress, model: CausalLM) -> None:
         point = dataclasses.asdict(progress) | {"solved": float(jnp.mean(solved(model, unseen)))}
         record["curve"].append({name: round(value, 5) for name, value in point.items()})
-        bar.update(task, completed=progress.step, loss=progress.loss, solved=point["solved"])
+        line = f"step {progress.step} of {recipe.steps}: loss {progress.loss:.4f}, {point['solved']:.0%} solved"
+        print(line, file=sys.stderr)
         if progress.step % 200 == 0 or progress.step == recipe.steps:
             save(as_stored(model), out, overwrite=True)
             write_tokenizer(tokenizer, out, model.config.max_position_embeddings)
             (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
-    with bar:
-        optimization = Optimization(recipe.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup)
-        model = train(model, batches(recipe, tokenizer), optimization, every=50, report=report)
+    optimization = Optimization(recipe.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup)
+    model = train(model, batches(recipe, tokenizer), optimization, every=50, report=report)
     record["minutes"] = round((time.monotonic() - start) / 60, 1)
     record["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     record["exact_answers"] = examine(load(out), load_tokenizer(out), questions)
