@@ -42,20 +42,12 @@ class ArrayRow:
         return math.prod(self.shape)
 
     @property
-    def layer(self) -> int | None:
-        """The 0-based decoder layer; None outside the layers."""
-        parts = self.path.split(".")
-        return int(parts[2]) if parts[:2] == ["model", "layers"] else None
-
-    @property
-    def part(self) -> str:
-        """The part of the decoder layer: `attention`, `mlp` or a norm."""
-        return self.path.split(".")[3] if self.layer is not None else ""
-
-    @property
-    def within(self) -> str:
-        """The path inside that part."""
-        return self.path.split(".", 4)[4] if self.layer is not None else self.path
+    def place(self) -> tuple[int | None, str, str]:
+        """The 0-based decoder layer (None outside the layers), its part (`attention`, `mlp`, …), the path inside."""
+        match self.path.split(".", 4):
+            case ["model", "layers", layer, part, within]:
+                return int(layer), part, within
+        return None, "", self.path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +91,8 @@ class Report:
         """The weights that the forward pass of one token uses: without the experts that it does not choose."""
         unused = 0
         for i, router in ablate.having(self.model, "experts per token").items():
-            routed = sum(row.parameters for row in self.arrays if row.layer == i and row.within.startswith("experts."))
+            experts = f"model.layers.{i}.mlp.experts."
+            routed = sum(row.parameters for row in self.arrays if row.path.startswith(experts))
             unused += routed - routed * router.top_k // router.weight.shape[0]
         return self.parameters - unused
 
@@ -148,27 +141,27 @@ class Report:
         yield Text("\nlayer schedule", style="bold")
         yield _schedule(self.model)
         yield Text("\nmodule tree: shape, dtype, parameters; in the checkpoint, where it differs", style="bold")
-        for row in self.arrays:
-            if row.layer is None:
-                yield _line(row.path, row, options.max_width)
-        for (part, kind, _), layers in self._parts().items():
-            rows = [row for row in self.arrays if row.layer == layers[0] and row.part == part]
-            size = sum(row.parameters for row in rows)
-            times = f"{len(layers)} x " if len(layers) > 1 else ""
-            yield Text(f"\nmodel.layers.{_ranges(layers)}.{part}  {kind}  {times}{size:,}")
-            for row in rows:
-                yield _line(f"  {row.within}", row, options.max_width)
+        outside = [row for row in self.arrays if row.place[0] is None]
+        yield from (_line(row.path, row, options.max_width) for row in outside)
+        for (part, kind, _), found in self._parts().items():
+            (_, rows), times = found[0], f"{len(found)} x " if len(found) > 1 else ""
+            layers, size = _ranges([layer for layer, _ in found]), sum(row.parameters for row in rows)
+            yield Text(f"\nmodel.layers.{layers}.{part}  {kind}  {times}{size:,}")
+            yield from (_line(f"  {row.place[2]}", row, options.max_width) for row in rows)
 
-    def _parts(self) -> dict[tuple[str, str, tuple[Any, ...]], list[int]]:
-        """The parts of the decoder layers; equal parts are one entry, with the layers that have it."""
-        contents: dict[tuple[int, str], list[Any]] = {}
+    def _parts(self) -> dict[tuple[str, str, tuple[Any, ...]], list[tuple[int, list[ArrayRow]]]]:
+        """The parts of the decoder layers, each with the layers that have it and their arrays; equal parts are one."""
+        rows: dict[tuple[int, str], list[ArrayRow]] = {}
         for row in self.arrays:
-            if row.layer is not None:
-                contents.setdefault((row.layer, row.part), []).append((row.within, row.shape, row.dtype))
-        folded: dict[tuple[str, str, tuple[Any, ...]], list[int]] = {}
-        for (layer, part), rows in contents.items():
-            folded.setdefault((part, _kind(self.model.model.layers[layer], part), tuple(rows)), []).append(layer)
-        return folded
+            layer, part, _ = row.place
+            if layer is not None:
+                rows.setdefault((layer, part), []).append(row)
+        parts: dict[tuple[str, str, tuple[Any, ...]], list[tuple[int, list[ArrayRow]]]] = {}
+        for (layer, part), own in rows.items():
+            contents = tuple((row.place[2], row.shape, row.dtype) for row in own)
+            kind = _kind(self.model.model.layers[layer], part)
+            parts.setdefault((part, kind, contents), []).append((layer, own))
+        return parts
 
 
 def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None = None) -> Report:
@@ -283,7 +276,7 @@ def _line(path: str, row: ArrayRow, width: int) -> Text:
     """An array in columns, then what the checkpoint has instead: on a second line where `width` is too small."""
     line = f"{path:<33}  {list(row.shape)!s:>17}  {row.dtype:<8}  {row.parameters:>13,}"
     if row.published != row.path:
-        published = f"{row.published.removeprefix(f'model.layers.{row.layer}.{row.part}.')} {list(row.published_shape)}"
+        published = f"{row.published.removeprefix(row.path.removesuffix(row.place[2]))} {list(row.published_shape)}"
     elif row.published_shape != row.shape:
         published = str(list(row.published_shape))
     else:
