@@ -191,7 +191,7 @@ def _about(command: Bench, model: "CausalLM") -> dict[str, str | int]:
     return {
         "model": command.model,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model)),
-        "dtype": model.lm_head.weight.dtype.name,
+        "dtype": model.dtype.name,
         "command": shlex.join(["ling3", *sys.argv[1:]]),
     }
 

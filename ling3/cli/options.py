@@ -190,7 +190,7 @@ def introduce(source: Source, model: "CausalLM", console: Console) -> None:
 
     size = sum(leaf.size for leaf in jax.tree.leaves(model))
     kind = "parameters" if source.seed is None else "random parameters"
-    facts = f"{source.name}: {count(size)} {kind}, {model.lm_head.weight.dtype.name}, on {jax.default_backend()}"
+    facts = f"{source.name}: {count(size)} {kind}, {model.dtype.name}, on {jax.default_backend()}"
     console.print(Text(facts, "bold"), soft_wrap=True)
 
 

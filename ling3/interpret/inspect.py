@@ -99,7 +99,7 @@ class Report:
     @property
     def embedding(self) -> int:
         """The weights of the embedding table, of which a token looks up one row."""
-        return math.prod(self.model.model.word_embeddings.weight.shape)
+        return math.prod(self.model.model.word_embeddings.shape)
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain values, for JSON."""

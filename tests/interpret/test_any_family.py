@@ -25,7 +25,7 @@ from einops import rearrange
 from jaxtyping import Array, Float
 import ling3
 from ling3.layers.conv import ShortConv
-from ling3.layers.linear import Embedding, Linear
+from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import GatedRMSNorm, RMSNorm
 """
