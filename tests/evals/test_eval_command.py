@@ -19,8 +19,8 @@ from ling3.evals.answers import number
 from ling3.evals.nano_files import files
 from ling3.evals.prompts import Question, write
 from ling3.evals.run import Score
-from ling3.problems import exam, worked_examples
 from ling3.serve import Engine
+from ling3.train.nano.problems import exam, worked_examples
 
 # One shape of engine for all of these tests, so that its programs are compiled once.
 ENGINE = ("--max-running-requests", "4", "--max-tokens", "64", "--dtype", "float32")

@@ -209,10 +209,11 @@ def test_layers_say_what_is_different_and_later_words_win():
 @pytest.mark.parametrize(
     ("cut", "message"),
     [
-        (lambda m: ablate.no_decay(m, [3]), r"layers \[3\] of this model with KDA; those that have it: \[0, 1, 2\]"),
-        (lambda m: ablate.no_rope(m, [9]), r"layers \[9\] of this model with MLA"),
-        (lambda m: ablate.no_shared_expert(m, [0]), "a mixture of experts"),
-        (lambda m: ablate.no_rope(ablate.no_attention(m, [3])), "no layer of this model with MLA"),
+        (lambda m: ablate.no_decay(m, [3]), r"found \[3\]; the layers of this model with decay are \[0, 1, 2\]"),
+        (lambda m: ablate.no_rope(m, [9]), r"found \[9\]; the layers of this model with rotary embedding are \[3\]"),
+        (lambda m: ablate.no_shared_expert(m, [0]), r"layers of this model with shared expert are \[1, 2, 3\]"),
+        (lambda m: ablate.no_rope(ablate.no_attention(m, [3])), "no rotary embedding that can be cut"),
+        (lambda m: ablate.no_output_gate(m, "gqa"), "no output gate in GQA that can be cut"),
         (lambda m: ablate.drop_experts(m, [8]), "expected numbers from 0 to 7"),
         (lambda m: ablate.drop_experts(m, [0, 1, 2, 4, 5, 6, 7]), "drop fewer, or spread them"),
         (lambda m: ablate.lower_bound(m, 1.0), "kda_lower_bound"),

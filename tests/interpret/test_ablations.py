@@ -14,7 +14,7 @@ from tiny import DEEP, open_model
 import ling3
 from ling3 import cli
 from ling3.interpret.ablations import Rows, _right, ablations, compare, solution_perplexity, solution_rows
-from ling3.problems import ask, problems
+from ling3.train.nano.problems import ask, problems
 
 
 @pytest.fixture(scope="module")
