@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, Span, State
-from ling3.execution import Execution
+from ling3.execution import PLAIN, Execution
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
@@ -107,7 +107,7 @@ class CausalLM(eqx.Module):
     """
 
     model: Decoder
-    lm_head: Matrix  # [vocab, hidden]
+    lm_head: Matrix | None  # [vocab, hidden]; None: the word embeddings serve as head too
     config: Any = eqx.field(static=True)  # the family's own
 
     @checks_ids
@@ -134,12 +134,19 @@ class CausalLM(eqx.Module):
     ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
         """The same over a span of whole sequences, whose recorder sees what passes."""
         hidden, _ = self.model(tokens, (None,) * len(self.model.attentions), span)
-        return self.lm_head(hidden, span.execution, jnp.float32)
+        return self.logits(hidden, span.execution)
+
+    def logits(
+        self, hidden: Float[Array, "batch seq hidden"], execution: Execution = PLAIN
+    ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
+        """Those of some normed hidden states."""
+        head = self.model.word_embeddings if self.lm_head is None else self.lm_head
+        return head(hidden, execution, jnp.float32)
 
     @property
     def dtype(self) -> jnp.dtype:
         """What its matrices are computed in."""
-        return self.lm_head.dtype
+        return self.model.word_embeddings.dtype
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None) -> Cache:
         """An empty memory for `batch` rows of up to `max_length` tokens.
@@ -188,5 +195,5 @@ class CausalLM(eqx.Module):
             hidden = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
         fits = (length >= 0) & (length <= seq) & (cache.length + length <= cache.capacity())
         # NaN in a hidden state makes all its logits NaN, and masking it touches fewer numbers than masking those.
-        logits = self.lm_head(jnp.where(fits[:, None, None], hidden, jnp.nan), execution, jnp.float32)
+        logits = self.logits(jnp.where(fits[:, None, None], hidden, jnp.nan), execution)
         return logits, Cache(states, cache.length + length, cache.table)

@@ -57,7 +57,7 @@ class Leaf:
     def axes(self) -> tuple[str, ...]:
         """What each dimension counts: a matrix's own axes; for other arrays those of the field's annotation."""
         if isinstance(self.module, Matrix):
-            return self.module.axes
+            return self.module.axes[: self.value.ndim]  # of a bias or scales: those of its rows
         annotation = type(self.module).__annotations__[self.field]
         shaped = next(one for one in (annotation, *get_args(annotation)) if hasattr(one, "dim_str"))
         return tuple(shaped.dim_str.split())

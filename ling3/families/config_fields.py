@@ -20,7 +20,6 @@ strings, another such dataclass (an object in the file), or a tuple of these; `|
 import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 import operator
 import os
@@ -172,7 +171,7 @@ def field(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
 @functools.cache
 def rules(config: type) -> dict[str, Rule]:
     """The rule of each field of a config's class."""
-    hints = inspect.get_annotations(config, eval_str=True)
+    hints = typing.get_type_hints(config)
     return {f.name: _rule(hints[f.name], f.metadata) for f in dataclasses.fields(config)}
 
 

@@ -86,6 +86,7 @@ class Linear(Matrix):
     """The dense kind: the numbers are stored as they are, `[out, in]` as in checkpoints, so that no load transposes."""
 
     weight: Float[Array, "*stack out_features in_features"]
+    bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
 
@@ -96,9 +97,11 @@ class Linear(Matrix):
         dtype: DTypeLike,
         std: float,
         axes: tuple[str, ...] = ("out_features", "in_features"),
+        bias: bool = False,
     ) -> "Linear":
         """Random weights from N(0, std²): `Linear.init(out_features, in_features, …)`, or a stack of such."""
-        return Linear(weight=normal(key, shape, dtype, std), axes=axes)
+        own = jnp.zeros(shape[:-1], dtype) if bias else None
+        return Linear(weight=normal(key, shape, dtype, std), bias=own, axes=axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,7 +126,8 @@ class Linear(Matrix):
         self, x: Float[Array, "*stack rows {self.in_features}"], execution: Execution
     ) -> Wide[Array, "*stack rows {self.out_features}"]:
         """x Wᵀ for the rows `x`, in the execution's accumulation dtype."""
-        return matmul_transposed(x, self.weight, execution.lowering)
+        y = matmul_transposed(x, self.weight, execution.lowering)
+        return y if self.bias is None else y + self.bias.astype(y.dtype)[..., None, :]
 
     def row(self, index: Int[Array, "*batch"], execution: Execution) -> Float[Array, "*batch {self.in_features}"]:
         """W[index], for indices in any shape."""

@@ -64,23 +64,43 @@ class Expansion:
         return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
 
+@dataclasses.dataclass(frozen=True)
+class PerHead:
+    """Entries that are the keys and values of every head themselves: [key of each head | value of each head]."""
+
+    heads: int
+    value: int
+    """Numbers of a head's value, and of its key."""
+
+    def keys_and_values(
+        self, entries: Float[Array, "batch positions {2*self.heads*self.value}"], dtype: DTypeLike
+    ) -> tuple[
+        Float[Array, "batch {self.heads} positions {self.value}"],
+        Float[Array, "batch {self.heads} positions {self.value}"],
+    ]:
+        """Those of some entries, in `dtype`."""
+        both = rearrange(entries.astype(dtype), "b p (two h d) -> two b h p d", two=2, h=self.heads)
+        return both[0], both[1]
+
+
 def block_attention(
     q: Float[Array, "batch heads rows width"],
     row_positions: Int32[Array, "batch rows"],
     entries: Float[Array, "batch positions entry"],
     length: Int32[Array, " batch"],
-    expansion: Expansion | None = None,
+    expansion: Expansion | PerHead | None = None,
+    window: int | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
     """Causal attention with a running softmax over contiguous entries, BLOCK positions at a time.
 
-    `positions` is a multiple of BLOCK. A query attends to the positions up to its own and below `length`. Sums and
-    result are float32 or wider. Without an `expansion` an entry is both key and value, for all heads. Differentiable.
+    `positions` is a multiple of BLOCK. A query attends to the positions up to its own and below `length`; with a
+    `window`, to the last so many of them, its own among these. Sums and result are float32 or wider. Without an `expansion` an entry is both key and value, for all heads. Differentiable.
     """
 
     def step(i, carry):
         i = jnp.asarray(i, jnp.int32)
         block = lax.dynamic_slice_in_dim(entries, i * BLOCK, BLOCK, axis=1)
-        return _attend(carry, q, row_positions, block, i * BLOCK, length, expansion)
+        return _attend(carry, q, row_positions, block, i * BLOCK, length, expansion, window)
 
     return _finish(lax.fori_loop(0, entries.shape[1] // BLOCK, step, _empty(q, expansion)))
 
@@ -91,7 +111,8 @@ def paged_attention(
     pages: Float[Array, "pages page entry"],
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
-    expansion: Expansion | None = None,
+    expansion: Expansion | PerHead | None = None,
+    window: int | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
     """The same over pages: `table[b, i]` is the page of row b's positions [page·i, page·(i+1)).
 
@@ -105,9 +126,13 @@ def paged_attention(
 
         def together(i, carry):
             block = pages.at[lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False)].get(mode="clip")
-            return _attend(carry, q, row_positions, block, i * page_size, length, expansion)
+            return _attend(carry, q, row_positions, block, i * page_size, length, expansion, window)
 
-        return _finish(lax.fori_loop(0, jnp.max(used), together, _empty(q, expansion)))
+        first = 0
+        if window is not None:  # pages that no row looks back to are left out, which changes no bit of a sum
+            oldest = jnp.where(length > 0, jnp.min(row_positions, axis=1) - window + 1, columns * page_size)
+            first = jnp.maximum(jnp.min(oldest), 0) // page_size
+        return _finish(lax.fori_loop(first, jnp.max(used), together, _empty(q, expansion)))
 
     order = jnp.argsort(used, descending=True, stable=True)
     spare = -batch % GROUP
@@ -128,7 +153,7 @@ def paged_attention(
         block = pages.at[lax.dynamic_index_in_dim(group(table), i, axis=1, keepdims=False)].get(mode="clip")
         top, total, sums = (group(x) for x in carry)
         rows = (group(q), group(row_positions), block, i * page_size, group(length))
-        own = _attend((top, total, sums), *rows, expansion)
+        own = _attend((top, total, sums), *rows, expansion, window)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(carry, own, strict=True))
 
     o = _finish(lax.fori_loop(0, turn_ends[-1], turn, _empty(q, expansion)))
@@ -157,7 +182,7 @@ Carry = tuple[
 ]
 
 
-def _empty(q: Float[Array, "batch heads rows width"], expansion: Expansion | None) -> Carry:
+def _empty(q: Float[Array, "batch heads rows width"], expansion: Expansion | PerHead | None) -> Carry:
     dtype, rows = wide(q.dtype), q.shape[:3]
     value = q.shape[-1] if expansion is None else expansion.value
     return jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, value), dtype)
@@ -170,20 +195,25 @@ def _attend(
     block: Float[Array, "batch positions entry"],
     first: Int32[Array, ""],
     length: Int32[Array, " batch"],
-    expansion: Expansion | None,
+    expansion: Expansion | PerHead | None,
+    window: int | None,
 ) -> Carry:
     """The running softmax after one more block of positions, from `first` on."""
     top, total, sums = carry
     dtype = top.dtype
     positions = first + jnp.arange(block.shape[1], dtype=jnp.int32)
-    # Entries that were never written may be NaN, and 0 · NaN is NaN.
-    entries = jnp.where((positions[None] < length[:, None])[..., None], block, 0.0)
+    # Entries that were never written, or whose page was freed, may be NaN, and 0 · NaN is NaN.
+    used = positions[None] < length[:, None]
+    allowed = (positions[None, None] <= row_positions[..., None]) & used[:, None]
+    if window is not None:
+        used &= positions[None] > jnp.min(row_positions, axis=1, keepdims=True) - window
+        allowed &= positions[None, None] > row_positions[..., None] - window
+    entries = jnp.where(used[..., None], block, 0.0)
     if expansion is None:
         # The whole entry is the value: summing k_rope too costs less than slicing it off in every block.
         k = v = entries.astype(q.dtype)[:, None]
     else:
         k, v = expansion.keys_and_values(entries, q.dtype)
-    allowed = (positions[None, None] <= row_positions[..., None]) & (positions[None, None] < length[:, None, None])
     scores = jnp.einsum("bhrw,bhpw->bhrp", q, k, precision=exact(q.dtype), preferred_element_type=dtype)
     scores = jnp.where(jnp.broadcast_to(allowed[:, None], scores.shape), scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))

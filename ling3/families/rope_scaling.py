@@ -1,0 +1,111 @@
+"""How a `config.json` scales RoPE for long contexts: default, linear, dynamic, YaRN, and Llama 3's."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from ling3.families.config_fields import as_object, check, field
+from ling3.layers.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """The `rope_scaling` of a `config.json` (`rope_parameters` in transformers 5's), in its names.
+
+    With f_i = theta^(-2i/head_dim):
+        linear    f_i / factor
+        dynamic   f_i: within max_position_embeddings, beyond which ling3 does not go, it scales nothing
+        yarn      f_i / factor for slow pairs, f_i for fast ones, and a ramp between (arXiv 2309.00071, §3.2), with the
+                  length of queries and keys times 0.1 ln(factor) + 1 (or `attention_factor`)
+        llama3    f_i / factor below low_freq_factor turns in the original context, f_i above high_freq_factor of them
+    """
+
+    # `check` names what is wrong; the import hook's type check would come before it.
+    __no_type_check__ = True
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"] = field(aliases=("type",))
+    factor: float = field(ge=1)
+    original_max_position_embeddings: int | None = field(None, ge=1)
+    low_freq_factor: float | None = field(None, gt=0)
+    high_freq_factor: float | None = field(None, gt=0)
+    beta_fast: float | None = field(None, gt=0)
+    beta_slow: float | None = field(None, gt=0)
+    mscale: float | None = field(None, gt=0)
+    mscale_all_dim: float | None = field(None, gt=0)
+    attention_factor: float | None = field(None, gt=0)
+    truncate: bool | None = field(None)
+
+    def __post_init__(self) -> None:
+        check(self, self._misfits)
+
+    def _misfits(self) -> Iterable[str]:
+        needed = {"llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")}
+        for name in needed.get(self.rope_type, ()):
+            if getattr(self, name) is None:
+                yield f"{name}: absent; expected a number, as rope_type is {self.rope_type}; add it"
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.rope_type == "llama3" and low is not None and high is not None and low >= high:
+            yield f"high_freq_factor: found {high}; expected more than low_freq_factor, {low}; correct one of them"
+
+    def rope(self, theta: float, head_dim: int, context: int) -> Rope:
+        """The frequencies for heads of `head_dim` channels, and a model of `context` tokens."""
+        plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+        original = self.original_max_position_embeddings or context
+        if self.rope_type == "linear":
+            return _rope(plain / self.factor)
+        if self.rope_type == "llama3":
+            turns = original * plain / (2 * math.pi)
+            low, high = self.low_freq_factor or 1.0, self.high_freq_factor or 4.0
+            smooth = np.clip((turns - low) / (high - low), 0, 1)
+            return _rope((1 - smooth) * plain / self.factor + smooth * plain)
+        if self.rope_type == "yarn":
+            return _rope(self._ramped(plain, theta, head_dim, original), self._magnitude())
+        return _rope(plain)
+
+    def _ramped(self, plain: Any, theta: float, head_dim: int, original: int) -> Any:
+        """Between the pair that makes `beta_fast` turns in the original context and that which makes `beta_slow`."""
+
+        def pair(turns: float) -> float:
+            return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        first, last = pair(self.beta_fast or 32.0), pair(self.beta_slow or 1.0)
+        if self.truncate is not False:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        ramp = np.clip((np.arange(head_dim // 2) - first) / (last - first if last != first else 0.001), 0, 1)
+        return ramp * plain / self.factor + (1 - ramp) * plain
+
+    def _magnitude(self) -> float:
+        def scale(mscale: float) -> float:
+            return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in `config.json`: what is None is left out."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+def read_scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
+    """The scaling that a file asks for, under either name; None for RoPE's default kind."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters")
+    if given is None:
+        return None
+    own = as_object(given, "rope_scaling")
+    own.pop("rope_theta", None)
+    if own.pop("partial_rotary_factor", 1.0) != 1.0:
+        problems.append("rope_scaling.partial_rotary_factor: expected 1; in ling3 every channel of a head is rotated")
+    if {own.get("rope_type"), own.get("type")} <= {None, "default"}:
+        return None
+    return own
+
+
+def _rope(frequencies: Any, magnitude: float = 1.0) -> Rope:
+    return Rope(tuple(frequencies.tolist()), magnitude)

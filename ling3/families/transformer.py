@@ -1,0 +1,149 @@
+"""What the families of plain transformers have in common: the config's usual fields, and the tree around the mixers."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import DTypeLike, PRNGKeyArray
+
+from ling3.families.config_fields import Only, check, field, published
+from ling3.families.rope_scaling import RopeScaling, read_scaling
+from ling3.layers.gqa import GQAConfig
+from ling3.layers.linear import Linear
+from ling3.layers.mlp import MLP
+from ling3.layers.norm import RMSNorm
+from ling3.layers.rope import Rope
+from ling3.model import CausalLM, Decoder, DecoderLayer, FeedForward, Mixer
+
+size = functools.partial(field, ge=1, le=2**20)
+count = functools.partial(field, ge=1, le=4096)
+
+ONLY = {
+    "hidden_act": Only(("silu", "swish"), "every MLP is a SwiGLU", written=True),
+    "quantization_config": Only((None, {}), "weights are plain BF16, F16 or F32; use the unquantized checkpoint"),
+    "pretraining_tp": Only((1, None), "products are not split as in tensor-parallel training"),
+    "partial_rotary_factor": Only((1.0, 1, None), "every channel of a head is rotated"),
+}
+"""Published fields of which the code computes one value alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The fields of every family with grouped-query attention, in the published names. Sizes are in channels."""
+
+    # `check` names what is wrong; the import hook's type check would come before it.
+    __no_type_check__ = True
+
+    vocab_size: int = field(ge=1, le=2**24)
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = field(ge=1, le=1000)
+    num_attention_heads: int = count()
+    num_key_value_heads: int = count(absent=lambda values: values["num_attention_heads"])
+    head_dim: int = count(absent=lambda values: values["hidden_size"] // values["num_attention_heads"])
+    max_position_embeddings: int = field(ge=1, le=2**31 - 1)
+    rms_norm_eps: float = field(gt=0, lt=1, absent=1e-6)
+    rope_theta: float = field(ge=1, absent=10000.0, aliases=("rope_parameters.rope_theta", "rope_scaling.rope_theta"))
+    rope_scaling: RopeScaling | None = field(read=read_scaling, aliases=("rope_parameters",))
+    tie_word_embeddings: bool = field(absent=False)
+    initializer_range: float = field(gt=0, absent=0.02)
+    bos_token_id: int | None = field(ge=0, le=2**31 - 1)
+    eos_token_id: tuple[int, ...] = field(ge=0, le=2**31 - 1, single=True, absent=())
+
+    def __post_init__(self) -> None:
+        check(self, self._misfits)
+
+    def _misfits(self) -> Iterable[str]:
+        """Problems of fields that are valid by themselves and do not fit together."""
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        if heads % shared:
+            yield f"num_key_value_heads: found {shared}; expected a divisor of num_attention_heads, {heads}; correct one"
+        if self.head_dim % 2:
+            yield f"head_dim: found {self.head_dim}; expected an even number, as RoPE rotates pairs of channels"
+
+    @property
+    def rope(self) -> Rope:
+        """The rotation of queries and keys."""
+        if self.rope_scaling is None:
+            return Rope.plain(self.rope_theta, self.head_dim)
+        return self.rope_scaling.rope(self.rope_theta, self.head_dim, self.max_position_embeddings)
+
+    def written(self, architecture: str, model_type: str, only: Mapping[str, Only]) -> dict[str, Any]:
+        """The published `config.json`."""
+        raw = {"architectures": [architecture], "model_type": model_type, **published(self, only)}
+        scaling = self.rope_scaling
+        return raw | {"rope_scaling": None if scaling is None else scaling.to_dict()}
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowedConfig(TransformerConfig):
+    """Qwen's way to say which layers attend to a sliding window: all from `max_window_layers` on, if any do."""
+
+    use_sliding_window: bool = field(absent=False)
+    sliding_window: int | None = field(ge=1)
+    max_window_layers: int = field(ge=0, absent=lambda values: values["num_hidden_layers"])
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of 0-based `layer` attends to, its own among them; None for all of them."""
+        return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
+
+
+WINDOWED: dict[str, Callable[[Any], Any]] = {
+    "layer_types": lambda c: [
+        "full_attention" if c.window(i) is None else "sliding_attention" for i in range(c.num_hidden_layers)
+    ]
+}
+"""A field of transformers 5's files that repeats those of `WindowedConfig`."""
+
+
+def attention(config: TransformerConfig, **options: Any) -> GQAConfig:
+    """The config's grouped-query attention, with what a family adds to it."""
+    return GQAConfig(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        std=config.initializer_range,
+        rope=config.rope,
+        **options,
+    )
+
+
+def build(
+    config: Any,
+    mixer: Callable[[int, PRNGKeyArray], Mixer],
+    feed_forward: Callable[[int, PRNGKeyArray], FeedForward],
+    *,
+    key: PRNGKeyArray,
+    dtype: DTypeLike,
+) -> CausalLM:
+    """The tree with `mixer(layer, key)` and `feed_forward(layer, key)` in each layer, and no `lm_head` if it is tied."""
+    embedding, head, *keys = jax.random.split(key, 2 + config.num_hidden_layers)
+    sizes = (config.vocab_size, config.hidden_size)
+    options = {"dtype": dtype, "std": config.initializer_range, "axes": ("vocab", "hidden")}
+
+    def norm() -> RMSNorm:
+        return RMSNorm.init(config.hidden_size, config.rms_norm_eps)
+
+    def layer(i: int, own: PRNGKeyArray) -> DecoderLayer:
+        first, second = jax.random.split(own)
+        return DecoderLayer(norm(), mixer(i, first), norm(), feed_forward(i, second))
+
+    layers = tuple(layer(i, own) for i, own in enumerate(keys))
+    model = Decoder(Linear.init(*sizes, key=embedding, **options), layers, norm())
+    tied = config.tie_word_embeddings
+    return CausalLM(model, None if tied else Linear.init(*sizes, key=head, **options), config)
+
+
+def swiglu(config: Any, key: PRNGKeyArray, dtype: DTypeLike, bias: bool = False) -> MLP:
+    """A dense feed-forward of the config's size."""
+    return MLP.init(
+        config.hidden_size, config.intermediate_size, key=key, dtype=dtype, std=config.initializer_range, bias=bias
+    )
+
+
+def published_name(name: str, config: Any) -> str:
+    """transformers' names for these parts."""
+    return name.replace("model.word_embeddings.", "model.embed_tokens.").replace(".attention.", ".self_attn.")

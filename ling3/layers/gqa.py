@@ -1,0 +1,166 @@
+"""Grouped-query attention: full attention in which several query heads share a key and a value head."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
+
+from ling3.cache import Paged, Span
+from ling3.execution import PLAIN, Execution
+from ling3.layers.linear import Linear, Matrix
+from ling3.layers.norm import RMSNorm
+from ling3.layers.rope import Rope
+from ling3.ops.attention import BLOCK, PerHead
+from ling3.ops.precision import Wide
+
+
+@dataclasses.dataclass(frozen=True)
+class GQAConfig:
+    """What a `GQA` layer is made of. `heads` is a multiple of `kv_heads`; all heads have `head_dim` channels."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    std: float
+    """Standard deviation of random matrices."""
+    rope: Rope | None = None
+    """None rotates nothing."""
+    window: int | None = None
+    """Tokens that a query attends to, its own among them; None for all up to its own."""
+    norm_eps: float | None = None
+    """Of the norms of queries and keys, per head and before the rotation; None leaves them out."""
+    bias: bool = False
+    """Biases of queries, keys and values."""
+    output_bias: bool = False
+
+
+class GQA(eqx.Module):
+    """Grouped-query attention (Ainslie et al., arXiv 2305.13245); with as many key heads as query heads, the plain one.
+
+        q = rope(q_norm(q_proj(x)));  k = rope(k_norm(k_proj(x)));  v = v_proj(x)         [heads | kv_heads, head_dim]
+        o = softmax(q·k / sqrt(head_dim)) v       query head h with key head h // (heads / kv_heads)
+        y = o_proj(o)
+
+    The norms (Qwen3) and the rotation may be absent. A token leaves its keys and values behind, in pages. With a
+    `window` W, a query attends to its own token and the W - 1 before it (Mistral 7B, arXiv 2310.06825, §2).
+    """
+
+    q_proj: Matrix  # [heads·head_dim, hidden]
+    k_proj: Matrix  # [kv_heads·head_dim, hidden]
+    v_proj: Matrix  # [kv_heads·head_dim, hidden]
+    o_proj: Matrix  # [hidden, heads·head_dim]
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    head_dim: int = eqx.field(static=True)
+    rope: Rope | None = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: GQAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "GQA":
+        """Random weights, and biases of 0."""
+        keys = iter(jax.random.split(key, 4))
+        inner, shared = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+        def linear(rows: int, columns: int, bias: bool, *axes: str) -> Linear:
+            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std, axes=axes, bias=bias)
+
+        def norm() -> RMSNorm | None:
+            return None if config.norm_eps is None else RMSNorm.init(config.head_dim, config.norm_eps)
+
+        return GQA(
+            q_proj=linear(inner, config.hidden, config.bias, "heads", "hidden"),
+            k_proj=linear(shared, config.hidden, config.bias, "kv_heads", "hidden"),
+            v_proj=linear(shared, config.hidden, config.bias, "kv_heads", "hidden"),
+            o_proj=linear(config.hidden, inner, config.output_bias, "hidden", "heads"),
+            q_norm=norm(),
+            k_norm=norm(),
+            head_dim=config.head_dim,
+            rope=config.rope,
+            window=config.window,
+        )
+
+    @property
+    def hidden(self) -> int:
+        """Channels of the residual stream."""
+        return self.o_proj.out_features
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.q_proj.out_features // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.k_proj.out_features // self.head_dim
+
+    @property
+    def entry(self) -> int:
+        """Numbers that are remembered of a token: the keys and values of all heads."""
+        return 2 * self.k_proj.out_features
+
+    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> Paged:
+        """Pages of keys and values, and nothing per slot."""
+        return Paged.empty(pages, page_size, (self.entry,), dtype)
+
+    def __call__(
+        self, x: Float[Array, "batch seq {self.hidden}"], state: Paged | None, span: Span
+    ) -> tuple[Float[Array, "batch seq {self.hidden}"], Paged | None]:
+        """The layer's output for each token, and the cache with the span's tokens in it.
+
+        Without a cache the span's tokens see each other alone, in a form that can be differentiated.
+        """
+        positions = span.positions(x.shape[1])
+        q, entries = self.queries(x, positions, span.execution), self.entries(x, positions, span.execution)
+        state = None if state is None else state.append(entries, span)
+        o = self._attended(q, positions, entries if state is None else state, span).astype(x.dtype)
+        span.recorder(q=q, entries=entries, o=o)
+        return self.o_proj(rearrange(o, "b s h v -> b s (h v)"), span.execution), state
+
+    def queries(
+        self,
+        x: Float[Array, "batch seq {self.hidden}"],
+        positions: Int32[Array, "batch seq"],
+        execution: Execution = PLAIN,
+    ) -> Float[Array, "batch seq {self.heads} {self.head_dim}"]:
+        """The normed and rotated queries, times the softmax scale head_dim^-0.5."""
+        q = rearrange(self.q_proj(x, execution), "b s (h d) -> b s h d", h=self.heads)
+        q = q if self.q_norm is None else self.q_norm(q)
+        q = q if self.rope is None else self.rope(q, positions)
+        return q * self.head_dim**-0.5
+
+    def entries(
+        self,
+        x: Float[Array, "batch seq {self.hidden}"],
+        positions: Int32[Array, "batch seq"],
+        execution: Execution = PLAIN,
+    ) -> Float[Array, "batch seq {self.entry}"]:
+        """What is remembered of each token: [normed and rotated keys of all heads | values of all heads]."""
+        k = rearrange(self.k_proj(x, execution), "b s (h d) -> b s h d", h=self.kv_heads)
+        k = k if self.k_norm is None else self.k_norm(k)
+        k = k if self.rope is None else self.rope(k, positions)
+        return jnp.concatenate([rearrange(k, "b s h d -> b s (h d)"), self.v_proj(x, execution)], axis=-1)
+
+    def _attended(
+        self,
+        q: Float[Array, "batch seq {self.heads} {self.head_dim}"],
+        positions: Int32[Array, "batch seq"],
+        held: Paged | Float[Array, "batch seq {self.entry}"],
+        span: Span,
+    ) -> Wide[Array, "batch seq {self.heads} {self.head_dim}"]:
+        """The query heads of a group are further rows of the key head that they share."""
+        groups, seq = self.heads // self.kv_heads, q.shape[1]
+        rows = rearrange(q, "b s (h g) d -> b h (g s) d", g=groups)
+        at, per_head = jnp.tile(positions, (1, groups)), PerHead(self.kv_heads, self.head_dim)
+        if isinstance(held, Paged):
+            where = (held.entries, span.table, span.start + span.length)
+            o = span.execution.paged_attention(rows, at, *where, per_head, self.window)
+        else:
+            blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))
+            at = at - span.start[:, None]
+            o = span.execution.block_attention(rows, at, blocks, span.length, per_head, self.window)
+        return rearrange(o, "b h (g s) v -> b s (h g) v", g=groups)
