@@ -96,10 +96,13 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
         prog="ling3",
         description="Ling-3 in JAX.",
         args=argv,
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
+        config=(
+            *(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
+            *(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        ),
     )
     if before is not None:
-        before(command.debug)
+        before("--debug" in argv)
     sys.modules[type(command).__module__].run(command)
 
 

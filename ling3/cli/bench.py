@@ -1,7 +1,6 @@
 """`ling3 bench`: the engine's speed."""
 
 import dataclasses
-import json
 import math
 import pathlib
 import shlex
@@ -9,10 +8,9 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.console import Console
 
-from ling3.cli.options import Dtype, FileOption, Model, Weights, WeightsOptions, WholeNumber, check_directory, load
-from ling3.cli.terminal import print_json
+from ling3.cli.options import Command, FileOption, Loading, Model, Output, WholeNumber
+from ling3.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from ling3.bench.measure import SampleRequest
@@ -29,7 +27,23 @@ LENGTH = tyro.conf.arg(metavar="TOKENS|FIRST:LAST")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bench:
+class EngineOptions(EngineSettings):
+    """How the engine batches requests, and how much memory it takes."""
+
+    max_model_len: WholeNumber = None
+    num_pages: WholeNumber = None
+    decode_rows: WholeNumber = None
+
+    def __post_init__(self) -> None:
+        """Leaves the check to `settings`, whose errors are those of a command and not of its parser."""
+
+    def settings(self) -> EngineSettings:
+        """The settings; ValueError for senseless ones."""
+        return EngineSettings(**dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench(Command):
     """Measure the engine: throughput, and latency at a request rate.
 
     ling3 bench nano --input-len 16:256 --output-len 16:128 --request-rate 20 --plot nano.png
@@ -37,6 +51,7 @@ class Bench:
 
     model: Model
     """A checkpoint directory, a hub id, "nano", or a config.json for a model of random weights."""
+    common: Loading = dataclasses.field(default_factory=Loading)
     num_prompts: WholeNumber = None
     """How many requests; 64 without it, or as many as --prompts has."""
     input_len: Annotated[str, LENGTH] = "128"
@@ -53,63 +68,23 @@ class Bench:
     """0 takes the most likely token each time."""
     seed: int = 0
     """Draws prompts, lengths, arrivals and samples."""
-    dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
-    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
-    max_running_requests: int = 64
-    """Slots of the engine; further requests wait."""
-    page_size: int = 256
-    """Tokens of a page of MLA latents."""
-    num_pages: WholeNumber = None
-    """How many pages; without it, as many as fit."""
-    mem_fraction: float = 0.6
-    """What share of the free memory those may take, with the slots' states."""
-    chunked_prefill_size: int = 512
-    """Prompt tokens of a prefill call."""
-    token_paddings: tuple[int, ...] = (16, 128, 512)
-    """The sizes that such calls are padded to."""
-    max_model_len: WholeNumber = None
-    """The most tokens of a request; without it, the model's context."""
-    decode_rows: WholeNumber = None
-    """Requests of a decode call; without it, the engine's choice."""
-    decode_steps: int = 8
-    """Tokens of a decode call, for each of its requests."""
-    batch_invariant: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default: off)")] = True
-    """Let few requests share a smaller decode call; their last bits may then depend on each other."""
-    json: FileOption = None
-    """Write the numbers there as JSON; - prints them instead of the table."""
-    plot: FileOption = None
-    """Draw latencies and load there (PNG, PDF or SVG)."""
-    debug: bool = False
-    """Show the traceback of an error, and check the types of what functions are given."""
+    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
+    output: Output = dataclasses.field(default_factory=Output)
 
 
 def run(command: Bench) -> None:
     """Measures, and prints the table."""
     from ling3.bench import measure as bench
-    from ling3.bench.report import check_plot
     from ling3.serve import Engine
 
     lengths = _bounds(command.input_len, "--input-len"), _bounds(command.output_len, "--output-len")
-    if command.json not in (None, "-"):
-        check_directory("--json", command.json)
-    if command.plot is not None:
-        check_plot(command.plot)
+    command.output.check()
+    settings = command.engine.settings()
     _check_sizes(command, *lengths)
     model, tokenizer = _load(command)
     requests = _requests(command, model.config.vocab_size, *lengths)
-    settings = (
-        *("max_running_requests", "page_size", "num_pages", "mem_fraction", "chunked_prefill_size", "token_paddings"),
-        *("max_model_len", "decode_rows", "decode_steps", "batch_invariant"),
-    )
-    engine = Engine(
-        model,
-        tokenizer,
-        max_queue=max(1024, len(requests)),
-        **{name: getattr(command, name) for name in settings},
-    )
     report = bench.measure(
-        engine,
+        Engine(model, tokenizer, settings),
         requests,
         request_rate=command.request_rate,
         seed=command.seed,
@@ -117,15 +92,7 @@ def run(command: Bench) -> None:
         temperature=command.temperature,
         about=_about(command, model),
     )
-    if command.json == "-":
-        print_json(report.to_dict(), indent=1)
-    else:
-        # Rich would leave out columns where there is no room for them.
-        Console(width=max(100, Console().width)).print(report)
-    if command.json not in (None, "-"):
-        pathlib.Path(command.json).write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
-    if command.plot is not None:
-        report.plot(command.plot)
+    command.output.write(report, 100)
 
 
 def _check_sizes(command: Bench, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
@@ -140,10 +107,10 @@ def _check_sizes(command: Bench, input_len: tuple[int, int], output_len: tuple[i
     bench.check_count(requests)
     bench.check_lengths("input_len", input_len)
     bench.check_lengths("output_len", output_len)
-    path = pathlib.Path(command.model)
-    given = path.suffix == ".json" and path.is_file()
-    config = read_config(path if given else hub.resolve(command.model, ("config.json",), command.weights.revision))
-    context = config.max_position_embeddings if command.max_model_len is None else command.max_model_len
+    model, given = command.model, pathlib.Path(command.model)
+    config = read_config(given if _is_config(given) else hub.resolve(model, ("config.json",), command.common.revision))
+    limit = command.engine.max_model_len
+    context = config.max_position_embeddings if limit is None else limit
     longest = output_len[1] + (input_len[1] if command.prompts is None else 1)
     if longest > context:
         names = "--output-len and a prompt" if command.prompts is not None else "--input-len and --output-len"
@@ -161,17 +128,21 @@ def _check_sizes(command: Bench, input_len: tuple[int, int], output_len: tuple[i
 
 def _load(command: Bench) -> "tuple[CausalLM, Tokenizer | None]":
     """The model, and its tokenizer if it has one, or has to have one for texts."""
-    path, weights = pathlib.Path(command.model), command.weights
-    if path.suffix == ".json" and path.is_file():
-        weights = dataclasses.replace(weights, random_weights=True)
-    source = weights.of(command.model)
+    common = command.common
+    if _is_config(pathlib.Path(command.model)):
+        common = dataclasses.replace(common, random_weights=True)
+    source = common.source(command.model)
     try:
         tokenizer = source.tokenizer()
     except FileNotFoundError:
         if command.prompts is not None:
             raise
         tokenizer = None
-    return load(source, command.dtype, tokenizer), tokenizer
+    return source.load(tokenizer), tokenizer
+
+
+def _is_config(path: pathlib.Path) -> bool:
+    return path.suffix == ".json" and path.is_file()
 
 
 def _requests(

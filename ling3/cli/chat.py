@@ -11,19 +11,14 @@ from rich.text import Text
 from ling3.cli import interruption
 from ling3.cli.conversation import Conversation, Unanswered, changed, written
 from ling3.cli.options import (
-    Dtype,
-    Model,
+    Command,
+    Loading,
     Sampling,
-    SamplingOptions,
     TextOption,
     Thinking,
-    Weights,
-    WeightsOptions,
     WholeNumber,
     chat_ids,
     compiling,
-    introduce,
-    load,
 )
 from ling3.cli.terminal import show
 
@@ -45,14 +40,13 @@ LEAVE = "Ctrl-D or /quit leaves, /help says more."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chat:
+class Chat(Command):
     """Talk with a model; in the conversation, /help says what can be done.
 
     Piped to standard input, each line is a question, and the answers go to standard output.
     """
 
-    model: Model
-    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    common: Loading = dataclasses.field(default_factory=Loading)
     system: TextOption = None
     """The system's message, which begins the conversation."""
     thinking: Thinking = "auto"
@@ -63,24 +57,20 @@ class Chat:
     """The most tokens of the whole conversation. Without it, the model's context, but at most 32,768."""
     seed: WholeNumber = None
     """The same seed draws the same answers; without it each is drawn anew."""
-    sampling: SamplingOptions = dataclasses.field(default_factory=Sampling)
-    dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
-    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
-    debug: bool = False
-    """Show the traceback of an error, and check the types of what functions are given."""
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
 
 
 def run(command: Chat) -> None:
     """Talks until the input ends; ValueError then, if questions from a pipe found no answer."""
+    from ling3.engine.settings import EngineSettings
     from ling3.serve import Engine
 
     most = CONTEXT if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed)
-    source = command.weights.of(command.model)
+    source = command.common.source(command.model)
     tokenizer = source.tokenizer()
     chat_ids(tokenizer, [{"role": "user", "content": ""}], command.thinking)  # without a template, an error at once
-    model = load(source, command.dtype, tokenizer)
+    model = source.load(tokenizer)
     context = command.max_model_len
     if context is None:
         context = min(CONTEXT, model.config.max_position_embeddings)
@@ -88,17 +78,14 @@ def run(command: Chat) -> None:
     engine = Engine(
         model,
         tokenizer,
-        max_running_requests=1,
-        max_model_len=context,
-        chunked_prefill_size=512,
-        token_paddings=(128, 512),
-        decode_rows=2,
-        decode_steps=4,
+        EngineSettings(
+            max_running_requests=1, max_model_len=context, token_paddings=(128, 512), decode_rows=2, decode_steps=4
+        ),
     )
     if command.max_tokens is None:
         params = dataclasses.replace(params, max_tokens=context)
     console = Console(stderr=True, highlight=False)
-    introduce(source, model, console)
+    source.introduce(model, console)
     with compiling(console):
         engine.warmup()
     _talk(Conversation(engine, tokenizer, params, command.system, command.thinking), console)

@@ -75,27 +75,22 @@ class Conversation:
 
         asked = [*self.turns, {"role": "user", "content": question}]
         ids = self._prompt(asked)
-        news: list[Delta] = []
         text, answer = "", []
         reason: FinishReason | None = None
         try:
-            request = self.engine.submit(ids, self.params, truncate="output", on_delta=news.append)
+            deltas = self.engine.stream(ids, self.params, truncate="output")
         except ValueError as error:
             raise Unanswered(str(error)) from error
         try:
-            while reason is None:
-                self.engine.step()
-                while news:
-                    delta = news.pop(0)
-                    text, reason = text + delta.text, delta.finish_reason
-                    answer.extend(delta.token_ids)
-                    if reason == "error" and delta.output is not None:
-                        raise Unanswered(delta.output.error or "the engine gave up")
-                    yield delta
+            for delta in deltas:
+                text, reason = text + delta.text, delta.finish_reason
+                answer.extend(delta.token_ids)
+                if reason == "error" and delta.output is not None:
+                    raise Unanswered(delta.output.error or "the engine gave up")
+                yield delta
         except JaxRuntimeError as error:
             raise Unanswered(f"the engine failed: {error}") from error
         finally:
-            self.engine.abort(request)
             self.tokens = len(ids) + len(answer)
             if reason in ("stop", "length") or (reason is None and text):
                 self.turns = [*asked, {"role": "assistant", "content": self._without_thoughts(text, answer)}]

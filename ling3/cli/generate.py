@@ -11,19 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from ling3.cli.options import (
-    Dtype,
-    Model,
+    Command,
+    Loading,
     Sampling,
-    SamplingOptions,
     TextOption,
     Thinking,
-    Weights,
-    WeightsOptions,
     WholeNumber,
     chat_ids,
     compiling,
-    introduce,
-    load,
 )
 from ling3.cli.terminal import print_json, show
 
@@ -46,14 +41,13 @@ WIDTHS = (16, 128, 512)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate:
+class Generate(Command):
     """Continue prompts, all at once, and show the text as it comes.
 
     ling3 generate nano --chat -p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
     """
 
-    model: Model
-    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    common: Loading = dataclasses.field(default_factory=Loading)
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(aliases=["-p"], metavar="TEXT")] = ()
     """A text to continue; may be given several times. Without one, standard input is the prompt."""
     chat: bool = False
@@ -66,16 +60,11 @@ class Generate:
     """The most new tokens for each prompt. Without it, 256 or what the model's context has room for."""
     seed: int = 0
     """Prompt i samples from seed + i."""
-    sampling: SamplingOptions = dataclasses.field(default_factory=Sampling)
-    dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
-    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     json: bool = False
     """Print one JSON object per prompt, as each is done, instead of the text."""
     logprobs: WholeNumber = None
     """With --json: the log-probability of each token, and those of so many most likely tokens beside it."""
-    debug: bool = False
-    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 @dataclasses.dataclass
@@ -110,11 +99,11 @@ def run(command: Generate) -> None:
     most = MAX_TOKENS if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed, logprobs=command.logprobs)
     prompts = command.prompt or (_from_stdin(),)
-    source = command.weights.of(command.model)
+    source = command.common.source(command.model)
     tokenizer = source.tokenizer()
     names = [f"prompt {i + 1}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
     rows = [_Row(name, prompt, _encode(tokenizer, prompt, command)) for name, prompt in zip(names, prompts)]
-    model = load(source, command.dtype, tokenizer)
+    model = source.load(tokenizer)
     context, longest = model.config.max_position_embeddings, max(len(row.ids) for row in rows)
     if command.max_tokens is None:
         params = dataclasses.replace(params, max_tokens=max(1, min(MAX_TOKENS, context - longest)))
@@ -123,7 +112,7 @@ def run(command: Generate) -> None:
         check_room(row.ids, params.max_tokens, context, row.name)
 
     console = Console(stderr=True, highlight=False)
-    introduce(source, model, console)
+    source.introduce(model, console)
     clock = _Clock()
     with compiling(console):
         engine = _engine(model, tokenizer, len(rows), longest, params.max_tokens)
@@ -141,38 +130,35 @@ def run(command: Generate) -> None:
 
 def _engine(model: Any, tokenizer: "Tokenizer", prompts: int, longest: int, max_tokens: int) -> "Engine":
     """An engine of just the size for these prompts, compiled as far as the first token needs it."""
+    from ling3.engine.settings import EngineSettings
     from ling3.serve import Engine
 
     width = next(width for width in WIDTHS if width >= min(longest, WIDTHS[-1]))
     engine = Engine(
         model,
         tokenizer,
-        max_running_requests=min(prompts, MOST_SLOTS),
-        chunked_prefill_size=width,
-        token_paddings=(width,),
-        max_model_len=longest + max_tokens,
-        max_queue=prompts,
-        decode_rows=max(FEWEST_ROWS, prompts) if prompts < MOST_ROWS else None,
+        EngineSettings(
+            max_running_requests=min(prompts, MOST_SLOTS),
+            chunked_prefill_size=width,
+            token_paddings=(width,),
+            max_model_len=longest + max_tokens,
+            decode_rows=max(FEWEST_ROWS, prompts) if prompts < MOST_ROWS else None,
+        ),
     )
     engine.warmup(first_token=True)
     return engine
 
 
-def _news(engine: "Engine", rows: Sequence[_Row], params: "SamplingParams") -> Iterator[list["Delta"]]:
-    """Hands each row what is new of it; the deltas of each step that has any."""
-    requests = {}
-    for i, row in enumerate(rows):
-        requests[engine.submit(row.ids, dataclasses.replace(params, seed=(params.seed or 0) + i))] = row
-    while engine.has_work:
-        deltas = engine.step()
-        for delta in deltas:
-            requests[delta.request_id].take(delta)
-        if deltas:
-            yield deltas
+def _news(engine: "Engine", rows: Sequence[_Row], params: "SamplingParams") -> Iterator["Delta"]:
+    """The deltas as they come, each given to its row."""
+    own = [dataclasses.replace(params, seed=(params.seed or 0) + i) for i in range(len(rows))]
+    for index, delta in engine.stream_all([row.ids for row in rows], own):
+        rows[index].take(delta)
+        yield delta
 
 
 def _finished_in_order(
-    rows: list[_Row], news: Iterator[list["Delta"]], console: Console, command: Generate
+    rows: list[_Row], news: Iterator["Delta"], console: Console, command: Generate
 ) -> Iterator[_Row]:
     """Each row when it and all before it are finished, the first unfinished one being shown as its text comes."""
     current = 0
@@ -248,13 +234,13 @@ class _Clock:
         """The prompts begin here, after so many seconds of compiling."""
         self.begin, self.compiled = time.perf_counter(), compiled
 
-    def watch(self, news: Iterator[list["Delta"]]) -> Iterator[list["Delta"]]:
+    def watch(self, news: Iterator["Delta"]) -> Iterator["Delta"]:
         """The same, counted."""
-        for deltas in news:
+        for delta in news:
             self.last = time.perf_counter() - self.begin
             self.first = self.first or self.last
-            self.total += sum(len(delta.token_ids) for delta in deltas)
-            yield deltas
+            self.total += len(delta.token_ids)
+            yield delta
 
     def summary(self, compiled: float) -> str:
         """The rate is over everything but the compiling, `compiled` seconds in all: the prompts' reading is in it."""

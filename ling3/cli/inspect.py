@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from ling3.cli.options import Model, TextOption
+from ling3.cli.options import Command, Common, Model
 from ling3.cli.terminal import print_json
 
 # ruff: noqa: PLC0415
@@ -17,24 +17,21 @@ WIDE = 160
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inspect:
+class Inspect(Command):
     """Show a checkpoint's module tree, layers and memory; reads no weights."""
 
     model: Model
     """A checkpoint directory, a config.json, a hub id, or "nano" for the checkpoint in the package."""
-    revision: TextOption = None
-    """A branch, a tag or a commit, where MODEL is a hub id; the branch main without it."""
+    common: Common = dataclasses.field(default_factory=Common)
     json: bool = False
     """Print one JSON object."""
-    debug: bool = False
-    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 def run(command: Inspect) -> None:
     """Prints the report."""
     from ling3.interpret import inspect
 
-    report = inspect.report(command.model, revision=command.revision)
+    report = inspect.report(command.model, revision=command.common.revision)
     if command.json:
         print_json(report.to_dict())
     else:

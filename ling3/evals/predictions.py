@@ -119,12 +119,20 @@ class Predictions:
         self.lines[index] = line
 
     def _differences(self, settings: Any) -> str:
-        there = settings if isinstance(settings, dict) else {}
+        there, now = (_flat(each) if isinstance(each, dict) else {} for each in (settings, self._settings))
         return "; ".join(
-            f"{name} is {shown(there.get(name))} there and {shown(self._settings.get(name))} now"
-            for name in sorted({*there, *self._settings})
-            if there.get(name) != self._settings.get(name)
+            f"{name} is {shown(there.get(name))} there and {shown(now.get(name))} now"
+            for name in sorted({*there, *now})
+            if there.get(name) != now.get(name)
         )
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings with those of nested objects under names such as `engine.page_size`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def fingerprint(model: CausalLM) -> str:
