@@ -1,8 +1,7 @@
-"""Measures an engine in its own process, in the words of vLLM's and SGLang's `bench_serving`.
+"""Measures an engine in its own process, in the terms of vLLM's and SGLang's `bench_serving`.
 
-Offline all requests are there at once, and throughput is what counts. Online they come as a Poisson process, each at
-its due time whether the engine keeps up or not, and every latency is measured from that time: a request that had to
-wait because the engine was busy has waited.
+Offline all requests arrive at once, and throughput counts. Online they arrive as a Poisson process, whether the engine
+keeps up or not, and every latency is measured from the due time: waiting for a busy engine counts.
 """
 
 import contextlib
@@ -52,8 +51,8 @@ def read_requests(
 ) -> list[SampleRequest]:
     """The prompts of a file: a text a line, or in `*.jsonl` an object a line with a request's `prompt`.
 
-    `count` takes so many, from the top again where the file ends; empty lines are passed over. Raises ValueError for
-    what is no prompt, with its line, and OSError for what cannot be read.
+    `count` takes that many, from the top again after the last; empty lines are skipped. Raises ValueError, with the
+    line, for anything else, and OSError for a file that cannot be read.
     """
     path = pathlib.Path(path)
     try:
@@ -74,14 +73,14 @@ def read_requests(
 
 
 def check_lengths(name: str, bounds: tuple[int, int]) -> None:
-    """Raises ValueError unless `bounds` are the first and the last of possible lengths."""
+    """ValueError unless `bounds` are the smallest and the largest length of a range."""
     low, high = bounds
     if not 1 <= low <= high:
         raise ValueError(f"{name} is from {low} to {high} tokens, expected at least 1, and no less at the end")
 
 
 def check_count(count: int) -> None:
-    """Raises ValueError unless there is anything to measure."""
+    """ValueError if there is nothing to measure."""
     if count < 1:
         raise ValueError(f"the number of requests is {count}, expected at least 1")
 

@@ -1,4 +1,4 @@
-"""`ling3 ablate`: a table of what each mechanism of a model is worth to it."""
+"""`ling3 ablate`: what each mechanism contributes to a model, as a table."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Literal
@@ -37,7 +37,7 @@ class Ablate(Command):
     ling3 ablate nano --suite gates --plot gates.png
     """
 
-    common: Precise = dataclasses.field(default_factory=Precise)
+    common: Precise
     suite: Literal["gates", "decay", "memory", "layers", "experts", "all"] = "all"
     """Output gates; KDA's decay; beta, convolutions and RoPE; attention layer by layer; experts; or all of them."""
     questions: int = 200
@@ -48,7 +48,7 @@ class Ablate(Command):
     """Worked examples that make up this context."""
     text: FileOption = None
     """Measure the perplexity of this text (UTF-8; - for standard input), instead of solutions."""
-    output: Output = dataclasses.field(default_factory=Output)
+    output: Output
 
 
 def run(command: Ablate) -> None:
@@ -78,7 +78,7 @@ def run(command: Ablate) -> None:
 
 
 def _line(row: "Row") -> str:
-    """A row as it is measured: what an interrupted run leaves on the screen."""
+    """A row of the table, printed as soon as it is measured."""
     scores = [f"{score.right}/{score.total}" for score in (row.problems, row.recall) if score is not None]
     return f"{row.name}: perplexity {row.perplexity:.5g}, right {' and '.join(scores)}"
 

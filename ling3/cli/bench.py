@@ -5,17 +5,12 @@ import math
 import pathlib
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from ling3.cli.options import Command, FileOption, Loading, Model, Output, WholeNumber
 from ling3.engine.settings import EngineSettings
-
-if TYPE_CHECKING:
-    from ling3.bench.measure import SampleRequest
-    from ling3.model import CausalLM
-    from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -51,7 +46,7 @@ class Bench(Command):
 
     model: Model
     """A checkpoint directory, a hub id, "nano", or a config.json for a model of random weights."""
-    common: Loading = dataclasses.field(default_factory=Loading)
+    common: Loading
     num_prompts: WholeNumber = None
     """How many requests; 64 without it, or as many as --prompts has."""
     input_len: Annotated[str, LENGTH] = "128"
@@ -68,21 +63,36 @@ class Bench(Command):
     """0 takes the most likely token each time."""
     seed: int = 0
     """Draws prompts, lengths, arrivals and samples."""
-    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
-    output: Output = dataclasses.field(default_factory=Output)
+    engine: EngineOptions
+    output: Output
 
 
 def run(command: Bench) -> None:
     """Measures, and prints the table."""
+    import jax
+
     from ling3.bench import measure as bench
     from ling3.serve import Engine
 
     lengths = _bounds(command.input_len, "--input-len"), _bounds(command.output_len, "--output-len")
     command.output.check()
     settings = command.engine.settings()
-    _check_sizes(command, *lengths)
-    model, tokenizer = _load(command)
-    requests = _requests(command, model.config.vocab_size, *lengths)
+    common, path = command.common, pathlib.Path(command.model)
+    if path.suffix == ".json" and path.is_file():
+        common = dataclasses.replace(common, random_weights=True)
+    source = common.source(command.model)
+    _check_sizes(command, source.config().max_position_embeddings, *lengths)
+    try:
+        tokenizer = source.tokenizer()
+    except FileNotFoundError:
+        if command.prompts is not None:
+            raise
+        tokenizer = None
+    model = source.load(tokenizer)
+    if command.prompts is not None:
+        requests = bench.read_requests(command.prompts, lengths[1], command.num_prompts, command.seed)
+    else:
+        requests = bench.random_requests(_count(command), model.config.vocab_size, *lengths, command.seed)
     report = bench.measure(
         Engine(model, tokenizer, settings),
         requests,
@@ -90,27 +100,32 @@ def run(command: Bench) -> None:
         seed=command.seed,
         ignore_eos=not command.stop_at_eos,
         temperature=command.temperature,
-        about=_about(command, model),
+        about={
+            "model": command.model,
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(model)),
+            "dtype": model.lm_head.weight.dtype.name,
+            "command": shlex.join(["ling3", *sys.argv[1:]]),
+        },
     )
     command.output.write(report, 100)
 
 
-def _check_sizes(command: Bench, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
-    """ValueError for a workload that the model's context or memory has no room for, before any of it is drawn."""
-    from ling3.bench import measure as bench
-    from ling3.checkpoint import hub
-    from ling3.families import read_config
+def _count(command: Bench) -> int:
+    return REQUESTS if command.num_prompts is None else command.num_prompts
 
-    requests = REQUESTS if command.num_prompts is None else command.num_prompts
+
+def _check_sizes(command: Bench, context: int, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
+    """ValueError for a workload that context or memory has no room for, before any of it is drawn."""
+    from ling3.bench import measure as bench
+
     if command.seed < 0:
         raise ValueError(f"--seed is {command.seed}, expected a whole number >= 0")
+    requests = _count(command)
     bench.check_count(requests)
     bench.check_lengths("input_len", input_len)
     bench.check_lengths("output_len", output_len)
-    model, given = command.model, pathlib.Path(command.model)
-    config = read_config(given if _is_config(given) else hub.resolve(model, ("config.json",), command.common.revision))
     limit = command.engine.max_model_len
-    context = config.max_position_embeddings if limit is None else limit
+    context = context if limit is None else limit
     longest = output_len[1] + (input_len[1] if command.prompts is None else 1)
     if longest > context:
         names = "--output-len and a prompt" if command.prompts is not None else "--input-len and --output-len"
@@ -124,47 +139,6 @@ def _check_sizes(command: Bench, input_len: tuple[int, int], output_len: tuple[i
             f"--num-prompts is {requests:,}, with up to {longest:,} tokens each: {tokens:,} tokens in all, expected at "
             f"most {MOST_TOKENS:,}"
         )
-
-
-def _load(command: Bench) -> "tuple[CausalLM, Tokenizer | None]":
-    """The model, and its tokenizer if it has one, or has to have one for texts."""
-    common = command.common
-    if _is_config(pathlib.Path(command.model)):
-        common = dataclasses.replace(common, random_weights=True)
-    source = common.source(command.model)
-    try:
-        tokenizer = source.tokenizer()
-    except FileNotFoundError:
-        if command.prompts is not None:
-            raise
-        tokenizer = None
-    return source.load(tokenizer), tokenizer
-
-
-def _is_config(path: pathlib.Path) -> bool:
-    return path.suffix == ".json" and path.is_file()
-
-
-def _requests(
-    command: Bench, vocab: int, input_len: tuple[int, int], output_len: tuple[int, int]
-) -> "list[SampleRequest]":
-    from ling3.bench import measure as bench
-
-    if command.prompts is not None:
-        return bench.read_requests(command.prompts, output_len, command.num_prompts, command.seed)
-    requests = REQUESTS if command.num_prompts is None else command.num_prompts
-    return bench.random_requests(requests, vocab, input_len, output_len, command.seed)
-
-
-def _about(command: Bench, model: "CausalLM") -> dict[str, str | int]:
-    import jax
-
-    return {
-        "model": command.model,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model)),
-        "dtype": model.lm_head.weight.dtype.name,
-        "command": shlex.join(["ling3", *sys.argv[1:]]),
-    }
 
 
 def _bounds(text: str, name: str) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from ling3.cli.terminal import show
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
 
-# The longest conversation unless --max-model-len allows more: memory is set aside for all of it.
+# Tokens of the longest conversation, unless --max-model-len says otherwise: memory for all of it is reserved.
 CONTEXT = 32_768
 
 HELP = """\
@@ -46,7 +46,7 @@ class Chat(Command):
     Piped to standard input, each line is a question, and the answers go to standard output.
     """
 
-    common: Loading = dataclasses.field(default_factory=Loading)
+    common: Loading
     system: TextOption = None
     """The system's message, which begins the conversation."""
     thinking: Thinking = "auto"
@@ -57,11 +57,11 @@ class Chat(Command):
     """The most tokens of the whole conversation. Without it, the model's context, but at most 32,768."""
     seed: WholeNumber = None
     """The same seed draws the same answers; without it each is drawn anew."""
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    sampling: Sampling
 
 
 def run(command: Chat) -> None:
-    """Talks until the input ends; ValueError then, if questions from a pipe found no answer."""
+    """Talks until the input ends; then ValueError if questions from a pipe found no answer."""
     from ling3.engine.settings import EngineSettings
     from ling3.serve import Engine
 
@@ -74,7 +74,7 @@ def run(command: Chat) -> None:
     context = command.max_model_len
     if context is None:
         context = min(CONTEXT, model.config.max_position_embeddings)
-    # One reader: few tokens to a call, so that text flows, and the fewest rows that a decode call is quick with.
+    # For one reader: few tokens to a call, so that text flows, and the fewest rows with which a decode call is fast.
     engine = Engine(
         model,
         tokenizer,
@@ -108,7 +108,7 @@ def _talk(conversation: Conversation, console: Console) -> None:
 
 
 def _typed(console: Console) -> Iterator[str]:
-    """The lines from a terminal, until its end; Ctrl-C drops the line and says how to leave."""
+    """The lines typed at a terminal; Ctrl-C drops the line and says how to leave."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its line editing
 
@@ -131,7 +131,7 @@ def _piped() -> Iterator[str]:
 
 
 def _line() -> str:
-    """What is typed next; EOFError at the end. The prompt goes where the person looks."""
+    """The next line typed; EOFError at the end. The prompt goes to stdout if that is a terminal, else to stderr."""
     if sys.stdout.isatty():
         return input("> ")
     print("> ", end="", file=sys.stderr, flush=True)
@@ -142,7 +142,7 @@ def _line() -> str:
 
 
 def _obey(line: str, conversation: Conversation, console: Console) -> None:
-    """Does what a line with a slash says."""
+    """Runs a command of the conversation."""
     name, _, rest = line.strip().partition(" ")
     if name == "/params":
         try:
@@ -157,11 +157,11 @@ def _obey(line: str, conversation: Conversation, console: Console) -> None:
     elif name == "/help" and not rest:
         _note(console, HELP)
     else:
-        _error(console, f"{line.strip()!r} is no command: /help shows them")
+        _error(console, f"{line.strip()!r} is not a command: /help lists them")
 
 
 def _answer(question: str, conversation: Conversation, console: Console, typed: bool) -> bool:
-    """Shows the answer as it comes; whether there was one. At a terminal, Ctrl-C stops it and no more."""
+    """Shows the answer as it comes; True if there was one. At a terminal, Ctrl-C stops the answer alone."""
     reason, error, begun = None, None, False
     try:
         with contextlib.closing(conversation.ask(question)) as deltas:

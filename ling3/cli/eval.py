@@ -1,4 +1,4 @@
-"""`ling3 eval`: how right a model is, and how well it predicts a text."""
+"""`ling3 eval`: accuracy on questions, and perplexity on a text."""
 
 import contextlib
 import dataclasses
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking(Command):
-    """What both examinations have in common."""
+    """Options of both examinations."""
 
-    common: Loading = dataclasses.field(default_factory=Loading)
+    common: Loading
     prompts: FileOption = None
     """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
     questions: FileOption = None
@@ -42,11 +42,11 @@ class Asking(Command):
     shots: WholeNumber = None
     """With --questions: how many of them before each question; 4 without it."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")]
-    """Where the predictions go, a JSON line for each. A run that was broken off goes on where it was."""
+    """Where the predictions go, a JSON line for each. An interrupted run is resumed."""
     limit: WholeNumber = None
-    """Ask only the first so many."""
+    """Ask only the first of them."""
     max_tokens: int = 2000
-    """The most new tokens of an answer; fewer where the model's context has no room for so many."""
+    """The most new tokens of an answer; fewer if the model's context has no room for them."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """End an answer before this string; may be given several times. With --questions, "Question:" is one."""
     temperature: float = 0.0
@@ -89,7 +89,7 @@ class Perplexity(Command):
     ling3 eval perplexity MODEL TEXT
     """
 
-    common: Loading = dataclasses.field(default_factory=Loading)
+    common: Loading
     text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """The file of the text, in UTF-8; - for standard input."""
     context: WholeNumber = None
@@ -196,7 +196,7 @@ def _questions(command: Asking, parse: "Parser", build: "Callable[..., list[Ques
 
 @contextlib.contextmanager
 def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
-    """A bar on stderr with the accuracy so far, on a terminal; it is called with each score."""
+    """A progress bar with the accuracy so far, on a terminal; it is called with each score."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (

@@ -1,4 +1,4 @@
-"""`ling3 inspect`: a checkpoint's shape on paper."""
+"""`ling3 inspect`: a checkpoint's module tree, layers and memory."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ from ling3.cli.terminal import print_json
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
 
-# Columns where there is no terminal: lines for grep and files do not have to be broken.
+# Columns without a terminal, so that lines for grep and files are not wrapped.
 WIDE = 160
 
 
@@ -22,7 +22,7 @@ class Inspect(Command):
 
     model: Model
     """A checkpoint directory, a config.json, a hub id, or "nano" for the checkpoint in the package."""
-    common: Common = dataclasses.field(default_factory=Common)
+    common: Common
     json: bool = False
     """Print one JSON object."""
 

@@ -1,4 +1,4 @@
-"""What the commands have in common: options, and the checkpoint and files that these name."""
+"""What the commands share: options, and the checkpoint and files that they name."""
 
 import contextlib
 import dataclasses
@@ -32,9 +32,9 @@ PATIENCE = 2.0
 
 
 def _optional(metavar: str, read: Callable[[str], Any]) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
-    """How an option that may be left out is read; the help text says what happens without it.
+    """How an optional value is read; the help text says what happens without it.
 
-    tyro's own reading of `int | None` shows its users a NoneType, and takes the text "None" for none.
+    tyro's own form of `int | None` shows NoneType in its help and accepts the text "None".
     """
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
@@ -69,7 +69,7 @@ class Sampling:
     top_p: float = 1.0
     """Sample from the fewest tokens that together are at least this likely."""
     top_k: WholeNumber = None
-    """Sample from so many most likely tokens."""
+    """Sample from this many most likely tokens."""
     min_p: float = 0.0
     """Leave out tokens less likely than this share of the most likely one."""
     repetition_penalty: float = 1.0
@@ -79,14 +79,14 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Taken off the logit of a token for each time that the text has it."""
     min_tokens: int = 0
-    """Nothing ends a text before it has so many tokens."""
+    """No text ends before it has this many tokens."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """End a text before this string; may be given several times."""
     ignore_eos: bool = False
-    """Go on to the most tokens, whatever the model says."""
+    """Go on to --max-tokens, past the model's own end."""
 
     def params(self, **others: Any) -> "SamplingParams":
-        """The engine's form of these options, with its `others`; ValueError for senseless values."""
+        """These options and `others` as SamplingParams; ValueError for senseless values."""
         from ling3.engine.sampling_params import SamplingParams
 
         return SamplingParams(**dataclasses.asdict(self), **others)
@@ -151,6 +151,14 @@ class Source:
     seed: int | None
     """What random weights are drawn from; None for the checkpoint's own."""
 
+    def config(self) -> Any:
+        """The model's configuration, without its weights."""
+        from ling3.checkpoint import hub
+        from ling3.families import read_config
+
+        given = pathlib.Path(self.name)
+        return read_config(given if given.is_file() else hub.resolve(self.path, ("config.json",), self.revision))
+
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer; FileNotFoundError if there is none."""
         from ling3.text.tokenizer import load_tokenizer
@@ -178,13 +186,11 @@ class Source:
         """A model of random weights; ValueError if they do not fit into the free memory."""
         import jax
 
-        from ling3.checkpoint import hub
         from ling3.checkpoint.names import structure
         from ling3.engine.memory import free_bytes
-        from ling3.families import init, read_config
+        from ling3.families import init
 
-        given = pathlib.Path(self.name)
-        config = read_config(given if given.is_file() else hub.resolve(self.path, ("config.json",), self.revision))
+        config = self.config()
         arrays = jax.tree.leaves(structure(config, dtype))
         # Each array is drawn in float32: its random bits, their values, and these scaled are there at once.
         needed = sum(array.size * array.dtype.itemsize for array in arrays) + 12 * max(array.size for array in arrays)
@@ -242,7 +248,7 @@ class Output:
 
 @contextlib.contextmanager
 def compiling(console: Console) -> Iterator[None]:
-    """Says on stderr that programs are being compiled, once that has taken `PATIENCE`."""
+    """Says on stderr that programs are being compiled, once that has taken `PATIENCE` seconds."""
     timer = threading.Timer(PATIENCE, console.print, ["compiling (first time)…"], {"style": "dim", "markup": False})
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Asks an engine a file of questions and counts the right answers."""
+"""Asks an engine questions and counts the right answers."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ Chat = Literal["auto", "on", "off"]
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """How many of `total` answers are `right`; written as the last line of a run."""
+    """How many of `total` answers are `right`; as a text, the last line of a run."""
 
     right: int
     total: int
@@ -68,11 +68,11 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A question as the model gets it."""
+    """A question as the model reads it."""
 
     ids: list[int]
     record: Mapping[str, Any]
-    """What its line of the predictions begins with."""
+    """The beginning of its line of predictions."""
 
 
 def prepare(tokenizer: Tokenizer, questions: Sequence[Question], chat: Chat | None = None) -> list[Asked]:
@@ -102,16 +102,15 @@ def evaluate(
     on_start: Callable[[Score, int], None] | None = None,
     on_answer: Callable[[Score, int], None] | None = None,
 ) -> Score:
-    """Asks what the file `out` has no line for yet, and scores the whole: an answer is right if `parse` finds in it
-    what was expected.
+    """Asks the questions that the file `out` has no line for yet, and scores all.
 
-    Greedy and up to `MAX_TOKENS` tokens without `params`, and in any case no more than the context has room for. A
-    request that ends in `error` is a wrong answer, with its error in the line. `settings` are what else has to be the
-    same for a run to be taken up, such as `fingerprint(model)`. `limit` takes the first so many questions.
-    `on_start` and `on_answer` get the score so far and how many questions there are.
+    An answer is right if `parse` finds in it what was expected, and wrong if its request ended in `error`. Without
+    `params` sampling is greedy, up to `MAX_TOKENS` tokens; the context may have room for fewer. For a run to be resumed
+    `settings`, such as `fingerprint(model)`, must be the same, besides the sampling's and the engine's own. `limit`
+    asks the first questions alone. `on_start` and `on_answer` get the score so far and the number of questions.
 
-    Raises ValueError for a prompt that the model has no room for and for seeds too large, before any is asked, and what
-    Predictions raises.
+    Raises ValueError, before any question is asked, for a prompt without room for an answer and for seeds too large,
+    and what Predictions raises.
     """
     params = SamplingParams(max_tokens=MAX_TOKENS) if params is None else params
     if limit is not None and limit < 1:
@@ -136,7 +135,7 @@ def evaluate(
         score = Score(sum(known), len(known))
         coming = [index for index in range(len(taken)) if index not in file.lines]
         if coming:
-            engine.warmup()  # so that the first answer's timings are an answer's
+            engine.warmup()  # so that the first timings have no compilation in them
         if on_start is not None:
             on_start(score, len(taken))
         own = [dataclasses.replace(params, seed=(params.seed or 0) + index) for index in coming]
@@ -153,7 +152,7 @@ def evaluate(
 
 
 def check_seeds(seed: int | None, count: int) -> None:
-    """ValueError where seed + i, of the last of `count` questions, is no seed any more."""
+    """ValueError if seed + i is too large a seed for the last of `count` questions."""
     if (seed or 0) + count - 1 > MAX_SEED:
         raise ValueError(
             f"seed is {seed}, and question i has seed + i: expected at most {MAX_SEED - count + 1} with {count} "
@@ -176,7 +175,7 @@ def _settings(
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not as by default."""
+    """The fields that differ from the defaults."""
     default = dataclasses.asdict(SamplingParams())
     return {name: value for name, value in dataclasses.asdict(params).items() if value != default[name]}
 

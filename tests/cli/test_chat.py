@@ -222,12 +222,12 @@ def test_params_are_shown_and_set(directory, scripted, capsys, monkeypatch):
         ("/params top_k=none max_tokens=2.5", "max_tokens is '2.5', expected a whole number"),
         ("/params top_k=0", "top_k is 0"),
         ("/params ignore_eos=1", "ignore_eos is '1', expected true or false"),
-        ("/params n=2", "'n=2' is no name=value with one of the names temperature,"),
-        ("/params temperature", "'temperature' is no name=value"),
+        ("/params n=2", "'n=2' is not name=value with one of the names temperature,"),
+        ("/params temperature", "'temperature' is not name=value"),
         ("/params stop='", "No closing quotation"),
         ("/params top_p=0.5 top_k=0", "nothing was changed"),
-        ("/exit", "'/exit' is no command: /help shows them"),
-        ("/reset now", "'/reset now' is no command"),
+        ("/exit", "'/exit' is not a command: /help lists them"),
+        ("/reset now", "'/reset now' is not a command"),
     ],
 )
 def test_a_wrong_command_is_an_error_and_no_exit(directory, scripted, capsys, monkeypatch, line, message):

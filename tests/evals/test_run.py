@@ -234,7 +234,7 @@ def test_a_run_is_taken_up_with_another_schedule_and_not_with_other_shapes(ask):
     assert ask("more.jsonl", engine=other) == whole and ask.asked == 7
     for line, expected in zip(timeless(ask.lines()), lines, strict=True):
         assert {**line, "schedule": expected["schedule"]} == expected
-    with pytest.raises(ValueError, match=r"with other settings: engine\.decode_rows is 4 there and 2 now; take"):
+    with pytest.raises(ValueError, match=r"with other settings: engine\.decode_rows is 4 there and 2 now; resume"):
         ask("more.jsonl", engine=small_engine.engine(decode_rows=2))
 
 
@@ -284,9 +284,9 @@ def test_seeds_too_large_are_refused_before_any_work(ask):
     ("content", "message"),
     [
         *((line, "predictions.jsonl, line 1") for line in ('{"prompt": "a"}\n', "[]\n", "3\n", "text\n")),
-        ('{"index": true, "right": true}\n', "line 1: this is no line of predictions"),
-        ('[{"prompt": "a", "answer": "3"}]', r"its last line, .* is no beginning of a line of predictions"),
-        ('{"prompt": "a", "answer": "3"}', r"its last line, .* is no beginning of a line of predictions"),
+        ('{"index": true, "right": true}\n', "line 1: this is not a line of predictions"),
+        ('[{"prompt": "a", "answer": "3"}]', r"its last line, .* is not the beginning of a line of predictions"),
+        ('{"prompt": "a", "answer": "3"}', r"its last line, .* is not the beginning of a line of predictions"),
     ],
 )
 def test_a_file_of_something_else_is_left_alone(ask, content, message):
