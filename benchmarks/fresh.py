@@ -53,7 +53,7 @@ def load_ling3(directory: str) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     sums = [
         np.asarray(model.lm_head.weight[:8]),
-        np.asarray(model.model.layers[1].mlp.experts.gate_proj[3, :8]),
+        np.asarray(model.model.layers[1].mlp.experts.gate_proj.weight[3, :8]),
         np.asarray(model.model.norm.weight[:8]),
     ]
     return {

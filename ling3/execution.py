@@ -37,11 +37,20 @@ class Execution:
     """MLA of one token over pages of latents, absorbed, as in a decode step."""
     experts: Callable[..., Float[Array, "..."]] = experts.block_experts
     """The routed experts."""
+    accumulation: str = "float32"
+    """float32, or float64 (with `jax_enable_x64`): what products with weights are summed in."""
     lowering: Lowering = XLA
     """What XLA has to be told on this platform."""
 
     def __post_init__(self) -> None:
         kda.check_chunk_size(self.chunk_size)
+        if self.accumulation not in ("float32", "float64"):
+            raise ValueError(f"accumulation is {self.accumulation!r}, expected 'float32' or 'float64'")
+        if self.accumulation == "float64" and not jax.config.read("jax_enable_x64"):
+            raise ValueError("accumulation is 'float64', which JAX has not enabled: set jax_enable_x64 first")
+        # The operators read it there; the class is frozen.
+        lowering = dataclasses.replace(self.lowering, accumulation=self.accumulation)
+        object.__setattr__(self, "lowering", lowering)
 
     @staticmethod
     def default(platform: str | None = None) -> "Execution":

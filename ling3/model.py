@@ -9,7 +9,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, Span, State
 from ling3.execution import Execution
-from ling3.layers.linear import Embedding, Linear
+from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
 from ling3.runtime.entry_checks import checks_ids, refuse_fork
@@ -56,12 +56,14 @@ class DecoderLayer(eqx.Module):
         """The residual stream after this layer, and the layer's memory after the span."""
         h = x
         if self.attention is not None:
+            normed = self.input_layernorm(x)
             with jax.named_scope("attention"):
-                attended, state = self.attention(self.input_layernorm(x), state, span.within("attention"))
+                attended, state = self.attention(normed, state, span.within("attention"))
             span.recorder(attended=attended)
             h = x + attended
+        normed = self.post_attention_layernorm(h)
         with jax.named_scope("mlp"):
-            added = self.mlp(self.post_attention_layernorm(h), span.within("mlp"))
+            added = self.mlp(normed, span.within("mlp"))
         span.recorder(added=added, residual=h + added)
         return h + added, state
 
@@ -69,7 +71,7 @@ class DecoderLayer(eqx.Module):
 class Decoder(eqx.Module):
     """Embedding, decoder layers and final norm: tokens in, hidden states out."""
 
-    word_embeddings: Embedding
+    word_embeddings: Matrix  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
 
@@ -80,7 +82,7 @@ class Decoder(eqx.Module):
         span: Span,
     ) -> tuple[Float[Array, "batch seq hidden"], tuple[State | None, ...]]:
         """The normed hidden state of each token, and every attention's memory after the span."""
-        x = self.word_embeddings(tokens, span.execution)
+        x = self.word_embeddings.embed(tokens, span.execution)
         span.recorder(embeddings=x)
         memory, after = iter(states), []
         for i, layer in enumerate(self.layers):
@@ -105,7 +107,7 @@ class CausalLM(eqx.Module):
     """
 
     model: Decoder
-    lm_head: Linear  # [vocab, hidden]
+    lm_head: Matrix  # [vocab, hidden]
     config: Any = eqx.field(static=True)  # the family's own
 
     @checks_ids
@@ -134,6 +136,11 @@ class CausalLM(eqx.Module):
         hidden, _ = self.model(tokens, (None,) * len(self.model.attentions), span)
         return self.lm_head(hidden, span.execution, jnp.float32)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What its matrices are computed in."""
+        return self.lm_head.dtype
+
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None) -> Cache:
         """An empty memory for `batch` rows of up to `max_length` tokens.
 
@@ -142,7 +149,7 @@ class CausalLM(eqx.Module):
         refuse_fork()
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch is {batch} and max_length {max_length}, expected at least 1 of each")
-        dtype = self.model.word_embeddings.weight.dtype if dtype is None else dtype
+        dtype = self.dtype if dtype is None else dtype
         columns = -(-max_length // BLOCK)
         table = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
         states = self.empty_states(batch, batch * columns, BLOCK, dtype)

@@ -103,7 +103,7 @@ def show(stage, array):
     return array
 
 
-x = show("word_embeddings", model.model.word_embeddings(tokens))
+x = show("word_embeddings", model.model.word_embeddings.embed(tokens))
 
 # %% [markdown]
 # **Layer 0 is KDA.** Three projections, each followed by a short causal convolution and a SiLU, give a query, a key and

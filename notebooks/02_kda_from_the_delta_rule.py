@@ -234,7 +234,7 @@ span = Span.whole(len(tokens), 32)
 @jax.jit
 def decay_rates(model, tokens):
     """-g of each KDA layer, [batch, seq, heads, key]."""
-    x, rates = model.model.word_embeddings(tokens), {}
+    x, rates = model.model.word_embeddings.embed(tokens), {}
     for i, layer in enumerate(model.model.layers[:3]):
         if isinstance(kda := layer.attention, KDA):
             f = kda.f_proj(layer.input_layernorm(x), dtype=jnp.float32).reshape(*tokens.shape, 4, 32)

@@ -95,7 +95,7 @@ print(text)
 @jax.jit
 def attention_inputs(model, tokens):
     """What each layer's attention is given."""
-    x, given = model.model.word_embeddings(tokens), []
+    x, given = model.model.word_embeddings.embed(tokens), []
     for layer in model.model.layers:
         given.append(layer.input_layernorm(x))
         x, _ = layer(x, None, span)

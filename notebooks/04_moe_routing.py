@@ -117,7 +117,7 @@ tokens = jnp.asarray([row[:40] for row in itertools.islice((r for r in rows if l
 @jax.jit
 def mixture_inputs(model, tokens):
     """What each layer's feed-forward is given, [layer][tokens, hidden]."""
-    x, given = model.model.word_embeddings(tokens), []
+    x, given = model.model.word_embeddings.embed(tokens), []
     for layer in model.model.layers:
         h = x + layer.attention(layer.input_layernorm(x), None, SPAN)[0]
         given.append(layer.post_attention_layernorm(h))

@@ -269,7 +269,7 @@ for measured in sweep.training(short, "bound -5", learning_rate=1.6e-2, seed=1):
 
 # %%
 row = short.task.batch(sweep.HELD_OUT, 0, 64)
-x = model.model.layers[0].input_layernorm(model.model.word_embeddings(jnp.asarray(row.tokens)))
+x = model.model.layers[0].input_layernorm(model.model.word_embeddings.embed(jnp.asarray(row.tokens)))
 layer = model.model.layers[0].attention
 f = (layer.f_proj(x) + layer.dt_bias).reshape(*x.shape[:2], 2, -1)
 g = layer.lower_bound * jax.nn.sigmoid(jnp.exp(layer.A_log)[:, None] * f)  # [batch, seq, heads, key], nats a token

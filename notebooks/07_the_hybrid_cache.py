@@ -226,7 +226,7 @@ assert jnp.array_equal(restored, truth) and off > 0.05
 
 # %%
 longest = max(prompts, key=len)
-x = nano.model.layers[0].input_layernorm(nano.model.word_embeddings(jnp.asarray([longest], jnp.int32)))
+x = nano.model.layers[0].input_layernorm(nano.model.word_embeddings.embed(jnp.asarray([longest], jnp.int32)))
 span = Span.whole(1, len(longest))
 q, k, v, _ = kda.convolved(x, kda.empty_state(1, 0, 1, jnp.float32).conv, span)
 g, beta = kda.gates(x, span)

@@ -36,7 +36,7 @@ from jaxtyping import Array, Float
 import ling3
 from ling3 import train
 from ling3.layers.conv import ShortConv
-from ling3.layers.linear import Embedding, Linear
+from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import GatedRMSNorm, RMSNorm
 from ling3.problems import ask, problems
@@ -290,7 +290,7 @@ def init(config, *, key, dtype):
         mlp = MLP.init(hidden, config.intermediate_size, key=next(keys), dtype=dtype, std=std)
         return ling3.DecoderLayer(RMSNorm.init(hidden, eps), mixer, RMSNorm.init(hidden, eps), mlp)
 
-    table = Embedding.init(config.vocab_size, hidden, key=next(keys), dtype=dtype, std=std)
+    table = Linear.init(config.vocab_size, hidden, key=next(keys), dtype=dtype, std=std)
     head = Linear.init(config.vocab_size, hidden, key=next(keys), dtype=dtype, std=std)
     layers = tuple(layer() for _ in range(config.num_hidden_layers))
     return ling3.CausalLM(ling3.Decoder(table, layers, RMSNorm.init(hidden, eps)), head, config)

@@ -60,7 +60,9 @@ def rope(module):
 def linear(module):
     module.Linear.init(3, TINY.hidden_size, std=1.0, **OPTIONS)(X)
     module.Constant.init(3)(X)
-    module.Embedding.init(7, 4, std=1.0, **OPTIONS)(jnp.zeros((BATCH, SEQ), jnp.int32))
+    table = module.Linear.init(7, 4, std=1.0, **OPTIONS)
+    table.embed(jnp.zeros((BATCH, SEQ), jnp.int32))
+    assert table.operand is table.dense()
 
 
 def conv(module):

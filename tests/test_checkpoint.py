@@ -124,7 +124,7 @@ class TestLoad:
         np.testing.assert_array_equal(
             layer.attention.k_conv1d.weight, STORED["model.layers.2.attention.k_conv1d.weight"][:, 0]
         )
-        np.testing.assert_array_equal(layer.mlp.experts.up_proj[5], STORED[EXPERT])
+        np.testing.assert_array_equal(layer.mlp.experts.up_proj.weight[5], STORED[EXPERT])
         np.testing.assert_array_equal(model.lm_head.weight, STORED["lm_head.weight"])
 
     def test_as_stored(self, directory):
@@ -289,7 +289,8 @@ class TestRefused:
         message = refusal(directory)
         assert f"{EXPERT} is F32" in message and "dtype=jnp.float32" in message
         np.testing.assert_array_equal(
-            load(directory, jnp.float32).model.layers[2].mlp.experts.up_proj[5], STORED[EXPERT].astype(np.float32)
+            load(directory, jnp.float32).model.layers[2].mlp.experts.up_proj.weight[5],
+            STORED[EXPERT].astype(np.float32),
         )
 
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -774,7 +775,7 @@ class TestSave:
         model = load(directory)
         model = eqx.tree_at(lambda m: m.lm_head.weight, model, replace_fn=lambda w: w.at[3, 1].set(value))
         model = eqx.tree_at(
-            lambda m: m.model.layers[2].mlp.experts.up_proj, model, replace_fn=lambda w: w.at[5, 0, 0].set(value)
+            lambda m: m.model.layers[2].mlp.experts.up_proj.weight, model, replace_fn=lambda w: w.at[5, 0, 0].set(value)
         )
         with pytest.raises(
             CheckpointError, match="NaN or infinite; mend them, or save with check_finite=False"

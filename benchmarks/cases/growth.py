@@ -122,7 +122,9 @@ def _moe_side(layer: MoE, tokens: int, count: int, hidden: int) -> Side:
     routed = layer.experts
 
     def dense() -> jax.Array:
-        y = dense_experts(x[0], chosen, weights, routed.gate_proj, routed.up_proj, routed.down_proj, 0.0)[None]
+        y = dense_experts(
+            x[0], chosen, weights, *(m.weight for m in (routed.gate_proj, routed.up_proj, routed.down_proj)), 0.0
+        )[None]
         return y if layer.shared_experts is None else y + layer.shared_experts(x, span)
 
     timed = milliseconds(lambda: run(x), calls=16)

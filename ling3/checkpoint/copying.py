@@ -1,4 +1,4 @@
-"""Numbers from files into arrays: block by block on several threads, widened and looked at on the way."""
+"""Tensors from files into arrays: block by block on several threads, widened and checked on the way."""
 
 import os
 import threading
@@ -13,16 +13,16 @@ from jaxtyping import Shaped
 from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 
 BLOCK = 2**18
-"""Numbers that are read, looked at and widened while they lie in a core's cache; a thread's scratch holds as many."""
+"""Numbers in a block, which is read, checked and widened while it is in a core's cache."""
 THREADS = 8
-"""The most threads: more read no faster than memory takes it."""
+"""The most threads: more of them do not read faster, as memory bandwidth is the limit."""
 
 _EXPONENTS = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
-"""Each type's exponent bits, which are all set in infinities and NaN and in no other number."""
+"""Each type's exponent bits, which are all set in infinities and NaN only; integers have none."""
 
 
 class Copy(NamedTuple):
-    """One tensor of a file, and the array that is to hold its numbers."""
+    """One tensor of a file, and the array that receives it."""
 
     file: SafetensorsFile
     name: str
@@ -30,7 +30,7 @@ class Copy(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """A block in its place: whose, its bytes in the file, and whether its numbers are finite or not looked at."""
+    """A copied block: its tensor, its size in the file, and if its numbers are finite (True if not checked)."""
 
     copy: Copy
     nbytes: int
@@ -40,8 +40,8 @@ class Copied(NamedTuple):
 class Copier:
     """Copies tensors on as many threads as the process has cores, up to `THREADS`. Use it in a `with` statement.
 
-    Blocks are read straight into their places where the file has the array's dtype, and through a block of scratch
-    where it has another: memory grows by nothing else. Leaving by an exception gives up what has not begun.
+    Blocks are read straight into the array if the file has its dtype, else through one block of scratch memory per
+    thread. Leaving by an exception cancels the blocks that have not begun.
     """
 
     def __init__(self, check_finite: bool):
@@ -58,9 +58,9 @@ class Copier:
         self._threads.shutdown(cancel_futures=True)
 
     def run(self, copies: Sequence[Copy]) -> Iterator[Copied]:
-        """Every block of `copies`, in order, as it is done.
+        """Every block of `copies`, in order, once it is copied.
 
-        Raises CheckpointError where a file cannot be read: of several errors, that of the first block.
+        Raises CheckpointError if a file cannot be read: of several errors, that of the first block.
         """
         blocks = [(copy, start) for copy in copies for start in range(0, copy.target.size, BLOCK)]
         return self._threads.map(self._block, *zip(*blocks, strict=True)) if blocks else iter(())
@@ -68,7 +68,10 @@ class Copier:
     def _block(self, copy: Copy, start: int) -> Copied:
         target = copy.target[start : start + BLOCK]
         stored = copy.file.tensors[copy.name].dtype
-        dtype, exponent = DTYPES[stored], _EXPONENTS[stored]
+        dtype, exponent = DTYPES[stored], _EXPONENTS.get(stored)
+        if exponent is None:
+            copy.file.read(copy.name, start, target)
+            return Copied(copy, target.nbytes, True)
         read, masked = (scratch[: target.size] for scratch in self._of_this_thread(exponent.dtype))
         bits = target.view(exponent.dtype) if target.dtype == dtype else read
         copy.file.read(copy.name, start, bits)

@@ -12,15 +12,15 @@ def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revisio
     """The local directory of the checkpoint that `path` names, downloaded first when it is only on the hub.
 
     `"nano"` is always the checkpoint in the package (write `"./nano"` for a directory of that name). Otherwise an
-    existing directory wins, then whatever cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a
-    `pathlib.Path`) is an error without a look at the network, and the rest is a hub id, `owner/name`: only its files
-    that match `allow_patterns` are fetched, into the hub's own cache, progress on stderr. They are of `revision`, a
-    branch, a tag or a commit; without it, of the branch `main`. A `save` to the directory that was killed while it
-    moved its files is completed first, or undone.
+    existing directory is taken. What cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a
+    `pathlib.Path`) is then an error without any network access. Anything else is a hub id, `owner/name`: only its files
+    that match `allow_patterns` are fetched, into the hub's own cache, with progress on stderr, at `revision`, which is
+    a branch, a tag or a commit and `main` by default. If a `save` to the directory was killed while it moved its
+    files, it is first completed or undone.
 
-    Raises FileNotFoundError when there is nothing of that name or the hub cannot be reached, NotADirectoryError when
-    `path` is a file, PermissionError when the repository is gated, ValueError when it is no possible name at all, and
-    for a `revision` of what is not on the hub; other OSErrors when a killed `save` can be neither completed nor undone.
+    Raises FileNotFoundError if there is nothing of that name or the hub cannot be reached, NotADirectoryError if
+    `path` is a file, PermissionError if the repository is gated, ValueError for an impossible name or for a `revision`
+    of something that is not on the hub, and other OSErrors if a killed `save` can be neither completed nor undone.
     """
     directory = _local(path)
     if directory is None:
@@ -31,17 +31,17 @@ def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revisio
 
 
 def pin(path: str | os.PathLike[str], revision: str | None = None) -> str | None:
-    """The commit at which `revision` of the hub repository `path` is now; None where `path` is not of the hub.
+    """The commit that `revision` of the hub repository `path` points to now; None if `path` is local.
 
-    Files that are fetched one after the other, each at this commit, are of one snapshot even if the branch moves in
-    between. Fetches `config.json`. Raises what `resolve` raises.
+    Files fetched one after the other at this commit belong to one snapshot even if the branch moves in between.
+    Fetches `config.json`. Raises what `resolve` raises.
     """
     directory = resolve(path, ("config.json",), revision)
     return None if _local(path) is not None else directory.name
 
 
 def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
-    """The directory that `path` names, None for a hub id."""
+    """The directory that `path` names; None for a hub id."""
     name = os.fspath(path)
     if name == "nano":
         return _packaged(name)

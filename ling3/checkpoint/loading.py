@@ -1,4 +1,4 @@
-"""From a published checkpoint to the module tree; `save`, from `export.py`, goes the other way."""
+"""From a published checkpoint to the module tree; `save` goes the other way."""
 
 import os
 import pathlib
@@ -23,8 +23,6 @@ from ling3.runtime.progress import progress
 __all__ = ["CheckpointError", "load", "save", "weight_names"]
 
 PATTERNS = ("config.json", "*.safetensors", shards.INDEX)
-
-_FLOATS = {name: DTYPES[name] for name in FLOATS}
 
 
 def load(
@@ -100,8 +98,8 @@ def _account(
     """Every name, shape and dtype in the headers against what the configuration asks for, in both directions."""
     missing, shapes, dtypes, mixed = [], [], [], []
     expected = set()
-    for _, weights in parts:
-        stored = {}
+    for leaf, weights in parts:
+        stored, known = {}, _stored_as(leaf)
         for weight in weights:
             expected.add(weight.name)
             if weight.name not in files:
@@ -110,10 +108,10 @@ def _account(
             file = files[weight.name]
             info = file.tensors[weight.name]
             at = f"{weight.name}, in {file.path.name}"
-            if info.shape not in _shapes(weight):
+            if info.shape not in (weight.shape, *weight.also):
                 shapes.append(f"{at}: found {list(info.shape)}; expected {list(weight.shape)}")
-            if info.dtype not in _FLOATS:
-                dtypes.append(f"{at}: found {info.dtype}; expected {', '.join(_FLOATS)}")
+            if info.dtype not in known:
+                dtypes.append(f"{at}: found {info.dtype}; expected {', '.join(known)}")
             stored.setdefault(info.dtype, weight.name)
         if wanted is None and len(stored) > 1:
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
@@ -136,17 +134,17 @@ def _hint(missing: list[str], left: list[str]) -> str:
     return ""
 
 
-def _shapes(weight: Weight) -> tuple[tuple[int, ...], ...]:
-    if weight.name.endswith(".A_log"):
-        return weight.shape, (1, 1, *weight.shape, 1)
-    return (weight.shape,)
+def _stored_as(leaf: Leaf) -> tuple[str, ...]:
+    """The types in which files may have a leaf: any float for a float; anything else is never converted."""
+    own = next(name for name, dtype in DTYPES.items() if dtype == leaf.value.dtype)
+    return FLOATS if own in FLOATS else (own,)
 
 
 def _target_dtype(
     leaf: Leaf, weights: tuple[Weight, ...], files: dict[str, SafetensorsFile], wanted: np.dtype | None
 ) -> np.dtype:
-    if wanted is None:
-        return _FLOATS[files[weights[0].name].tensors[weights[0].name].dtype]
+    if wanted is None or _stored_as(leaf) != FLOATS:
+        return DTYPES[files[weights[0].name].tensors[weights[0].name].dtype]
     return np.dtype(np.float32) if leaf.value.dtype == jnp.float32 else wanted
 
 

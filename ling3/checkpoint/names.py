@@ -1,22 +1,22 @@
-"""The published name of each of a model's arrays: the path in the module tree, but for two exceptions.
+"""The published name and shape of each of a model's arrays: the path in the module tree, but for the exceptions.
 
-The checkpoint has the experts' matrices one by one, where the tree has them stacked, and the convolutions' weights as
-[channels, 1, taps], where the tree has [channels, taps].
+The exceptions of the layers stand in EXCEPTIONS and nowhere else; names that are a family's own, in `Family.published`.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from ling3.families import init
+from ling3.families import family_of, init
 from ling3.layers.conv import ShortConv
-from ling3.layers.moe import Experts
+from ling3.layers.kda import KDA
+from ling3.layers.linear import Matrix
 from ling3.model import CausalLM
 
 
@@ -28,6 +28,8 @@ class Weight:
     shape: tuple[int, ...]
     path: str
     expert: int | None = None
+    also: tuple[tuple[int, ...], ...] = ()
+    """Other shapes in which checkpoints have it."""
 
     @property
     def size(self) -> int:
@@ -41,19 +43,61 @@ class Leaf:
 
     path: str
     value: Any
-    kind: type | None = None
+    module: Any
+    """The module whose field it is."""
+    rename: Callable[[str], str] = str
+    """From the tree's name of a tensor to the family's."""
+
+    @property
+    def field(self) -> str:
+        """The module's field."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What each dimension counts: a matrix's own axes; for other arrays those of the field's annotation."""
+        if isinstance(self.module, Matrix):
+            return self.module.axes
+        annotation = type(self.module).__annotations__[self.field]
+        shaped = next(one for one in (annotation, *get_args(annotation)) if hasattr(one, "dim_str"))
+        return tuple(shaped.dim_str.split())
 
     def weights(self) -> Iterator[Weight]:
         """The published tensors that make up this leaf."""
-        shape = tuple(self.value.shape)
-        if self.kind is Experts:
-            module, _, field = self.path.rpartition(".")
-            for expert in range(shape[0]):
-                yield Weight(f"{module}.{expert}.{field}.weight", shape[1:], self.path, expert)
-        elif self.kind is ShortConv:
-            yield Weight(self.path, (shape[0], 1, shape[1]), self.path)
-        else:
-            yield Weight(self.path, shape, self.path)
+        publish = next((publish for applies, publish in EXCEPTIONS if applies(self)), _as_it_is)
+        for weight in publish(self):
+            yield dataclasses.replace(weight, name=self.rename(weight.name))
+
+
+def _as_it_is(leaf: Leaf) -> Iterator[Weight]:
+    yield Weight(leaf.path, tuple(leaf.value.shape), leaf.path)
+
+
+def _one_by_one(leaf: Leaf) -> Iterator[Weight]:
+    """`experts.gate_proj.weight` [experts, …] is `experts.{e}.gate_proj.weight` […] for each expert e."""
+    experts, projection, field = leaf.path.rsplit(".", 2)
+    for expert in range(leaf.value.shape[0]):
+        yield Weight(f"{experts}.{expert}.{projection}.{field}", tuple(leaf.value.shape[1:]), leaf.path, expert)
+
+
+def _with_an_axis_of_one(leaf: Leaf) -> Iterator[Weight]:
+    """[channels, taps] is [channels, 1, taps], as PyTorch's depthwise convolutions have it."""
+    channels, taps = leaf.value.shape
+    yield Weight(leaf.path, (channels, 1, taps), leaf.path)
+
+
+def _also_four_dimensional(leaf: Leaf) -> Iterator[Weight]:
+    """[heads], which some checkpoints have as [1, 1, heads, 1]."""
+    shape = tuple(leaf.value.shape)
+    yield Weight(leaf.path, shape, leaf.path, also=((1, 1, *shape, 1),))
+
+
+EXCEPTIONS: tuple[tuple[Callable[[Leaf], bool], Callable[[Leaf], Iterator[Weight]]], ...] = (
+    (lambda leaf: isinstance(leaf.module, Matrix) and leaf.axes[0] == "experts", _one_by_one),
+    (lambda leaf: isinstance(leaf.module, ShortConv), _with_an_axis_of_one),
+    (lambda leaf: isinstance(leaf.module, KDA) and leaf.field == "A_log", _also_four_dimensional),
+)
+"""Which leaves the checkpoint has otherwise than the tree, and how."""
 
 
 def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
@@ -63,22 +107,18 @@ def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
 
 def leaves(model: CausalLM) -> Iterator[Leaf]:
     """The arrays of `model`, or of its `structure`, in the order of `jax.tree.leaves`."""
-    for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_exception)[0]:
-        if _is_exception(node):
-            for inner, value in jax.tree_util.tree_flatten_with_path(node)[0]:
-                yield Leaf(_dotted((*path, *inner)), value, type(node))
-        else:
-            yield Leaf(_dotted(path), node)
+    config, published = model.config, family_of(model.config).published
+    for path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
+        module: Any = model
+        for key in path[:-1]:
+            module = module[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(module, key.name)
+        yield Leaf(_dotted(path), value, module, lambda name: published(name, config))
 
 
 def weight_names(config: Any) -> Iterator[Weight]:
     """Every tensor that a checkpoint of `config` has, but for those of multi-token prediction."""
     for leaf in leaves(structure(config)):
         yield from leaf.weights()
-
-
-def _is_exception(node: object) -> bool:
-    return isinstance(node, Experts | ShortConv)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

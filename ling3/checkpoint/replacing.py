@@ -1,15 +1,15 @@
-"""A directory's files replaced by others as one step: all or none, on errors and after a crash.
+"""Atomic replacement of a directory's files: all or none, on errors and after a crash.
 
-What is done to `DIR` is done in `DIR/.ling3.partial`, or beside a `DIR` that is not there yet:
+The work on `DIR` happens in `DIR/.ling3.partial`, or beside `DIR` if that does not exist yet:
 
     lock      held by the process that saves
-    new       where it writes
-    old       the files that the new ones replace, from when the first has been moved here
-    ready     what `new` is called once every old file is in `old`; from here the files are moved to `DIR`
-    replaced  what `old` is called once they all are there
+    new       the files that it writes
+    old       the files that they replace, moved here
+    ready     `new`, renamed once every old file is in `old`; its files are then moved to `DIR`
+    replaced  `old`, renamed once all new files are in `DIR`
 
-So whoever finds `ready` completes the replacement, and whoever finds `old` alone undoes it. `config.json` goes first
-and comes last: what lies in `DIR` meanwhile is no checkpoint to any program.
+After a crash, a process that finds `ready` completes the replacement, and one that finds only `old` undoes it.
+`config.json` is moved out first and in last, so no program takes a half-replaced `DIR` for a checkpoint.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from ling3.runtime import interrupts
 
 WORK = ".ling3.partial"
 PATIENCE = 10.0
-"""Seconds that a reader waits for a replacement: it moves files, and writes none."""
+"""Seconds that a reader waits for another process to move its files."""
 
 _LOCK, _NEW, _OLD, _READY, _REPLACED = "lock", "new", "old", "ready", "replaced"
 _FIRST = "config.json"
@@ -33,10 +33,9 @@ _FIRST = "config.json"
 
 @contextlib.contextmanager
 def workspace(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty directory to write the new files of the directory `target` into, for `commit`; it is gone at the end.
+    """An empty directory for the new files of the directory `target`, for `commit`; removed at the end.
 
-    Removes what processes have left that were killed here. Raises filelock.Timeout if another process is at work here,
-    and OSError.
+    Removes what killed processes have left. Raises filelock.Timeout if another process saves here, and OSError.
     """
     beside = target.parent / f".{target.name}{WORK}"
     if target.is_dir():
@@ -51,9 +50,9 @@ def workspace(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def commit(new: pathlib.Path, target: pathlib.Path, old: Iterable[str]) -> None:
-    """Put the files in `new`, the `workspace` of `target`, into `target`, where they replace the files `old`.
+    """Moves the files in `new`, the `workspace` of `target`, into `target`, where they replace the files `old`.
 
-    Ctrl-C waits. Raises OSError; `target` is as it was then.
+    Ctrl-C is held back meanwhile. Raises OSError, and leaves `target` as it was.
     """
     work = new.parent
     if work.parent != target:
@@ -79,9 +78,9 @@ def commit(new: pathlib.Path, target: pathlib.Path, old: Iterable[str]) -> None:
 
 
 def settle(directory: pathlib.Path) -> None:
-    """Complete, or undo, a replacement in `directory` whose process was killed; as a rule there is none.
+    """Completes or undoes a replacement in `directory` whose process was killed, if there is one.
 
-    Raises OSError if that cannot be done, or if another process is at it and does not finish.
+    Raises OSError if that fails, or if another process is replacing files and does not finish.
     """
     work = directory / WORK
     if not _is_directory(work) or not (_is_directory(work / _READY) or _is_directory(work / _OLD)):
@@ -99,13 +98,13 @@ def settle(directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _owned(work: pathlib.Path, timeout: float = 0) -> Iterator[pathlib.Path]:
-    """`work`, settled, for this process alone, and an empty directory `new` in it."""
+    """An empty directory `new` in `work`, which is settled and locked for this process."""
     lock = filelock.FileLock(work / _LOCK)
     while not lock.is_locked:
         work.mkdir(parents=True, exist_ok=True)
         if work.is_symlink():
             raise FileExistsError(errno.EEXIST, "is a link, which may lead anywhere; remove it", str(work))
-        # Another process may remove the directory at any time until the lock is held, and the lock with it.
+        # Until the lock is held, another process may remove the directory, and the lock's file with it.
         with contextlib.suppress(FileNotFoundError):
             lock.acquire(timeout)
         if not (work / _LOCK).exists():
@@ -128,7 +127,7 @@ def _owned(work: pathlib.Path, timeout: float = 0) -> Iterator[pathlib.Path]:
 
 
 def _settle(work: pathlib.Path) -> None:
-    """Move the files to where they belong: those of `ready`, or else of `old`."""
+    """Moves the files of `ready`, or else of `old`, to their directory."""
     ready, old = work / _READY, work / _OLD
     if _is_directory(ready):
         _move(ready, work.parent)
@@ -146,5 +145,5 @@ def _move(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _is_directory(path: pathlib.Path) -> bool:
-    # Unlike pathlib's, these do not raise; a link in a stranger's checkpoint may lead to anything.
+    # Unlike pathlib's, these do not raise. A link in an untrusted checkpoint may lead anywhere.
     return os.path.isdir(path) and not os.path.islink(path)  # noqa: PTH112, PTH114

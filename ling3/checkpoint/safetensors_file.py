@@ -1,4 +1,4 @@
-"""One safetensors file: its header checked before anything else, its tensors read piece by piece."""
+"""Reading and writing one safetensors file: its header is checked first, its tensors are read in parts."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ FLOATS = ("F32", "BF16", "F16")
 """The types that weights may have."""
 
 HEADER_BYTES = 2**25
-"""The most that a header may have: enough for 200,000 tensors."""
+"""The largest header that is read: enough for 200,000 tensors."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -57,7 +57,7 @@ class CheckpointError(QuotingError):
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What the header says of one tensor: `dtype` is the format's name of it, `start` a byte offset into the file."""
+    """A tensor's entry in the header: `dtype` is the format's own name, `start` a byte offset into the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,9 +72,9 @@ class TensorInfo:
 class SafetensorsFile:
     """A safetensors file, opened for reading.
 
-    `tensors` has every tensor's `TensorInfo` in the header's order. Opening reads the header only: the `safetensors`
-    package checks it against the file (length, overlaps, holes, sizes), this class what that package lets pass.
-    Raises CheckpointError when the file is damaged or no safetensors file.
+    `tensors` has every tensor's `TensorInfo` in the header's order. Opening reads the header only. The `safetensors`
+    package checks it against the file (length, overlaps, holes, sizes); this class also refuses duplicate names.
+    Raises CheckpointError if the file is damaged or no safetensors file.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -100,10 +100,10 @@ class SafetensorsFile:
         }
 
     def read(self, name: str, start: int, out: Shaped[np.ndarray, " numbers"]) -> None:
-        """Fill `out` with the numbers `[start, start + out.size)` of the tensor `name`, in row-major order.
+        """Fills `out` with the numbers `[start, start + out.size)` of the tensor `name`, in row-major order.
 
-        `out` is contiguous and of the tensor's dtype, or of another of that size: the bytes come as they are stored.
-        Safe to call from several threads. Raises CheckpointError if the file cannot be read that far any more.
+        `out` is contiguous and of the tensor's dtype, or of another one of that size: the stored bytes are copied.
+        Safe to call from several threads. Raises CheckpointError if the file has been cut since it was opened.
         """
         info = self.tensors[name]
         itemsize = DTYPES[info.dtype].itemsize
@@ -126,7 +126,7 @@ class SafetensorsFile:
             with safetensors.safe_open(self.path, framework="numpy"):
                 pass
         except (ValueError, safetensors.SafetensorError) as error:
-            # Only now: a safetensors file begins with its header's length, which may look like any of these.
+            # Not before: a valid file begins with its header's length, which may look like any of these.
             for magic, what in _FOREIGN.items():
                 if head.startswith(magic):
                     raise CheckpointError(f"{self.path}: this is {what}; expected a safetensors file") from error
@@ -140,9 +140,9 @@ def write(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     read: Callable[[str], np.ndarray],
 ) -> None:
-    """Write the `tensors`, of these dtypes and shapes, to `path` one by one: `read(name)` gives each in its turn.
+    """Writes the `tensors`, of these dtypes and shapes, to `path` one by one: `read(name)` gives each when it is due.
 
-    The data is on the disk when this returns. Wider types go first, so that every tensor is aligned to its own size.
+    The data is on the disk when this returns. Wider types come first, so that every tensor is aligned to its own size.
     """
     names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}

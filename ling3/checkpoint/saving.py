@@ -93,7 +93,7 @@ def save(
                 _write(new / name, content)
             _write_shards(new, plan, total, indexed=len(plan) > 1 or foreign)
             config = family_of(model.config).without_skipped(model.config)
-            raw = config.to_dict() | {"torch_dtype": str(model.lm_head.weight.dtype)}
+            raw = config.to_dict() | {"torch_dtype": str(model.dtype)}
             _write(new / CONFIG, _json(raw))
             replacing.commit(new, target, old)
     except filelock.Timeout as error:
@@ -136,13 +136,16 @@ def _replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...])
 
 def _checked_leaves(model: CausalLM) -> list[Leaf]:
     found = list(leaves(model))
-    expected = {leaf.path: tuple(leaf.value.shape) for leaf in leaves(structure(model.config))}
-    wrong = [
-        f"{leaf.path}: found {leaf.value.dtype}{list(leaf.value.shape)}; expected {list(expected.get(leaf.path, ()))} "
-        f"of {', '.join(map(str, _DTYPES))}"
-        for leaf in found
-        if tuple(leaf.value.shape) != expected.get(leaf.path) or leaf.value.dtype not in _DTYPES
-    ]
+    expected = {leaf.path: leaf.value for leaf in leaves(structure(model.config))}
+    wrong = []
+    for leaf in found:
+        shape, own = (), None
+        if leaf.path in expected:
+            shape, own = expected[leaf.path].shape, expected[leaf.path].dtype
+        dtypes = _DTYPES if own is None or own in _DTYPES else (own,)
+        if leaf.value.shape != shape or leaf.value.dtype not in dtypes:
+            there = f"{leaf.value.dtype}{list(leaf.value.shape)}"
+            wrong.append(f"{leaf.path}: found {there}; expected {list(shape)} of {', '.join(map(str, dtypes))}")
     wrong += [f"{path}: absent" for path in expected.keys() - {leaf.path for leaf in found}]
     if wrong:
         raise CheckpointError(shards.complaint("the model", [("arrays that do not fit its configuration", wrong)]))
@@ -152,6 +155,8 @@ def _checked_leaves(model: CausalLM) -> list[Leaf]:
 def _check_finite(found: list[Leaf]) -> None:
     infinite = []
     for leaf in found:
+        if leaf.value.dtype not in _DTYPES:  # integers
+            continue
         weights = tuple(leaf.weights())
         # An expert is a row of its leaf.
         finite = np.asarray(_are_finite(leaf.value, len(weights)))

@@ -11,7 +11,7 @@ from ling3.runtime.quoting import LONGEST_LINE, MOST_LINES, printable, shown
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 INDEX_BYTES = 2**25
-"""The most that an index may have: enough for 200,000 tensors."""
+"""The largest index that is read: enough for 200,000 tensors."""
 MOST_FILES = 1000
 """The most files of one checkpoint: each stays open while it is read, and many systems let a process open 1,024."""
 
@@ -21,11 +21,11 @@ _LISTED = 12
 def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
     """Every tensor's name, and the opened file that holds it; only headers are read.
 
-    With an index, the files it names count, and it must say exactly what they hold; without one, every `*.safetensors`
-    in the directory. Files are reached by plain names in the directory: a link may lead into the same repository's
-    blobs in the hub's cache, and nowhere else. Pickled weights (`.bin`, `.pt`) are never read.
+    With an index, the files are those that it names, and it must list exactly their tensors; without one, every
+    `*.safetensors` in the directory. File names are plain names in the directory. A link may lead into the same
+    repository's blobs in the hub's cache, and nowhere else. Pickled weights (`.bin`, `.pt`) are never read.
 
-    Raises CheckpointError: all problems of a kind in one message.
+    Raises CheckpointError, with all problems of a kind in one message.
     """
     weight_map = index(directory)
     if weight_map is None:
@@ -53,7 +53,7 @@ def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
 
 
 def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:
-    """An error message of several kinds of problems, each with its first items: all kinds fit on one screen."""
+    """An error message of several kinds of problems, each with its first items, cut to fit on one screen."""
     found = [(kind, items) for kind, items in problems if items]
     most = _LISTED
     while sum(2 + min(len(items), most) for _, items in found) > MOST_LINES - 2:
@@ -67,7 +67,7 @@ def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:
 
 
 def index(directory: pathlib.Path) -> dict[str, str] | None:
-    """The file of each tensor by the directory's index, by plain names; None without one. Raises CheckpointError."""
+    """The plain name of each tensor's file, from the directory's index; None without one. Raises CheckpointError."""
     path = directory / INDEX
     if not path.exists():
         return None
@@ -82,7 +82,7 @@ def index(directory: pathlib.Path) -> dict[str, str] | None:
         raise CheckpointError(f"{path}: found no weight_map; expected an object of tensor names and file names in it")
     wrong = [f"{key}: {shown(value)}" for key, value in weight_map.items() if not _is_plain(value)]
     if wrong:
-        kind = "weight_map names what is no plain name of a .safetensors file in the same directory"
+        kind = "weight_map has names that are no plain names of .safetensors files in the same directory"
         raise CheckpointError(complaint(path, [(kind, wrong)]))
     if (directory / SINGLE).exists() and SINGLE not in weight_map.values():
         raise CheckpointError(

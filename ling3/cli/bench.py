@@ -103,7 +103,7 @@ def run(command: Bench) -> None:
         about={
             "model": command.model,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(model)),
-            "dtype": model.lm_head.weight.dtype.name,
+            "dtype": model.dtype.name,
             "command": shlex.join(["ling3", *sys.argv[1:]]),
         },
     )

@@ -208,7 +208,7 @@ class Source:
 
         size = sum(leaf.size for leaf in jax.tree.leaves(model))
         kind = "parameters" if self.seed is None else "random parameters"
-        facts = f"{self.name}: {count(size)} {kind}, {model.lm_head.weight.dtype.name}, on {jax.default_backend()}"
+        facts = f"{self.name}: {count(size)} {kind}, {model.dtype.name}, on {jax.default_backend()}"
         console.print(Text(facts, "bold"), soft_wrap=True)
 
 

@@ -131,7 +131,7 @@ def cache_dtype(model: CausalLM) -> jnp.dtype:
 
     There XLA copies a whole bfloat16 cache to write one entry into it. The values are those of the narrower dtype.
     """
-    dtype = model.lm_head.weight.dtype
+    dtype = model.dtype
     return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" and dtype.itemsize < 4 else dtype
 
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import ling3
+from ling3.families.config_fields import read_json
 from ling3.families.family import Family
-from ling3.families.ling3_config import read_json
+from ling3.layers.scope import with_names
 from ling3.model import CausalLM
 
 __all__ = ["Family", "family_of", "init", "read_config", "register_family"]
@@ -48,7 +49,7 @@ def init(config: Any, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> C
 
     Under `eqx.filter_eval_shape` this is the model's structure, and nothing is allocated.
     """
-    return family_of(config).init(config, key=key, dtype=dtype)
+    return with_names(family_of(config).init(config, key=key, dtype=dtype))
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:

@@ -21,6 +21,8 @@ class Family:
     """`read(raw, source)`: the config in a JSON object; errors name `source`."""
     init: Callable[..., Any]
     """`init(config, *, key, dtype)`: a `CausalLM` of random weights."""
+    published: Callable[[str, Any], str] = lambda name, config: name
+    """`published(name, config)`: what the checkpoint calls the tensor that the tree's fields name so."""
     skips: Callable[[str, Any], bool] = lambda name, config: False
     """`skips(name, config)`: True for a tensor that checkpoints may have beside the model's, and that `load` leaves."""
     without_skipped: Callable[[Any], Any] = lambda config: config

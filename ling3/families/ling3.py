@@ -5,11 +5,10 @@ import dataclasses
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families import ling3_reader as config_reader
 from ling3.families.family import Family
-from ling3.families.ling3_config import Ling3Config
+from ling3.families.ling3_config import ABLATED, ABLATED_TYPE, ARCHITECTURES, MODEL_TYPE, Ling3Config
 from ling3.layers.kda import KDA, KDAConfig
-from ling3.layers.linear import Embedding, Linear
+from ling3.layers.linear import Linear
 from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.mlp import MLP
 from ling3.layers.moe import MoE, MoEConfig
@@ -79,10 +78,11 @@ def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalL
     """
     model_key, head_key = jax.random.split(key)
     embedding_key, layers_key = jax.random.split(model_key)
-    sizes, options = (config.vocab_size, config.hidden_size), {"dtype": dtype, "std": config.initializer_range}
+    sizes, axes = (config.vocab_size, config.hidden_size), ("vocab", "hidden")
+    options = {"dtype": dtype, "std": config.initializer_range, "axes": axes}
     keys = jax.random.split(layers_key, config.num_hidden_layers)
     model = Decoder(
-        Embedding.init(*sizes, key=embedding_key, **options),
+        Linear.init(*sizes, key=embedding_key, **options),
         tuple(_layer(config, i, key=k, dtype=dtype) for i, k in enumerate(keys)),
         RMSNorm.init(config.hidden_size, config.rms_norm_eps),
     )
@@ -131,8 +131,8 @@ def is_mtp(name: str, config: Ling3Config) -> bool:
 
 FAMILY = Family(
     name="Ling-3",
-    architectures=(*config_reader.ARCHITECTURES, config_reader.ABLATED),
-    model_types=(config_reader.MODEL_TYPE, config_reader.ABLATED_TYPE),
+    architectures=(*ARCHITECTURES, ABLATED),
+    model_types=(MODEL_TYPE, ABLATED_TYPE),
     config=Ling3Config,
     read=Ling3Config.from_dict,
     init=init,

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ling3.cache import Span
 from ling3.layers.linear import normal
+from ling3.layers.scope import scoped
 from ling3.ops.precision import wide
 
 
@@ -18,12 +19,14 @@ class ShortConv(eqx.Module):
     """
 
     weight: Float[Array, "channels taps"]
+    name: str = eqx.field(static=True, default="")
 
     @staticmethod
     def init(channels: int, taps: int, *, key: PRNGKeyArray) -> "ShortConv":
         """Random weights from N(0, 1/taps), float32."""
         return ShortConv(normal(key, (channels, taps), jnp.float32, taps**-0.5))
 
+    @scoped
     def __call__(
         self,
         x: Float[Array, "batch seq {self.weight.shape[0]}"],

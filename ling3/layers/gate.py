@@ -18,7 +18,9 @@ def gate_projection(
     """`g_proj` for this law: a linear map, a constant (at first 0, a gate of 1/2), or none."""
     if law == "none":
         return None
-    return Constant.init(rows) if law == "constant" else Linear.init(rows, columns, key=key, dtype=dtype, std=std)
+    if law == "constant":
+        return Constant.init(rows)
+    return Linear.init(rows, columns, key=key, dtype=dtype, std=std, axes=("heads", "hidden"))
 
 
 def output_gate(law: OutputGate, g: Wide[Array, "*shape"]) -> Wide[Array, "*shape"]:

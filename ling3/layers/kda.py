@@ -12,7 +12,7 @@ from ling3.cache import KDAState, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.conv import ShortConv
 from ling3.layers.gate import OutputGate, gate_projection, output_gate
-from ling3.layers.linear import Constant, Linear
+from ling3.layers.linear import Constant, Linear, Matrix
 from ling3.layers.norm import GatedRMSNorm
 from ling3.ops.kda import kda_gate, l2_normalize
 from ling3.ops.precision import Wide, wide
@@ -56,19 +56,19 @@ class KDA(eqx.Module):
     the constant `beta`; without `g_proj` there is no output gate. With `neg_eigval` b = 2 sigmoid(b_proj(x)).
     """
 
-    q_proj: Linear  # [heads·key, hidden]
-    k_proj: Linear  # [heads·key, hidden]
-    v_proj: Linear  # [heads·value, hidden]
+    q_proj: Matrix  # [heads·key, hidden]
+    k_proj: Matrix  # [heads·key, hidden]
+    v_proj: Matrix  # [heads·value, hidden]
     q_conv1d: ShortConv | None
     k_conv1d: ShortConv | None
     v_conv1d: ShortConv | None
     A_log: Float[Array, " heads"] | None
     dt_bias: Float[Array, " channels"] | None  # heads·key
-    f_proj: Linear | None  # decay gate, [heads·key, hidden]
-    b_proj: Linear | None  # writing strength, [heads, hidden]
-    g_proj: Linear | Constant | None  # output gate, [heads·value, hidden]
+    f_proj: Matrix | None  # decay gate, [heads·key, hidden]
+    b_proj: Matrix | None  # writing strength, [heads, hidden]
+    g_proj: Matrix | Constant | None  # output gate, [heads·value, hidden]
     o_norm: GatedRMSNorm
-    o_proj: Linear  # [hidden, heads·value]
+    o_proj: Matrix  # [hidden, heads·value]
     lower_bound: float | None = eqx.field(static=True)
     beta: float | None = eqx.field(static=True)
     neg_eigval: bool = eqx.field(static=True)
@@ -84,8 +84,8 @@ class KDA(eqx.Module):
         bound = config.lower_bound
         keys = iter(jax.random.split(key, 12))
 
-        def linear(rows: int, columns: int) -> Linear:
-            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std)
+        def linear(rows: int, columns: int, *axes: str) -> Linear:
+            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std, axes=axes)
 
         def conv() -> ShortConv | None:
             own = next(keys)
@@ -100,9 +100,9 @@ class KDA(eqx.Module):
             scale = jnp.ones(heads, jnp.float32)
             dt_bias = jnp.log(rate / (-bound - rate))
         # Every part draws its own key, needed or not: what a variant has in common with Ling-3 begins the same.
-        q_proj, k_proj, v_proj = (linear(inner, hidden) for _ in range(3))
+        q_proj, k_proj, v_proj = (linear(inner, hidden, "heads", "hidden") for _ in range(3))
         q_conv1d, k_conv1d, v_conv1d = (conv() for _ in range(3))
-        f_proj, b_proj = linear(inner, hidden), linear(heads, hidden)
+        f_proj, b_proj = (linear(rows, hidden, "heads", "hidden") for rows in (inner, heads))
         return KDA(
             q_proj=q_proj,
             k_proj=k_proj,
@@ -116,7 +116,7 @@ class KDA(eqx.Module):
             b_proj=b_proj if config.beta is None else None,
             g_proj=gate_projection(config.gate_law, inner, hidden, key=next(keys), dtype=dtype, std=config.std),
             o_norm=GatedRMSNorm.init(config.head_dim, config.eps),
-            o_proj=linear(hidden, inner),
+            o_proj=linear(hidden, inner, "hidden", "heads"),
             lower_bound=bound,
             beta=config.beta,
             neg_eigval=config.neg_eigval,
@@ -126,11 +126,11 @@ class KDA(eqx.Module):
     @property
     def heads(self) -> int:
         """How many there are."""
-        return self.o_proj.weight.shape[1] // self.o_norm.weight.shape[0]
+        return self.o_proj.in_features // self.o_norm.weight.shape[0]
 
     def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> KDAState:
         """The memory before the first token: zeros, and nothing in pages."""
-        heads, inner = self.heads, self.q_proj.weight.shape[0]
+        heads, inner = self.heads, self.q_proj.out_features
         taps = 1 if self.q_conv1d is None else self.q_conv1d.weight.shape[1]
         recurrent = jnp.zeros((slots, heads, inner // heads, inner // heads), wide(dtype))
         return KDAState(recurrent, jnp.zeros((slots, taps - 1, 3 * inner), dtype))
@@ -189,7 +189,7 @@ class KDA(eqx.Module):
     def _decay(self, x: Float[Array, "batch seq hidden"], execution: Execution) -> Wide[Array, "batch seq heads key"]:
         dtype = wide(x.dtype)
         if self.f_proj is None or self.A_log is None or self.dt_bias is None:
-            return self._heads(jnp.zeros((*x.shape[:2], self.q_proj.weight.shape[0]), dtype))
+            return self._heads(jnp.zeros((*x.shape[:2], self.q_proj.out_features), dtype))
         dt_bias = self.dt_bias.astype(dtype).reshape(self.heads, -1)
         return kda_gate(
             self._heads(self.f_proj(x, execution, dtype)), self.A_log.astype(dtype), dt_bias, self.lower_bound

@@ -1,4 +1,8 @@
-"""Matrix layers: the linear map and the embedding table."""
+"""Weight matrices: one type that owns the product, whatever the numbers are stored as, and the layers made of one."""
+
+import warnings
+from abc import abstractmethod
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -6,33 +10,129 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
 from ling3.execution import PLAIN, Execution
+from ling3.layers.scope import scoped
 from ling3.ops.in_place import read_in_place
 from ling3.ops.matmul import matmul_transposed
+from ling3.ops.precision import Wide
 
 
-class Linear(eqx.Module):
-    """y = x Wᵀ, without bias. The weight is `[out, in]`, as checkpoints have it, so that no load transposes."""
+class Matrix(eqx.Module):
+    """A weight matrix W `[out, in]`, or a stack of them: y = x Wᵀ, without bias.
 
-    weight: Float[Array, "out_features in_features"]
+    What a layer may know of it is here. A kind decides how the numbers are stored: its array fields are the tensors of
+    the checkpoint, under the names that the checkpoint has for them, and `checkpoint/names.py` asks for no more.
+    """
+
+    axes: eqx.AbstractVar[tuple[str, ...]]
+    """What each dimension counts, in the words of the shapes: `vocab hidden heads latent experts intermediate …`. A
+    dimension of several factors (heads·key) bears the name of the first, along which it can be cut."""
+    name: eqx.AbstractVar[str]
+    """The field that holds it, which a profile shows."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """[*stack, out, in]."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> jnp.dtype:
+        """What its numbers are computed in."""
+
+    @property
+    @abstractmethod
+    def operand(self) -> Any:
+        """What an operator over several matrices at once (`Execution.experts`) is given of this kind."""
+
+    @abstractmethod
+    def dense(self) -> Array:
+        """All its numbers as one array of `shape` and `dtype`."""
+
+    @abstractmethod
+    def product(self, x: Array, execution: Execution) -> Array:
+        """x Wᵀ for the rows `x`, in the execution's accumulation dtype."""
+
+    @abstractmethod
+    def row(self, index: Array, execution: Execution) -> Array:
+        """W[index], for indices in any shape."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of W."""
+        return self.shape[-2]
+
+    @property
+    def in_features(self) -> int:
+        """Columns of W."""
+        return self.shape[-1]
+
+    @scoped
+    def __call__(
+        self, x: Float[Array, "*batch {self.in_features}"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch {self.out_features}"]:
+        """x Wᵀ. Products are summed in the execution's accumulation dtype; the result has `dtype`, or that of `x`."""
+        y = self.product(x.reshape(-1, x.shape[-1]), execution)
+        return y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype)
+
+    @scoped
+    def embed(
+        self, index: Int[Array, "*batch"], execution: Execution = PLAIN
+    ) -> Float[Array, "*batch {self.in_features}"]:
+        """W[index]. An index outside the matrix is the caller's error: JAX would read another row."""
+        return self.row(index, execution)
+
+
+class Linear(Matrix):
+    """The dense kind: the numbers are stored as they are, `[out, in]` as in checkpoints, so that no load transposes."""
+
+    weight: Float[Array, "*stack out_features in_features"]
+    axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
+    name: str = eqx.field(static=True, default="")
 
     @staticmethod
-    def init(out_features: int, in_features: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float) -> "Linear":
-        """Random weights from N(0, std²)."""
-        return Linear(normal(key, (out_features, in_features), dtype, std))
+    def init(
+        *shape: int,
+        key: PRNGKeyArray,
+        dtype: DTypeLike,
+        std: float,
+        axes: tuple[str, ...] = ("out_features", "in_features"),
+    ) -> "Linear":
+        """Random weights from N(0, std²): `Linear.init(out_features, in_features, …)`, or a stack of such."""
+        return Linear(weight=normal(key, shape, dtype, std), axes=axes)
 
-    def __call__(
-        self,
-        x: Float[Array, "*batch {self.weight.shape[1]}"],
-        execution: Execution = PLAIN,
-        dtype: DTypeLike | None = None,
-    ) -> Float[Array, "*batch {self.weight.shape[0]}"]:
-        """Products are summed in float32 or wider; the result has `dtype`, or that of `x`."""
-        y = matmul_transposed(x.reshape(-1, x.shape[-1]), self.weight, execution.lowering)
-        return y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[*stack, out, in]."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the array."""
+        return self.weight.dtype
+
+    @property
+    def operand(self) -> Float[Array, "*stack {self.out_features} {self.in_features}"]:
+        """The array itself."""
+        return self.weight
+
+    def dense(self) -> Float[Array, "*stack {self.out_features} {self.in_features}"]:
+        """The array itself."""
+        return self.weight
+
+    def product(
+        self, x: Float[Array, "*stack rows {self.in_features}"], execution: Execution
+    ) -> Wide[Array, "*stack rows {self.out_features}"]:
+        """x Wᵀ for the rows `x`, in the execution's accumulation dtype."""
+        return matmul_transposed(x, self.weight, execution.lowering)
+
+    def row(self, index: Int[Array, "*batch"], execution: Execution) -> Float[Array, "*batch {self.in_features}"]:
+        """W[index], for indices in any shape."""
+        known = index.reshape(-1)[0] > jnp.iinfo(index.dtype).min  # true of every id, and unknown to the compiler
+        return read_in_place(lambda: self.weight[index], self.weight.dtype, known, execution.lowering)
 
 
 class Constant(eqx.Module):
-    """y = bias, whatever x is: stands where a projection was whose output is held still."""
+    """y = bias, for every x: takes the place of a projection whose output is held constant."""
 
     bias: Float[Array, " out_features"]
 
@@ -49,24 +149,14 @@ class Constant(eqx.Module):
         return jnp.broadcast_to(bias, (*x.shape[:-1], bias.shape[0]))
 
 
-class Embedding(eqx.Module):
-    """x = W[token]. Ids outside the table are the caller's error: JAX would read another row."""
-
-    weight: Float[Array, "vocab hidden"]
-
-    @staticmethod
-    def init(vocab: int, hidden: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float) -> "Embedding":
-        """Random weights from N(0, std²)."""
-        return Embedding(normal(key, (vocab, hidden), dtype, std))
-
-    def __call__(
-        self, tokens: Int[Array, "batch seq"], execution: Execution = PLAIN
-    ) -> Float[Array, "batch seq {self.weight.shape[1]}"]:
-        """One row of the table per token id."""
-        known = tokens.reshape(-1)[0] > jnp.iinfo(tokens.dtype).min  # as every id is, which are signed
-        return read_in_place(lambda: self.weight[tokens], self.weight.dtype, known, execution.lowering)
-
-
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, std: float) -> Float[Array, "..."]:
     """A weight drawn from N(0, std²)."""
     return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Embedding":
+        words = "an embedding is a Linear now, and `embed` its lookup; the name Embedding goes with the next release"
+        warnings.warn(words, DeprecationWarning, stacklevel=2)
+        return Linear
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 from ling3.cache import Paged, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.gate import OutputGate, gate_projection, output_gate
-from ling3.layers.linear import Constant, Linear
+from ling3.layers.linear import Constant, Linear, Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
 from ling3.ops.attention import BLOCK, Expansion
@@ -54,15 +54,15 @@ class MLA(eqx.Module):
     Without `g_proj` there is no output gate; with `rope_theta` None nothing is rotated, and positions do not matter.
     """
 
-    q_a_proj: Linear | None  # [q_rank, hidden]; these three with a q_lora_rank,
+    q_a_proj: Matrix | None  # [q_rank, hidden]; these three with a q_lora_rank,
     q_a_layernorm: RMSNorm | None
-    q_b_proj: Linear | None  # [heads·(nope + rope), q_rank]
-    q_proj: Linear | None  # [heads·(nope + rope), hidden]; this one without
-    kv_a_proj_with_mqa: Linear  # [latent + rope, hidden]
+    q_b_proj: Matrix | None  # [heads·(nope + rope), q_rank]
+    q_proj: Matrix | None  # [heads·(nope + rope), hidden]; this one without
+    kv_a_proj_with_mqa: Matrix  # [latent + rope, hidden]
     kv_a_layernorm: RMSNorm
-    kv_b_proj: Linear  # [heads·(nope + value), latent]
-    g_proj: Linear | Constant | None  # [heads, hidden]
-    dense: Linear  # [hidden, heads·value]
+    kv_b_proj: Matrix  # [heads·(nope + value), latent]
+    g_proj: Matrix | Constant | None  # [heads, hidden]
+    dense: Matrix  # [hidden, heads·value]
     nope: int = eqx.field(static=True)
     rope: int = eqx.field(static=True)
     value: int = eqx.field(static=True)
@@ -76,19 +76,19 @@ class MLA(eqx.Module):
         heads, hidden, latent, q_rank = config.heads, config.hidden, config.latent, config.q_rank
         nope, rope, value = config.nope, config.rope, config.value
 
-        def linear(rows: int, columns: int) -> Linear:
-            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std)
+        def linear(rows: int, columns: int, *axes: str) -> Linear:
+            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std, axes=axes)
 
         return MLA(
-            q_a_proj=None if q_rank is None else linear(q_rank, hidden),
+            q_a_proj=None if q_rank is None else linear(q_rank, hidden, "q_rank", "hidden"),
             q_a_layernorm=None if q_rank is None else RMSNorm.init(q_rank, config.eps),
-            q_b_proj=None if q_rank is None else linear(heads * (nope + rope), q_rank),
-            q_proj=linear(heads * (nope + rope), hidden) if q_rank is None else None,
-            kv_a_proj_with_mqa=linear(latent + rope, hidden),
+            q_b_proj=None if q_rank is None else linear(heads * (nope + rope), q_rank, "heads", "q_rank"),
+            q_proj=linear(heads * (nope + rope), hidden, "heads", "hidden") if q_rank is None else None,
+            kv_a_proj_with_mqa=linear(latent + rope, hidden, "latent", "hidden"),
             kv_a_layernorm=RMSNorm.init(latent, config.eps),
-            kv_b_proj=linear(heads * (nope + value), latent),
+            kv_b_proj=linear(heads * (nope + value), latent, "heads", "latent"),
             g_proj=gate_projection(config.gate_law, heads, hidden, key=next(keys), dtype=dtype, std=config.std),
-            dense=linear(hidden, heads * value),
+            dense=linear(hidden, heads * value, "hidden", "heads"),
             nope=nope,
             rope=rope,
             value=value,
@@ -103,12 +103,12 @@ class MLA(eqx.Module):
     @property
     def hidden(self) -> int:
         """Channels of the residual stream."""
-        return self.dense.weight.shape[0]
+        return self.dense.out_features
 
     @property
     def heads(self) -> int:
         """How many there are."""
-        return self.dense.weight.shape[1] // self.value
+        return self.dense.in_features // self.value
 
     @property
     def latent(self) -> int:
@@ -209,7 +209,7 @@ class MLA(eqx.Module):
         """Attention over keys and values of every head, expanded block by block from a cache or the span's entries."""
         q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
         execution, seq = span.execution, q.shape[2]
-        expansion = Expansion(self.kv_b_proj.weight, self.heads, self.nope, execution.lowering)
+        expansion = Expansion(self.kv_b_proj.dense(), self.heads, self.nope, execution.lowering)
         if isinstance(held, Paged):
             length = span.start + span.length
             o = execution.paged_attention(q, positions, held.entries, span.table, length, expansion)
@@ -240,7 +240,7 @@ class MLA(eqx.Module):
         Float[Array, "{self.heads} {self.nope} {self.latent}"], Float[Array, "{self.heads} {self.value} {self.latent}"]
     ]:
         """kv_b_proj, split into W_uk (latent to key) and W_uv (latent to value) of each head."""
-        weight = rearrange(self.kv_b_proj.weight, "(h d) l -> h d l", h=self.heads)
+        weight = rearrange(self.kv_b_proj.dense(), "(h d) l -> h d l", h=self.heads)
         return weight[:, : self.nope], weight[:, self.nope :]
 
     def _absorbed_queries(

@@ -5,7 +5,7 @@ import jax
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
 from ling3.cache import Span
-from ling3.layers.linear import Linear
+from ling3.layers.linear import Linear, Matrix
 from ling3.ops.experts import swiglu
 from ling3.ops.precision import wide
 
@@ -16,9 +16,9 @@ class MLP(eqx.Module):
     The clamp: silu(gate_proj(x)) is capped at `limit`, up_proj(x) clipped to ±limit.
     """
 
-    gate_proj: Linear  # [intermediate, hidden]
-    up_proj: Linear  # [intermediate, hidden]
-    down_proj: Linear  # [hidden, intermediate]
+    gate_proj: Matrix  # [intermediate, hidden]
+    up_proj: Matrix  # [intermediate, hidden]
+    down_proj: Matrix  # [hidden, intermediate]
     limit: float = eqx.field(static=True)
 
     @staticmethod
@@ -27,10 +27,11 @@ class MLP(eqx.Module):
     ) -> "MLP":
         """Random weights from N(0, std²)."""
         gate, up, down = jax.random.split(key, 3)
+        sizes, axes, options = (intermediate, hidden), ("intermediate", "hidden"), {"dtype": dtype, "std": std}
         return MLP(
-            Linear.init(intermediate, hidden, key=gate, dtype=dtype, std=std),
-            Linear.init(intermediate, hidden, key=up, dtype=dtype, std=std),
-            Linear.init(hidden, intermediate, key=down, dtype=dtype, std=std),
+            Linear.init(*sizes, key=gate, axes=axes, **options),
+            Linear.init(*sizes, key=up, axes=axes, **options),
+            Linear.init(*sizes[::-1], key=down, axes=axes[::-1], **options),
             limit,
         )
 

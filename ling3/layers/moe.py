@@ -10,8 +10,9 @@ from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.cache import Span
 from ling3.execution import PLAIN, Execution
-from ling3.layers.linear import normal
+from ling3.layers.linear import Linear, Matrix, normal
 from ling3.layers.mlp import MLP
+from ling3.layers.scope import scoped
 from ling3.ops.precision import Wide, wide
 
 
@@ -53,6 +54,7 @@ class Router(eqx.Module):
     top_groups: int = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
     scaling: float = eqx.field(static=True)
+    name: str = eqx.field(static=True, default="")
 
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray) -> "Router":
@@ -67,6 +69,7 @@ class Router(eqx.Module):
             scaling=config.scaling,
         )
 
+    @scoped
     def __call__(
         self, x: Float[Array, "tokens hidden"]
     ) -> tuple[Int32[Array, "tokens {self.top_k}"], Wide[Array, "tokens {self.top_k}"]]:
@@ -98,23 +101,30 @@ class Experts(eqx.Module):
     them one by one, as `experts.{e}.gate_proj.weight` and so on.
     """
 
-    gate_proj: Float[Array, "experts intermediate hidden"]
-    up_proj: Float[Array, "experts intermediate hidden"]
-    down_proj: Float[Array, "experts hidden intermediate"]
+    gate_proj: Matrix  # [experts, intermediate, hidden]
+    up_proj: Matrix  # [experts, intermediate, hidden]
+    down_proj: Matrix  # [experts, hidden, intermediate]
     limit: float = eqx.field(static=True)
+    name: str = eqx.field(static=True, default="")
 
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Experts":
         """Random weights."""
         gate, up, down = jax.random.split(key, 3)
-        shape = (config.experts, config.intermediate, config.hidden)
-        return Experts(
-            normal(gate, shape, dtype, config.std),
-            normal(up, shape, dtype, config.std),
-            normal(down, (shape[0], shape[2], shape[1]), dtype, config.std),
-            config.limit,
-        )
+        sizes = {"experts": config.experts, "intermediate": config.intermediate, "hidden": config.hidden}
 
+        def stack(own: PRNGKeyArray, *axes: str) -> Linear:
+            return Linear.init(*(sizes[axis] for axis in axes), key=own, dtype=dtype, std=config.std, axes=axes)
+
+        inward, outward = ("experts", "intermediate", "hidden"), ("experts", "hidden", "intermediate")
+        return Experts(stack(gate, *inward), stack(up, *inward), stack(down, *outward), config.limit)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.gate_proj.shape[0]
+
+    @scoped
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
@@ -123,7 +133,7 @@ class Experts(eqx.Module):
         execution: Execution = PLAIN,
     ) -> Float[Array, "tokens hidden"]:
         """Σ_j weights_j · expert_{chosen_j}(x) in float32 or wider, summed in top-k order."""
-        matrices = self.gate_proj, self.up_proj, self.down_proj
+        matrices = (matrix.operand for matrix in (self.gate_proj, self.up_proj, self.down_proj))
         return execution.experts(x, chosen, weights, *matrices, self.limit, execution.lowering)
 
 
@@ -153,6 +163,9 @@ class MoE(eqx.Module):
         tokens = x.reshape(batch * seq, -1)
         chosen, weights = self.gate(tokens)
         span.recorder(x=tokens, chosen=chosen, weights=weights)
-        chosen = jnp.where(span.valid(seq).reshape(-1, 1), chosen, self.experts.gate_proj.shape[0])
+        chosen = jnp.where(span.valid(seq).reshape(-1, 1), chosen, self.experts.count)
         y = self.experts(tokens, chosen, weights, span.execution).astype(x.dtype).reshape(x.shape)
-        return y if self.shared_experts is None else y + self.shared_experts(x, span)
+        if self.shared_experts is None:
+            return y
+        with jax.named_scope("shared_experts"):
+            return y + self.shared_experts(x, span)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ling3.layers.scope import scoped
 from ling3.ops.precision import Wide, wide
 
 
@@ -13,12 +14,14 @@ class RMSNorm(eqx.Module):
 
     weight: Float[Array, " features"]
     eps: float = eqx.field(static=True)
+    name: str = eqx.field(static=True, default="")
 
     @staticmethod
     def init(features: int, eps: float) -> "RMSNorm":
         """Weights of 1, float32."""
         return RMSNorm(jnp.ones(features, jnp.float32), eps)
 
+    @scoped
     def __call__(
         self, x: Float[Array, "*batch {self.weight.shape[0]}"]
     ) -> Float[Array, "*batch {self.weight.shape[0]}"]:
@@ -31,12 +34,14 @@ class GatedRMSNorm(eqx.Module):
 
     weight: Float[Array, " value"]
     eps: float = eqx.field(static=True)
+    name: str = eqx.field(static=True, default="")
 
     @staticmethod
     def init(value: int, eps: float) -> "GatedRMSNorm":
         """Weights of 1, float32."""
         return GatedRMSNorm(jnp.ones(value, jnp.float32), eps)
 
+    @scoped
     def __call__(
         self, x: Float[Array, "batch seq heads value"], gate: Wide[Array, "batch seq heads value"] | None
     ) -> Wide[Array, "batch seq heads value"]:

@@ -53,7 +53,8 @@ def dense_experts(
     experts, intermediate, _ = gate_proj.shape
     picks = jax.nn.one_hot(chosen, experts, dtype=dtype)
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
-    gate, up = (matmul_transposed(x, w.reshape(experts * intermediate, -1), lowering) for w in (gate_proj, up_proj))
+    stacks = (w.reshape(experts * intermediate, -1) for w in (gate_proj, up_proj))
+    gate, up = (matmul_transposed(x, w, lowering).astype(dtype) for w in stacks)
     hidden = swiglu(gate, up, limit).reshape(-1, experts, intermediate) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
     hidden = hidden.reshape(x.shape[0], -1).astype(x.dtype)
@@ -116,7 +117,7 @@ def block_experts(
     def expert(rows, gate, up, down):
         taken = x.at[rows // top_k].get(mode="clip")
         gate, up = (matmul_transposed(taken, w, lowering) for w in (gate, up))
-        return matmul_transposed(swiglu(gate, up, limit).astype(x.dtype), down, lowering)
+        return matmul_transposed(swiglu(gate, up, limit).astype(x.dtype), down, lowering).astype(dtype)
 
     def by_blocks(out):
         ends = jnp.cumsum(blocks)

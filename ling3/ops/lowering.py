@@ -13,6 +13,8 @@ class Lowering:
     """Rows of a narrow array are read in a branch: XLA's CPU backend would first convert the whole array."""
     barriers: bool = False
     """What a KDA step multiplies its state by is computed once: XLA's CPU backend would fuse it into the product."""
+    accumulation: str = "float32"
+    """The dtype in which products with weights are summed, at least: float32 or float64. `Execution` sets it."""
 
 
 XLA = Lowering()

@@ -11,7 +11,7 @@ from ling3.ops.precision import exact, wide
 def matmul_transposed(
     x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"], lowering: Lowering = XLA
 ) -> Float[Array, "*stack rows outer"]:
-    """x Wᵀ for each matrix of a stack (or one), with float32 (or wider) sums and result, whatever the operands' dtype.
+    """x Wᵀ for each matrix of a stack (or one); sums and result are `lowering.accumulation`, or x's dtype if wider.
 
     Up to `lowering.few_rows` rows are computed as (W xᵀ)ᵀ: on a CPU, XLA's products repack their right side for every
     call, and the weight is by far the larger one. A row's bits depend on the number of rows then, but not on what is in
@@ -24,7 +24,8 @@ def matmul_transposed(
         return matmul_transposed(jnp.concatenate([x, x], axis=-2), weight, lowering)[..., :1, :]
     last, stack = x.ndim - 1, tuple(range(x.ndim - 2))
     dimensions = (((last,), (last,)), (stack, stack))
-    options = {"precision": exact(x.dtype), "preferred_element_type": wide(x.dtype)}
+    sums = wide(x.dtype) if lowering.accumulation == "float32" else jnp.float64
+    options = {"precision": exact(x.dtype), "preferred_element_type": sums}
     if 1 < rows <= lowering.few_rows:
         # Without the barrier XLA would take the transposition into the product, and the weight to its right again.
         return jnp.swapaxes(lax.optimization_barrier(lax.dot_general(weight, x, dimensions, **options)), -1, -2)

@@ -1,4 +1,4 @@
-"""The type checker of every function in the package: beartype, at work from a function's first call on."""
+"""The type checker of every function in the package: beartype, applied at a function's first call."""
 
 import contextlib
 import inspect
@@ -14,23 +14,23 @@ import beartype.roar
 import equinox as eqx
 import jaxtyping
 
-# An int is a fine float.
+# An int is accepted as a float.
 CONF = beartype.BeartypeConf(is_pep484_tower=True)
 WRITTEN = beartype.beartype(conf=CONF)
 
 
 class TypeCheckError(jaxtyping.TypeCheckError, jaxtyping.AnnotationError):
-    """jaxtyping's in one line: which argument, what was found, what was expected.
+    """jaxtyping's error in one line: which argument, what was found, what was expected.
 
-    jaxtyping adds a print of every argument, the whole model among them, to any error but an AnnotationError.
+    To any error but an AnnotationError, jaxtyping adds a print of every argument, such as the whole model.
     """
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, with the types of its arguments and its result checked.
 
-    A check is code that beartype writes, in half a millisecond, when it is first needed: a process calls only some of
-    the functions that it imports.
+    beartype takes half a millisecond to generate a check. It does so at the first call, as a process calls only a few
+    of the functions that it imports.
     """
     check = None
 
@@ -47,7 +47,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _problem(error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What is wrong with a call. `function` is jaxtyping's stand-in, which returns what the true one has returned."""
+    """What is wrong with a call. `function` is jaxtyping's wrapper, which returns the result of the call again."""
     signature = inspect.signature(function)
     bound = signature.bind(*args, **kwargs)
     where = f"{function.__module__}.{function.__qualname__}"
@@ -62,7 +62,7 @@ def _problem(error: Exception, function: Callable[..., Any], args: tuple[Any, ..
 
 
 def _arguments(signature: inspect.Signature, bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, Any]]:
-    """What to call each argument, its value and its type."""
+    """The name of each argument in messages, its value and its type."""
     for name, value in bound.arguments.items():
         parameter = signature.parameters[name]
         if parameter.annotation is inspect.Parameter.empty:
@@ -77,14 +77,14 @@ def _arguments(signature: inspect.Signature, bound: inspect.BoundArguments) -> I
 
 
 def _shown(value: Any) -> str:
-    """An array as `f32[2,3]`, a module by its name, anything else cut to a readable length."""
+    """An array as `f32[2,3]`, a module by its class's name, anything else cut to a readable length."""
     if isinstance(value, eqx.Module):
         return type(value).__name__
     return eqx.tree_pformat(value) if hasattr(value, "dtype") else reprlib.repr(value)
 
 
 def _expected(hint: Any, arguments: dict[str, Any]) -> str:
-    """The type as it is written, with the sizes of those of its axes that are known."""
+    """The type as it is written, with the sizes of the axes that are known."""
     text = hint.__name__ if isinstance(hint, type) else str(hint)
     text = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text)  # no names of modules
     sizes = {field: f"{{{field}}}".format(**arguments) for field in re.findall(r"{([\w.\[\]]+)", text)}

@@ -1,15 +1,15 @@
 """Compiled programs, kept on disk from one process to the next.
 
-JAX keeps them if it is told a directory; here is which, and that it is told. An entry's key is made of the program, its
-options, the versions of JAX and XLA, and the device with its instruction set: no other machine's program is taken for
-one's own. Several processes may share the directory.
+JAX has such a cache; this module chooses its directory and switches it on. The key of an entry covers the program, its
+options, the versions of JAX and XLA, and the device with its instruction set, so a program of another machine is never
+used. Several processes may share the directory.
 
     LING3_COMPILATION_CACHE=off            keeps nothing
     LING3_COMPILATION_CACHE=/some/where    keeps programs there
     (unset)                                keeps them in `ling3/programs` of the user's cache directory
 
-Whoever has told JAX already, by JAX_COMPILATION_CACHE_DIR, `jax.config` or JAX_ENABLE_COMPILATION_CACHE, is obeyed,
-and so are bounds of their own for what is kept.
+Settings that the user has made in JAX itself (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE or `jax.config`)
+take precedence, bounds on size and compile time included.
 """
 
 import functools
@@ -27,8 +27,8 @@ from ling3.runtime import user_cache
 
 VARIABLE = "LING3_COMPILATION_CACHE"
 LARGEST = 2**30
-"""Bytes that the directory may grow to; what was used longest ago goes first."""
-# What is set, and JAX's own default: only that is replaced. Many small programs take as long as a large one.
+"""Bytes that the directory may grow to; the least recently used entries are removed first."""
+# Our value, and JAX's default: only that is replaced. Many small programs take as long to compile as a large one.
 BOUNDS = {
     "jax_compilation_cache_max_size": (LARGEST, -1),
     "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
@@ -37,20 +37,21 @@ BOUNDS = {
 
 
 def switch_on() -> pathlib.Path | None:
-    """Makes JAX keep all that this process compiles from now on; the directory, or None where JAX stays as it is.
+    """Makes JAX keep everything that this process compiles from now on.
 
-    A directory that cannot be made or written, or that others may write, is not used: that is no error. ValueError if
-    the variable is neither `off` nor an absolute path.
+    Returns the directory, or None if nothing changes: because the user decided otherwise, or because the directory
+    cannot be created or written or is writable by others. ValueError if the variable is neither `off` nor an absolute
+    path.
     """
-    if _told("jax_compilation_cache_dir") is not None or not _told("jax_enable_compilation_cache"):
+    if _setting("jax_compilation_cache_dir") is not None or not _setting("jax_enable_compilation_cache"):
         return None
     directory = user_cache.directory(VARIABLE, "programs")
     if directory is None:
         return None
-    _drop_halves(directory)
+    _remove_incomplete(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     for name, (value, default) in BOUNDS.items():
-        if _told(name) == default:
+        if _setting(name) == default:
             jax.config.update(name, value)
     _watch(directory)
     return directory
@@ -58,26 +59,26 @@ def switch_on() -> pathlib.Path | None:
 
 @functools.cache
 def _watch(directory: pathlib.Path) -> None:
-    """Removes damaged entries from `directory` as JAX meets them: it would keep them, and warn in every process.
+    """Removes damaged entries from `directory` when JAX reads them: it would keep them and warn in every process.
 
-    JAX records the time at which it reads an entry, and sends an event for each request, and for each program that it
-    compiled, just before it writes that. An entry that was read in between is the damaged one.
+    JAX stores the time of an entry's last read. It sends one event per request to the cache, and one after compiling a
+    program that the cache did not give. An entry read between these two is damaged.
     """
     request = threading.local()
 
     def listen(event: str, **kwargs: Any) -> None:
-        if _told("jax_compilation_cache_dir") != str(directory):
+        if _setting("jax_compilation_cache_dir") != str(directory):
             return
         if event == "/jax/compilation_cache/compile_requests_use_cache":
             request.time = time.time_ns()
         elif event == "/jax/compilation_cache/cache_misses" and hasattr(request, "time"):
-            _drop_unreadable(directory, request.time)
+            _remove_damaged(directory, request.time)
 
     jax.monitoring.register_event_listener(listen)
 
 
-def _drop_unreadable(directory: pathlib.Path, since: int) -> None:
-    """Removes the damaged entries that this process or another has read after `since`, in ns since the epoch."""
+def _remove_damaged(directory: pathlib.Path, since: int) -> None:
+    """Removes the damaged entries that any process has read after `since`, in ns since the epoch."""
     try:
         with filelock.FileLock(directory / ".lockfile", timeout=1):
             for used in directory.glob("*-atime"):
@@ -90,7 +91,7 @@ def _drop_unreadable(directory: pathlib.Path, since: int) -> None:
 
 
 def _is_whole(entry: pathlib.Path) -> bool:
-    """Whether its checksum is right; one that zstandard compressed has none, and counts as damaged."""
+    """True if its checksum is right. Entries compressed by zstandard have none and count as damaged."""
     try:
         zlib.decompress(entry.read_bytes())
     except zlib.error:
@@ -98,10 +99,10 @@ def _is_whole(entry: pathlib.Path) -> bool:
     return True
 
 
-def _drop_halves(directory: pathlib.Path) -> None:
-    """Removes entries whose writing was broken off: JAX would find no time of use beside them, and keep nothing more.
+def _remove_incomplete(directory: pathlib.Path) -> None:
+    """Removes entries without a time of use, left by a killed process: with one of these, JAX stores nothing any more.
 
-    Under JAX's own lock; if another process holds it, the next one will see to it.
+    It takes JAX's own lock. If another process holds that, nothing is removed until the next start.
     """
     try:
         with filelock.FileLock(directory / ".lockfile", timeout=0):
@@ -112,6 +113,6 @@ def _drop_halves(directory: pathlib.Path) -> None:
         pass
 
 
-def _told(name: str) -> Any:
-    """JAX's configuration, whose names type checkers do not know."""
+def _setting(name: str) -> Any:
+    """A value of `jax.config`, whose attributes type checkers do not know."""
     return getattr(jax.config, name)

@@ -1,4 +1,4 @@
-"""Checks where a caller comes in, outside of compiled programs: of the process, and of token ids."""
+"""Checks of the process and of token ids at the package's entry points, outside of compiled programs."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import xla_bridge  # JAX has no public way to ask whether it is in use
 
-# Whether JAX was in use when this process last forked, and when it was itself forked.
+# `uses_jax` is as of this process's last fork; `forked` is True in a child of a process that had used JAX.
 _process = types.SimpleNamespace(uses_jax=False, forked=False)
 
 
@@ -28,10 +28,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
-# It and the ids' check stand before every step of a loop: checking types would take longer than they do.
+# This and the check of ids run before every step of a loop: checking their types would take longer than they do.
 @no_type_check
 def refuse_fork() -> None:
-    """RuntimeError in a child of a process that had used JAX: it has none of JAX's threads and would wait for ever."""
+    """RuntimeError in a child of a process that had used JAX: without JAX's threads it would wait for ever."""
     if _process.forked:
         raise RuntimeError(
             "this process was forked from one that had used JAX, whose threads do not survive a fork: start it with "
@@ -40,10 +40,10 @@ def refuse_fork() -> None:
 
 
 def checks_ids(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(model, tokens, ...)` with a ValueError for ids that the model has no row for: JAX would read another.
+    """`function(model, tokens, ...)` with a ValueError for ids without a row: JAX would read another one.
 
-    Ids under tracing are not checked, nor is the padding after a row's `lengths`. For ids that the device has yet to
-    compute, `function` is dispatched first, so that the device has work while the check waits for them.
+    Traced ids and the padding after a row's `lengths` are not checked. For ids that are still being computed on the
+    device, `function` is dispatched first, so that the device has work while the check waits for them.
     """
     signature = inspect.signature(function)
 
@@ -64,7 +64,7 @@ def checks_ids(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @no_type_check
 def _any_outside(model, tokens) -> bool:
-    """Whether any of the ids, padding among them, is outside the vocabulary; False for what is of a wrong type."""
+    """True if any of the ids, padding included, is outside the vocabulary; False for arrays of a wrong type or rank."""
     config = getattr(model, "config", None)
     if config is None or tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
         return False

@@ -1,4 +1,4 @@
-"""Modules under the names that they had before the packages, for one release."""
+"""Modules under their former names, for one release."""
 
 import warnings
 from importlib import import_module
@@ -24,24 +24,24 @@ MODULES = {
 
 
 class Moved:
-    """A loader that gives the module of another name."""
+    """A loader that returns the module of another name."""
 
     def __init__(self, now: str):
         self.now = now
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module, which keeps its own spec: Python gives it that of the former name in between."""
+        """The module. Python now sets the spec of the former name on it; `exec_module` sets the own one again."""
         module = import_module(self.now)
         self.spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to run."""
+        """Restores the module's spec; its code has run already."""
         module.__spec__ = self.spec
 
 
 class Finder:
-    """Finds the former names, with a DeprecationWarning."""
+    """Finds modules by their former names, with a DeprecationWarning."""
 
     @staticmethod
     def find_spec(fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

@@ -1,11 +1,11 @@
-"""Kernels in C++, compiled on the machine that they run on, when they are first wanted, and kept.
+"""Kernels in C++, compiled when first used, on the machine that runs them, and cached.
 
-A kernel is one source file beside its operator, against the headers of XLA's foreign function interface that jaxlib
-carries. It is compiled for the very processor by the C++ compiler that is there (the variable CXX, else `c++`); where
-none is, and on Windows, operators run in their plain form, as they do where the compiler fails. A library's name has a
-hash of all that it was made from: no other machine's or version's is taken for one's own.
+A kernel is one source file beside its operator, written against the headers of XLA's foreign function interface in
+jaxlib. The C++ compiler (the variable CXX, else `c++`) compiles it for this processor. Without a compiler, where it
+fails, and on Windows, operators run in their plain form. A library's name contains a hash of everything it was made
+from, so a library of another machine or version is never loaded.
 
-    LING3_NATIVE=off            compiles nothing, and loads nothing
+    LING3_NATIVE=off            compiles and loads nothing
     LING3_NATIVE=/some/where    keeps libraries there
     (unset)                     keeps them in `ling3/native` of the user's cache directory
 """
@@ -31,16 +31,16 @@ from ling3.runtime import user_cache
 VARIABLE = "LING3_NATIVE"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 LONGEST = 300.0
-"""Seconds after which a compiler is given up."""
+"""Seconds after which a compiler is killed."""
 
 
 @functools.cache
 def target(source: pathlib.Path, handler: str) -> str | None:
-    """The name by which `jax.ffi.ffi_call` finds `handler` of a C++ file on a CPU; None where it cannot be had.
+    """The name by which `jax.ffi.ffi_call` finds `handler` of a C++ file on a CPU; None if it is not available.
 
-    The first call on a machine compiles the file, which takes seconds; others wait for it. A file that does not compile
-    is a RuntimeWarning the first time, and not tried again; whatever else goes wrong, also that what CXX names is no
-    compiler, is one each time. ValueError if a variable makes no sense.
+    The first call on a machine compiles the file, which takes seconds; other processes wait for it. A file that does
+    not compile gives a RuntimeWarning once and is not tried again. Any other failure, such as a CXX that names no
+    compiler, gives one each time. ValueError if a variable has an invalid value.
     """
     library, key = _library(source)
     if library is None:
@@ -52,7 +52,7 @@ def target(source: pathlib.Path, handler: str) -> str | None:
 
 @functools.cache
 def _library(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
-    """The library made from a source, if need be now, and the hash in its name."""
+    """The library made from a source, compiled now if it is not cached, and the hash in its name."""
     directory = user_cache.directory(VARIABLE, "native")
     try:
         compiler = [] if directory is None else _compiler()
@@ -74,16 +74,16 @@ def _library(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
                 _compile(compiler, source, library, failed)
         return ctypes.CDLL(str(library)), key
     except subprocess.CalledProcessError as error:
-        words = f": {failed} has its words, and is to be removed for another try" if failed.exists() else ""
-        return _without(source, f"{shlex.join(compiler)} ended with {error.returncode}{words}")
+        advice = f": {failed} has its messages; remove that file to try again" if failed.exists() else ""
+        return _without(source, f"{shlex.join(compiler)} ended with {error.returncode}{advice}")
     except (OSError, subprocess.TimeoutExpired) as error:
         return _without(source, str(error))
 
 
 def _without(source: pathlib.Path, reason: str) -> tuple[None, str]:
-    """No library, and a warning that says why."""
+    """What `_library` returns without a library, and a warning that says why."""
     warnings.warn(
-        f"{source.name} could not be compiled or loaded, and its operator runs in its plain form, slower. {reason}. "
+        f"{source.name} could not be compiled or loaded; its operator runs in its slower plain form. {reason}. "
         f"{VARIABLE}=off compiles and loads nothing.",
         RuntimeWarning,
         stacklevel=2,
@@ -98,18 +98,18 @@ def _compiler() -> list[str]:
             return shlex.split(named)
         except ValueError as error:
             raise ValueError(f"CXX is {named!r}, expected the command of a C++ compiler: {error}") from None
-    # On Windows GCC does not align what it keeps in wide registers.
+    # On Windows GCC does not align spilled wide registers.
     found = None if sys.platform == "win32" else shutil.which("c++")
-    # A Mac without developer tools has a `c++` that asks its user to install them.
+    # On a Mac without developer tools, `c++` opens a dialog that offers to install them.
     if found is None or (sys.platform == "darwin" and _output(["xcode-select", "-p"]) is None):
         return []
     return [found]
 
 
 def _processor(compiler: list[str]) -> bytes | None:
-    """What the compiler says of itself and of this machine's instructions; None if it does not know them.
+    """The compiler's predefined macros, which tell its version and this machine's instructions; None if it has none.
 
-    OSError if it is CXX that names such a compiler, or none.
+    OSError if CXX names such a compiler.
     """
     said = _output([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
     if said is None and (named := os.environ.get("CXX")):
@@ -118,7 +118,7 @@ def _processor(compiler: list[str]) -> bytes | None:
 
 
 def _output(command: list[str]) -> bytes | None:
-    """What a command writes; None if it fails."""
+    """A command's standard output; None if it fails."""
     try:
         return subprocess.run(command, capture_output=True, check=True, timeout=LONGEST).stdout
     except (OSError, subprocess.SubprocessError):
@@ -126,9 +126,9 @@ def _output(command: list[str]) -> bytes | None:
 
 
 def _compile(compiler: list[str], source: pathlib.Path, library: pathlib.Path, failed: pathlib.Path) -> None:
-    """Compiles a source; the library is there whole or not at all. Raises what `subprocess.run` does.
+    """Compiles a source into `library`, atomically. Raises what `subprocess.run` does.
 
-    What a compiler says that refuses the source goes to `failed`; one that was killed may fare better another time.
+    If the compiler refuses the source, its messages go to `failed`. A compiler that was killed may be tried again.
     """
     with tempfile.TemporaryDirectory(dir=library.parent) as aside:
         made = pathlib.Path(aside) / library.name

@@ -1,4 +1,4 @@
-"""What strangers wrote, quoted in messages: escaped, so that no file writes to a terminal, and cut to a screen."""
+"""Quoting of untrusted text in messages: escaped, so that no file controls a terminal, and cut to fit a screen."""
 
 from typing import Any
 
@@ -15,22 +15,22 @@ def shown(value: Any) -> str:
 
 
 def printable(text: object, longest: int = LONGEST_LINE) -> str:
-    """`text` on one line of at most `longest` characters, with `\\x1b` for the control character of that number."""
+    """`text` on one line of at most `longest` characters; control characters are written as `\\x1b`."""
     written = str(text)[: longest + 1]
-    # A lone surrogate does not print either, nor does what changes the direction of the text.
+    # Lone surrogates and characters that change the direction of text are not printable either.
     written = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in written)
     return written if len(written) <= longest else f"{written[: longest - 3]}..."
 
 
 def message(text: str) -> str:
-    """An error's message with its lines made printable, and only as many of them as fit on a screen."""
+    """An error's message with its lines made printable, cut to the number that fits on a screen."""
     lines = text.split("\n")
     more = [f"  ... and {len(lines) - MOST_LINES + 1:,} more"] if len(lines) > MOST_LINES else []
     return "\n".join([printable(line) for line in lines[: MOST_LINES - len(more)]] + more)
 
 
 class QuotingError(ValueError):
-    """An error about what strangers may have written: its message is printable and fits on a screen."""
+    """An error that quotes untrusted text: its message is printable and fits on a screen."""
 
     def __init__(self, text: str):
         super().__init__(message(text))

@@ -4,9 +4,9 @@ from typing import Any
 
 
 class Recorder:
-    """Takes down intermediate arrays by the path of the module and their name, as `model.layers.3.attention.gate`.
+    """Records intermediate arrays by module path and name, such as `model.layers.3.attention.gate`.
 
-    It is filled while a pass is traced, so whoever makes it reads `values` inside of the same `jit`.
+    It is filled while a pass is traced, so `values` has to be read inside the same `jit`.
     """
 
     def __init__(self, values: dict[str, Any] | None = None, path: str = ""):
@@ -14,16 +14,16 @@ class Recorder:
         self.path = path
 
     def __call__(self, **arrays: Any) -> None:
-        """Files arrays under their names."""
-        for name, array in arrays.items():
-            self.values[f"{self.path}{name}"] = array
+        """Records arrays under their names."""
+        if self is not SILENT:
+            self.values |= {f"{self.path}{name}": array for name, array in arrays.items()}
 
     def within(self, name: str) -> "Recorder":
-        """The recorder of a part: it files into the same `values`."""
-        return Recorder(self.values, f"{self.path}{name}.")
+        """The recorder of a submodule, with the same `values`."""
+        return self if self is SILENT else Recorder(self.values, f"{self.path}{name}.")
 
     def of(self, path: str) -> dict[str, Any]:
-        """What a part has filed, by name; nothing of the parts inside of it."""
+        """The arrays of one module by name, without those of its submodules."""
         own = f"{path}."
         return {
             name[len(own) :]: x
@@ -32,16 +32,5 @@ class Recorder:
         }
 
 
-class _Silent(Recorder):
-    """Takes down nothing."""
-
-    def __call__(self, **arrays: Any) -> None:
-        """Forgets them."""
-
-    def within(self, name: str) -> "Recorder":
-        """Itself: there are no names to tell apart."""
-        return self
-
-
-SILENT: Recorder = _Silent()
+SILENT = Recorder()
 """The recorder that records nothing: the default of every pass."""

@@ -1,4 +1,4 @@
-"""JSON from files that strangers wrote: no key twice, no NaN, no nesting deep enough to exhaust the stack."""
+"""JSON from untrusted files: no duplicate keys, no NaN, no nesting deep enough to exhaust the stack."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from ling3.runtime import regular_file
 from ling3.runtime.quoting import shown
 
 CONFIG_BYTES = 2**22
-"""The most that a configuration or settings file may have; published ones have at most a few hundred thousand."""
+"""The largest configuration or settings file that is read; published ones have at most a few hundred thousand bytes."""
 
 
 def read(path: str | os.PathLike[str], largest: int = CONFIG_BYTES) -> Any:
@@ -29,7 +29,7 @@ def parse(text: str | bytes, source: str) -> Any:
 
 
 def parse_line(text: str | bytes, source: str, advice: str = "mend the line") -> Any:
-    """`parse` for a line of JSONL: `source` names the line, and errors its column and what to do."""
+    """`parse` for a line of JSONL, which `source` names; errors add the column and the `advice`."""
     try:
         return _value(text, source)
     except json.JSONDecodeError as error:

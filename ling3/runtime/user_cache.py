@@ -1,10 +1,10 @@
-"""Where a user's own derived files are kept from one process to the next: compiled programs and kernels.
+"""Where compiled programs and kernels are cached from one process to the next.
 
-They are code, so that a directory has to be the user's alone. A variable of the environment says where:
+They are code, so only the user may be able to write the directory. An environment variable says where it is:
 
-    off            keeps nothing
-    /some/where    keeps them there
-    (unset)        keeps them in the user's cache directory
+    off            caches nothing
+    /some/where    caches there
+    (unset)        caches in the user's cache directory
 """
 
 import os
@@ -13,10 +13,10 @@ import sys
 
 
 def directory(variable: str, name: str) -> pathlib.Path | None:
-    """What `variable` says, else `ling3/name` in the user's cache directory; it is there and can be written.
+    """The directory that `variable` names, else `ling3/name` in the user's cache directory; it exists and is writable.
 
-    None where nothing is to be kept, and where the directory cannot be made or others may write it: that is no error.
-    ValueError if the variable is neither `off` nor an absolute path.
+    None if the variable is `off`, or if the directory cannot be created or is writable by others. ValueError if the
+    variable is neither `off` nor an absolute path.
     """
     wanted = os.environ.get(variable, "")
     if wanted == "off":
@@ -28,7 +28,7 @@ def directory(variable: str, name: str) -> pathlib.Path | None:
 
 
 def _default(name: str) -> pathlib.Path | None:
-    """`ling3/name` in the user's cache directory, which each platform has elsewhere; None without a home."""
+    """`ling3/name` in the platform's cache directory for this user; None without a home."""
     named = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
     if named and pathlib.Path(named).is_absolute():
         return pathlib.Path(named) / "ling3" / name
@@ -40,7 +40,7 @@ def _default(name: str) -> pathlib.Path | None:
 
 
 def _made(directory: pathlib.Path) -> bool:
-    """Whether the directory is there, if need be from now on, is the user's own, and can be written."""
+    """True if the directory exists or could be created, belongs to the user alone, and is writable."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()

@@ -1,8 +1,8 @@
 """A checkpoint's own chat template: messages in, the prompt's text out.
 
-Templates are programs from strangers, so they run in a process of their own (`template_worker.py`), which is ended when
-one takes too much time or memory. Memory is bounded on Linux only; on macOS and Windows the bound on time has to do.
-What stays in bounds is rendered as transformers does it: the same settings, globals and filters.
+Templates are untrusted programs, so they run in a child process (`template_worker.py`), which is killed when one takes
+too much time or memory. Memory is bounded on Linux only; on macOS and Windows there is only the bound on time. Within
+the bounds, templates are rendered as in transformers, with the same settings, globals and filters.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from ling3.runtime.quoting import QuotingError
 
 # The longest published template is about 20,000 characters long.
 LONGEST_TEMPLATE = 65_536
-# For one rendering; 2,000 turns with 2,000,000 characters take about 0.1.
+# For one rendering; 2,000 turns of 2,000,000 characters together take about 0.1.
 SECONDS = 3
 # The address space of the process, of which the interpreter takes about 100.
 MEBIBYTES = 512
@@ -29,7 +29,7 @@ WORKER = pathlib.Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplateError(QuotingError):
-    """The template is malformed, oversteps its bounds, or refuses these messages."""
+    """The template is malformed, exceeds its bounds, or refuses these messages."""
 
 
 class ChatTemplate:
@@ -46,11 +46,11 @@ class ChatTemplate:
         self._ask(given=None)
 
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt for `messages`, each a dict with a `role` and a `content` of strings, and whatever else the
-        template reads as plain JSON values (`tool_calls`, `reasoning_content`); a value of None counts as absent.
+        """The prompt for `messages`, each a dict with the strings `role` and `content`, and other plain JSON values
+        that the template reads (`tool_calls`, `reasoning_content`); a value of None counts as absent.
 
-        `variables` are the template's own, such as `enable_thinking`; `tools` and `documents` are None unless given.
-        Raises ValueError for malformed messages or variables, ChatTemplateError for what goes wrong in the template.
+        `variables` are the template's own, such as `enable_thinking`; `tools` and `documents` are None by default.
+        Raises ValueError for malformed messages or variables, ChatTemplateError for errors in the template.
         """
         given = {
             "messages": _validate_messages(messages),
@@ -69,7 +69,7 @@ class ChatTemplate:
 
 
 class _Worker:
-    """The process that renders, for one thread at a time: started at first use, and anew after it had to be ended."""
+    """The process that renders, for one thread at a time: started at first use, and again after it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class _Worker:
                     process.stdin.flush()
                 reply = process.stdout.readline()
             except BaseException:
-                self.stop()  # or this reply would be taken for the next
+                self.stop()  # else the next request would read this one's reply
                 raise
             if reply.endswith(b"\n"):
                 return json.loads(reply)
@@ -95,7 +95,7 @@ class _Worker:
         return {"error": f": it {ends.get(status, f'crashes Python (exit status {status})')}"}
 
     def stop(self) -> int:
-        """Ends the process, if there is one; its exit status."""
+        """Kills the process, if there is one; returns its exit status."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -106,7 +106,7 @@ class _Worker:
     def _started(self) -> Any:
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            # Without `site`, which takes longer than all else: the modules are where this process finds them.
+            # -S skips `site`, the slowest part of the start; PYTHONPATH has this process's module path instead.
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-P", str(WORKER), str(MEBIBYTES)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
@@ -119,7 +119,7 @@ class _Worker:
         return self._process
 
 
-# By process id: after a fork, the new process starts its own.
+# By process id: after a fork, the child starts a worker of its own.
 _workers: dict[int, _Worker] = {}
 
 
@@ -154,7 +154,7 @@ def _validate_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy of `value` in exact JSON types: what a template is given has no methods of its own."""
+    """A copy of `value` in exact JSON types."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

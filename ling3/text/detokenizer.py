@@ -4,22 +4,21 @@ from collections.abc import Sequence
 from typing import no_type_check
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from ling3.text.tokenizer_file import Reported, TokenizerError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# The last bytes of a character are at most three, and each may be a token.
+# An unfinished character has at most three bytes, and each may be a token.
 CHARACTER_REST = 3
-# So many tokens without a whole character hold bytes that no character has.
+# As many tokens without a whole character contain invalid bytes.
 MOST_HELD = 8
 
 
 # The methods of these two run for every token of every request: checking their types would take longer than they do.
 @no_type_check
 class StreamDecoder:
-    """Decodes one row's tokens as they come, holding back a character whose last bytes are still to come.
+    """Decodes one sequence's tokens as they come, holding back a character whose last bytes are still to come.
 
     The deltas of `feed` and the rest from `flush` make up what the tokenizer would decode from all ids at once, in time
     linear in their number. Ids without a token, and special tokens unless `skip_special_tokens` is False, show nothing.
@@ -39,86 +38,68 @@ class StreamDecoder:
         self._reported = Reported(source, "the tokenizer fails on these ids")
         self._skip = skip_special_tokens
         self._hidden = {token for token in added if skip_special_tokens and added[token].special}
-        self._held: list[int] = []
-        self._new = False
-        self._drop = 0
-
-        tail = [token for token in prompt_ids[-64:] if self._shows(token)][-MOST_HELD:]
-        text = self._decode(tail)
-        if text.endswith(REPLACEMENT):
-            # DecodeStream itself would return the prompt's text with the character that completes it.
-            self._stream = self._restart(())
-            shown = self.feed(tail)
-            self._drop = len(text) - len(REPLACEMENT) - len(shown)
-        else:
-            self._stream = self._restart(tail)
-        self._new = False
+        # The tokens held back follow `_context` tokens whose text has been returned, as a text may depend on what comes
+        # before it. Of the text of both, `_returned` characters have been returned.
+        self._ids = [token for token in prompt_ids[-64:] if self._shows(token)][-MOST_HELD:]
+        with self._reported:
+            text = self._decode(self._ids)
+        unfinished = text.endswith(REPLACEMENT)
+        self._context = 0 if unfinished else len(self._ids)
+        self._returned = len(text) - unfinished
+        self._fed = False
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; it never ends inside a character."""
-        pieces: list[str] = []
-        for token in ids:
-            if not self._shows(token):
-                continue
-            self._new = True
-            self._held.append(token)
-            try:
-                piece = self._step(token)
-            except TokenizerError:
-                self._held.clear()  # the `flush` that follows must not fail on them again
-                raise
-            if piece is not None:
-                self._held.clear()
-            elif len(self._held) >= MOST_HELD:
-                piece = self._give_up()
-            pieces.append(piece or "")
-        return self._without_prompt("".join(pieces))
+        try:
+            with self._reported:
+                return "".join([self._next(token) for token in ids if self._shows(token)])
+        except TokenizerError:
+            self._forget()  # the `flush` that follows must not fail on them again
+            raise
 
     def flush(self) -> str:
         """What is held back, at the end; the bytes of an unfinished character are shown as U+FFFD."""
-        held, self._held = self._held, []
-        rest = self._decode(held) if self._new else ""
-        self._stream = self._restart(())
-        return self._without_prompt(rest)
-
-    def _give_up(self) -> str:
-        """The text of held tokens that no further byte can change: all but an unfinished character at their end."""
-        held, whole = self._held, self._decode(self._held)
-        for end in range(len(held) - CHARACTER_REST, len(held)):
-            text = self._decode(held[:end])
-            if text + self._decode(held[end:]) == whole:
-                break
-        else:
-            end, text = len(held), whole
-        self._held = held[end:]
-        self._stream = self._restart(())
-        for token in self._held:
-            self._step(token)
-        return text
-
-    def _step(self, token: int) -> str | None:
         with self._reported:
-            return self._stream.step(self._tokenizer, token)
+            rest = self._decode(self._ids)[self._returned :] if self._fed else ""
+        self._forget()
+        return rest
 
-    def _restart(self, ids: Sequence[int]) -> DecodeStream:
-        return DecodeStream(ids=list(ids), skip_special_tokens=self._skip)
+    def _next(self, token: int) -> str:
+        self._ids.append(token)
+        self._fed = True
+        text, end = self._decode(self._ids), len(self._ids)
+        if len(text) <= self._returned or text.endswith(REPLACEMENT):
+            if end - self._context < MOST_HELD:
+                return ""
+            text, end = self._certain(text)
+            if len(text) < self._returned:  # the prompt's own
+                return ""
+        piece, context = text[self._returned :], self._ids[self._context : end]
+        self._ids, self._context = self._ids[self._context :], len(context)
+        self._returned = len(self._decode(context))
+        return piece
+
+    def _certain(self, whole: str) -> tuple[str, int]:
+        """The text that no further byte can change, and its number of tokens: all but an unfinished character's."""
+        for end in range(len(self._ids) - CHARACTER_REST, len(self._ids)):
+            text = self._decode(self._ids[:end])
+            if text + self._decode(self._ids[end:]) == whole:
+                return text, end
+        return whole, len(self._ids)
+
+    def _forget(self) -> None:
+        self._ids, self._context, self._returned, self._fed = [], 0, 0, False
 
     def _decode(self, ids: Sequence[int]) -> str:
-        with self._reported:
-            return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
     def _shows(self, token: int) -> bool:
         return token not in self._hidden and self._tokenizer.id_to_token(token) is not None
 
-    def _without_prompt(self, text: str) -> str:
-        dropped = min(self._drop, len(text))
-        self._drop -= dropped
-        return text[dropped:]
-
 
 @no_type_check
 class StopStrings:
-    """Cuts a stream of text at the first of `stops`, holding back what may become the beginning of one.
+    """Cuts a stream of text at the first of `stops`, holding back an end that may be the beginning of one.
 
     Of several stops, the one that is complete first ends the text (of those, the one that began first), however the
     text is cut into pieces; `stopped` is that one, None before. Raises ValueError for an empty stop, which every text
@@ -133,7 +114,7 @@ class StopStrings:
         self.stopped: str | None = None
 
     def feed(self, text: str, may_stop: bool = True) -> str:
-        """The part of `text`, and of what was held back, that is certainly before any stop.
+        """The part of the text held back and of `text` that is certainly before any stop.
 
         Without `may_stop`, a stop that is complete now counts as text.
         """

@@ -1,7 +1,7 @@
-"""The process in which chat templates run: a request per line on standard input, its reply on standard output, as JSON.
+"""The process in which chat templates run: one JSON request per line on stdin, one JSON reply per line on stdout.
 
-A template is a program from a stranger. jinja2's sandbox keeps it from reaching what is not its own, but not from using
-up time and memory; a process can be given limits, and ended. It is run by its path, and imports jinja2 but not ling3.
+A template is an untrusted program. jinja2's sandbox keeps it away from Python's internals, but does not bound its time
+and memory; a process can be given limits, and killed. It is run by its path, and imports jinja2 but not ling3.
 """
 
 import datetime
@@ -19,7 +19,6 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 LONGEST_TEXT = 20_000_000
 LONGEST_ERROR = 2_000
@@ -40,22 +39,6 @@ class _GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-class _Namespace(Namespace):
-    def __init__(*args: Any, **kwargs: Any):
-        Namespace.__init__(args[0])
-        for name, value in dict(*args[1:], **kwargs).items():
-            args[0][name] = value
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"a namespace has no attribute {name!r}")
-        super().__setitem__(name, value)
-
-
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)  # the class itself would give away dict.update, which changes any dict
-
-
 def _raise_exception(message: Any) -> None:
     raise _Refusal(str(message))
 
@@ -73,8 +56,6 @@ def _compiled(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {
-        "dict": _dict,
-        "namespace": _Namespace,
         "raise_exception": _raise_exception,
         "strftime_now": lambda format: datetime.datetime.now().strftime(format),
     }
@@ -82,9 +63,9 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def answer(source: str, given: dict[str, Any] | None) -> dict[str, str]:
-    """The template's `text` with the variables `given`; if there are none, "" for a template that compiles.
+    """The template's `text` with the variables `given`; if `given` is None, "" for a template that compiles.
 
-    What goes wrong is an `error`, to stand behind the template's name.
+    If anything goes wrong, an `error` instead: a message that follows the template's name.
     """
     try:
         template = _compiled(source)
@@ -115,18 +96,18 @@ def _words(error: Exception) -> str:
 
 
 def main(mebibytes: int) -> None:
-    """Answers requests until standard input ends, or until one takes more than its `seconds` or so much memory."""
+    """Answers requests until stdin ends; exits early if one takes more than its `seconds` or this much memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (mebibytes * 2**20, mebibytes * 2**20))
     print(flush=True)  # it has started
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # how it ends is for the parent to say
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent reports how it ended
     try:
         for line in sys.stdin.buffer:
             request = json.loads(line)
-            # A thread in C: one long operation may hold the interpreter for hours. Its exit status is 1.
+            # A timer in C, as one long operation may hold the interpreter for hours. The exit status is then 1.
             faulthandler.dump_traceback_later(request.pop("seconds"), exit=True, file=2)
             reply = json.dumps(answer(**request))
             faulthandler.cancel_dump_traceback_later()

@@ -24,17 +24,15 @@ VOCABULARY, SETTINGS, MODEL, GENERATION = (
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 PATTERNS = (VOCABULARY, SETTINGS, MODEL, GENERATION, *TEMPLATES)
 
-"""The most that `tokenizer.json` may have; the largest published ones have a quarter of it."""
-
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
     """The Hugging Face fast tokenizer of a checkpoint directory.
 
-    `eos_token_ids` is what ends a generation, by `config.json`, `generation_config.json` and `tokenizer_config.json`
-    together; `pad_token_id` may be None; `special_tokens` are the named ones, such as `eos_token`; `chat_template` is
-    None where the checkpoint has none.
+    `eos_token_ids` are the tokens that end a generation, from `config.json`, `generation_config.json` and
+    `tokenizer_config.json` together; `pad_token_id` may be None; `special_tokens` are the named ones, such as
+    `eos_token`; `chat_template` is None if the checkpoint has none.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -43,7 +41,7 @@ class Tokenizer:
         self.backend = read(directory / VOCABULARY)
         self.special_tokens = _special_tokens(settings, self.backend, directory / SETTINGS)
         self.chat_template = _chat_template(directory, settings)
-        self._added = _added_by_encode(settings, self.special_tokens, self.backend)
+        self._added = self._added_by_encode(settings)
 
         model, generation = _read(directory / MODEL), _read(directory / GENERATION)
         ends = [
@@ -80,8 +78,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; control tokens in it are recognised.
 
-        As in transformers, `add_special_tokens` puts in what the tokenizer adds around a text: for Ling-3, nothing.
-        Raises ValueError for text that is no Unicode (a lone surrogate), TokenizerError where the tokenizer fails.
+        As in transformers, `add_special_tokens` adds the tokenizer's own tokens around a text; Ling-3 has none.
+        Raises ValueError for text that is no Unicode (a lone surrogate), TokenizerError if the tokenizer fails.
         """
         try:
             text.encode("utf-8")
@@ -95,9 +93,9 @@ class Tokenizer:
         return [*before, *encoding.ids, *after]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that make up no character are shown as U+FFFD, ids without a token as nothing.
+        """The text of `ids`, with U+FFFD for invalid bytes and nothing for ids without a token.
 
-        Raises TokenizerError where the tokenizer fails.
+        Raises TokenizerError if the tokenizer fails.
         """
         with Reported(self.directory / VOCABULARY, "the tokenizer fails on these ids"):
             return self.backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
@@ -133,8 +131,20 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder for the tokens that follow `prompt_ids` as they come."""
+        """A streaming decoder for the tokens that follow `prompt_ids`."""
         return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, str(self.directory / VOCABULARY))
+
+    def _added_by_encode(self, settings: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+        """The ids that `encode` adds before and after a text by `tokenizer_config.json`, as in transformers.
+
+        None if that says nothing: then the post-processor of `tokenizer.json` adds them.
+        """
+        if "add_bos_token" not in settings and "add_eos_token" not in settings:
+            return None
+        before, after = (
+            self._id_of(name) if settings.get(f"add_{name}") else [] for name in ("bos_token", "eos_token")
+        )
+        return before, after
 
     def _id_of(self, name: str) -> list[int]:
         token = self.backend.token_to_id(self.special_tokens.get(name, ""))
@@ -166,7 +176,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any], backend: tokenizers.Tokenizer, path: pathlib.Path) -> dict[str, str]:
-    """The named special tokens of `tokenizer_config.json`, each made special in `backend` if it was not."""
+    """The named special tokens of `tokenizer_config.json`, which also become special tokens of `backend`."""
     tokens: dict[str, str] = {}
     for name in SPECIAL_TOKENS:
         value = settings.get(name)
@@ -189,23 +199,6 @@ def _special_tokens(settings: Mapping[str, Any], backend: tokenizers.Tokenizer, 
     return tokens
 
 
-def _added_by_encode(
-    settings: Mapping[str, Any], special_tokens: Mapping[str, str], backend: tokenizers.Tokenizer
-) -> tuple[list[int], list[int]] | None:
-    """The ids that `encode` puts before and after a text where `tokenizer_config.json` says so, as transformers does.
-
-    None leaves it to the post-processor of `tokenizer.json`.
-    """
-    if "add_bos_token" not in settings and "add_eos_token" not in settings:
-        return None
-
-    def wanted(name: str) -> list[int]:
-        token = backend.token_to_id(special_tokens.get(name, ""))
-        return [token] if settings.get(f"add_{name}") and token is not None else []
-
-    return wanted("bos_token"), wanted("eos_token")
-
-
 def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
     """The template in a file of its own, as transformers 5 writes it, or else in `tokenizer_config.json`."""
     jinja, legacy = (directory / name for name in TEMPLATES)
@@ -224,7 +217,6 @@ def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> Chat
     if value is None:
         return None
     if isinstance(value, list):
-        # Several templates, by name.
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
         value = named.get("default")
     if not isinstance(value, str):

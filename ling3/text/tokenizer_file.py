@@ -1,8 +1,8 @@
-"""A checkpoint's `tokenizer.json`: a program from strangers, read within bounds, whose failures are TokenizerErrors.
+"""Reading a checkpoint's `tokenizer.json`, an untrusted program, within bounds; failures are TokenizerErrors.
 
-The tokenizers library runs it. What makes a text longer, step after step, is bounded before the file is loaded. Not
-bounded is the time of a regular expression: the library gives up only after ten million backtracks at one place of a
-text, about a fifth of a second, and one that stays below that may take as long at each place.
+The tokenizers library runs it. How much longer its steps may make a text is bounded before the file is loaded. The time
+of a regular expression is not: the library stops it only after ten million backtracks at one position of a text, about
+a fifth of a second, and one that stays below that may take as long at each position.
 """
 
 import base64
@@ -31,15 +31,15 @@ PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder
 
 
 class TokenizerError(QuotingError):
-    """A tokenizer's file is damaged, does not fit the others, or does not work on what it is given."""
+    """A tokenizer's file is damaged, does not fit the others, or fails on its input."""
 
 
-# Entered for every token of every request: checking types would take longer than that.
+# Entered for every step of every request: checking types would take longer than the block inside.
 @no_type_check
 class Reported:
-    """`with Reported(path, problem)`: TokenizerError, with the `problem`, where the tokenizers library fails.
+    """`with Reported(path, problem)`: a TokenizerError with the `problem` if the tokenizers library fails.
 
-    The library raises bare Exceptions, and where it panics what is no Exception at all.
+    The library raises bare Exceptions, and on a panic something that is no Exception at all.
     """
 
     def __init__(self, source: object, problem: str):
@@ -52,7 +52,7 @@ class Reported:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # The class of a panic, pyo3_runtime.PanicException, can be imported from nowhere.
+        # The class of a panic, pyo3_runtime.PanicException, cannot be imported.
         if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
             raise TokenizerError(f"{self.source}: {self.problem} ({printable(error)})") from error
 
@@ -71,14 +71,14 @@ def read(path: pathlib.Path) -> tokenizers.Tokenizer:
         raise TokenizerError(f"{path}: not a tokenizer that ling3 can read: {reason}") from error
     with Reported(path, "not a tokenizer that the tokenizers library can read"):
         backend = tokenizers.Tokenizer.from_str(text)
-    # What is written there is for batches; here a text becomes its ids, all of them.
+    # A file's settings for batches: here a text becomes all of its ids.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _check(file: Any) -> None:
-    """Raises ValueError for what is out of bounds, or in a form that does not tell."""
+    """Raises ValueError for a file that is out of bounds, or in a form that does not show it."""
     if not isinstance(file, dict) or not isinstance(file.get("model"), dict):
         raise ValueError(f"found {shown(file)}; expected an object with a model")
     if (longest := _longest(file)) > LONGEST_STRING:
@@ -97,7 +97,7 @@ def _check(file: Any) -> None:
 
 
 def _longest(value: Any) -> int:
-    """The length of the longest string in a JSON value, but for merges (of tokens) and maps (`_growth` reads them)."""
+    """The length of the longest string in a JSON value, except merges (of tokens) and maps (see `_growth`)."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -107,7 +107,7 @@ def _longest(value: Any) -> int:
 
 
 def _steps(part: Any, name: str) -> Iterator[dict[str, Any]]:
-    """A part of the file, and if it is a sequence all that is in it."""
+    """A part of the file, and all steps in it if it is a sequence."""
     if part is None:
         return
     # The library also takes a list for an object, and guesses a type that is missing.
@@ -123,7 +123,7 @@ def _steps(part: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times longer a step may make a text each time that it is in a sequence."""
+    """How many times longer one occurrence of a step may make a text."""
     match step:
         case {"type": "Replace", "content": str(content), "pattern": {"String": str(pattern)}} if pattern:
             return max(1.0, len(content) / len(pattern))

@@ -5,8 +5,8 @@ import pickle
 import pytest
 from published_configs import FLASH, LING_26, NOTE, TINY, TRANSFORMERS
 
+from ling3.families.config_fields import rules
 from ling3.families.ling3_config import ConfigError, Ling3Config
-from ling3.families.ling3_fields import FIELDS
 
 ABSENT = object()
 
@@ -143,8 +143,8 @@ def test_the_safe_gate_off_means_no_bound():
 def test_limits_of_the_mtp_layers_are_cut():
     config = Ling3Config.from_dict(changed(FLASH, expert_swiglu_limit_list=[4] * 43))
     assert config.expert_swiglu_limit_list == (4.0,) * 42
-    assert "found 44 limits; expected one per layer, 42" in refusal(changed(FLASH, expert_swiglu_limit_list=[4] * 44))
-    assert "found 41 limits" in refusal(changed(FLASH, share_expert_swiglu_limit_list=[4] * 41))
+    assert "found 44 entries; expected one per layer, 42" in refusal(changed(FLASH, expert_swiglu_limit_list=[4] * 44))
+    assert "found 41 entries" in refusal(changed(FLASH, share_expert_swiglu_limit_list=[4] * 41))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_types_and_ranges(name, value):
 
 
 @pytest.mark.parametrize("huge", [10**400, -(10**400)], ids=["positive", "negative"])
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", rules(Ling3Config))
 def test_an_integer_beyond_every_float_is_out_of_range(name, huge):
     for value in (huge, [huge], [1, huge]):
         assert f"\n  {name}: found" in refusal(changed(TINY, **{name: value}))

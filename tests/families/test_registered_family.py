@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from jaxtyping import Array, Float
 
 import ling3
 from ling3 import families, train
 from ling3.interpret.inspect import report
-from ling3.layers.linear import Embedding, Linear
+from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import RMSNorm
 
@@ -56,7 +57,7 @@ def init(config, *, key, dtype):
     mixer = Fading(jnp.linspace(0.5, 0.99, hidden), Linear.init(hidden, hidden, key=keys[0], **options))
     mlp = MLP.init(hidden, 24, key=keys[1], **options)
     layer = ling3.DecoderLayer(RMSNorm.init(hidden, 1e-6), mixer, RMSNorm.init(hidden, 1e-6), mlp)
-    table = Embedding.init(config.vocab_size, hidden, key=keys[2], **options)
+    table = Linear.init(config.vocab_size, hidden, key=keys[2], **options)
     model = ling3.Decoder(table, (layer,), RMSNorm.init(hidden, 1e-6))
     return ling3.CausalLM(model, Linear.init(config.vocab_size, hidden, key=keys[3], **options), config)
 
@@ -93,6 +94,21 @@ def test_it_saves_and_loads(tmp_path):
     assert loaded.config == FadingConfig()
     for stored, array in zip(jax.tree.leaves(loaded), jax.tree.leaves(model()), strict=True):
         assert stored.dtype == array.dtype and jnp.array_equal(stored, array)
+
+
+def test_its_names_are_the_checkpoints(tmp_path):
+    """The tree says `attention`; this family's checkpoints say `self_attn`, and `embed_tokens`."""
+
+    def published(name, config):
+        return name.replace(".attention.", ".self_attn.").replace("word_embeddings", "embed_tokens")
+
+    ling3.register_family(dataclasses.replace(FAMILY, published=published))
+    ling3.save(model(), tmp_path / "own")
+    stored = safetensors.numpy.load_file(tmp_path / "own" / "model.safetensors")
+    assert {"model.layers.0.self_attn.proj.weight", "model.embed_tokens.weight"} <= stored.keys()
+    assert not [name for name in stored if "attention." in name or "word_embeddings" in name]
+    loaded = ling3.load(tmp_path / "own")
+    assert jnp.array_equal(loaded.model.layers[0].attention.proj.weight, model().model.layers[0].attention.proj.weight)
 
 
 def test_it_generates_what_whole_sequences_say():

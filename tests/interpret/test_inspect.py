@@ -80,19 +80,19 @@ def test_everything_is_shown_folded(tiny):
 
 def test_no_array_is_folded_within_80_columns(tiny):
     """What the checkpoint has instead moves to a line of its own."""
-    row = f"  experts.gate_proj{'[128, 512, 1536]':>33}  bfloat16    100,663,296"
+    row = f"  experts.gate_proj.weight{'[128, 512, 1536]':>26}  bfloat16    100,663,296"
     published = "experts.{0..127}.gate_proj.weight [512, 1536]"
     assert f"{row}  {published}" in shown(tiny, width=160).splitlines()
     narrow = shown(tiny, width=80).splitlines()
     at = narrow.index(row)
-    assert narrow[at + 1] == f"    {published}" and narrow[at + 2].startswith("  experts.up_proj ")
+    assert narrow[at + 1] == f"    {published}" and narrow[at + 2].startswith("  experts.up_proj.weight ")
 
 
 def test_each_array_says_where_it_comes_from(tiny):
     rows = {row.path: row for row in tiny.arrays}
     conv = rows["model.layers.0.attention.q_conv1d.weight"]
     assert (conv.published, conv.shape, conv.published_shape) == (conv.path, (2048, 4), (2048, 1, 4))
-    experts = rows["model.layers.1.mlp.experts.down_proj"]
+    experts = rows["model.layers.1.mlp.experts.down_proj.weight"]
     assert experts.published == "model.layers.1.mlp.experts.{0..127}.down_proj.weight"
     assert (experts.shape, experts.published_shape, experts.tensors) == ((128, 1536, 512), (1536, 512), 128)
     plain = rows["model.layers.3.attention.kv_b_proj.weight"]
@@ -139,7 +139,7 @@ def test_experts_of_several_dtypes(directory):
     name = "model.layers.2.mlp.experts.0.up_proj.weight"
     safetensors.numpy.save_file(weights | {name: weights[name].astype(np.float32)}, directory / "model.safetensors")
     dtypes = {row.path: row.dtype for row in inspect.report(directory).arrays}
-    assert dtypes["model.layers.2.mlp.experts.up_proj"] == "bfloat16/float32"
+    assert dtypes["model.layers.2.mlp.experts.up_proj.weight"] == "bfloat16/float32"
 
 
 def test_weights_that_cannot_be_read_do_not_hide_the_rest(directory):

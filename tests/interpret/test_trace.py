@@ -32,7 +32,7 @@ def test_the_logits_are_the_models(traced):
 
 def test_attention_maps_times_values_are_the_attentions_outputs(traced):
     model, seen = traced
-    x = model.model.word_embeddings(TOKENS)
+    x = model.model.word_embeddings.embed(TOKENS)
     for layer, inside in zip(model.model.layers, seen.layers, strict=True):
         attention, normed = layer.attention, layer.input_layernorm(x)
         expected, memory = attention(normed, None, SPAN)

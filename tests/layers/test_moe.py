@@ -96,7 +96,10 @@ def test_routed_and_shared_experts_add_up(config):
     expected = np.stack(
         [
             sum(
-                float(w) * expert(experts.gate_proj[e], experts.up_proj[e], experts.down_proj[e], limit, row)
+                float(w)
+                * expert(
+                    experts.gate_proj.weight[e], experts.up_proj.weight[e], experts.down_proj.weight[e], limit, row
+                )
                 for e, w in zip(es, ws, strict=True)
             )
             + expert(shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight, limit, row)

@@ -7,7 +7,7 @@ import pytest
 
 from ling3.cache import Span
 from ling3.layers.conv import ShortConv
-from ling3.layers.linear import Embedding, Linear
+from ling3.layers.linear import Linear
 from ling3.layers.norm import GatedRMSNorm, RMSNorm
 from ling3.layers.rope import angles, rotate
 
@@ -28,7 +28,7 @@ def test_linear_sums_in_float32(rows, dtype):
 
 def test_embedding_reads_rows():
     table = jnp.asarray(draw(7, 3), jnp.float32)
-    np.testing.assert_array_equal(Embedding(table)(jnp.asarray([[6, 0]], jnp.int32))[0], table[jnp.asarray([6, 0])])
+    np.testing.assert_array_equal(Linear(table).embed(jnp.asarray([[6, 0]], jnp.int32))[0], table[jnp.asarray([6, 0])])
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])

@@ -1,0 +1,360 @@
+"""Reading, checking and writing any family's `config.json`, by rules that stand on the lines of its config's fields.
+
+A config is a frozen dataclass. Annotations give the types of its fields, and `field` the rest of their rules:
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        vocab_size: int = field(ge=1)
+        num_experts: int = field(ge=1, aliases=("num_local_experts",))
+        head_dim: int = field(ge=1, absent=lambda v: v["hidden_size"] // v["num_attention_heads"])
+        sliding_window: int | None = field(ge=1)
+        layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = field(per_layer=True)
+
+        def __post_init__(self):
+            check(self, lambda: [])
+
+`read` makes a config from a file's content, `published` the reverse. Types are int, float, bool, str, a Literal of
+strings, another such dataclass (an object in the file), or a tuple of these; `| None` allows null and an absent field.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+import os
+import pathlib
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ling3.runtime import strict_json
+from ling3.runtime.quoting import QuotingError, printable, shown
+
+_Config = TypeVar("_Config")
+
+HARMLESS = frozenset(
+    {
+        "_attn_implementation",
+        "attention_dropout",
+        "attn_implementation",
+        "embedding_dropout",
+        "hidden_dropout",
+        "output_hidden_states",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_z_loss_coef",
+    }
+)
+"""Fields that change no logit in any family, though their names may sound so."""
+
+TELLING = re.compile(
+    r"(?:^|_)(?:attn|attention|rope|rotary|mrope|yarn|kda|gdn|mla|moe|experts?|router|routed|routing|gate|gated|gating|"
+    r"norm|layernorm|linear|conv|bias|swiglu|act|activation|scale|scaling|multiplier|softcap|softcapping|clamp|limit|"
+    r"residual|window|sliding|quant|quantized|heads?|layers?|lora|recurrent|state|topk|shared?|hidden|intermediate|"
+    r"embeddings?|latent|index|indexer)(?:_|$)",
+    re.IGNORECASE,
+)
+"""Words that suggest that an unknown field changes the computation: it is refused unless its value turns it off."""
+
+_BOUNDS = {
+    "ge": ("from", operator.ge),
+    "gt": ("above", operator.gt),
+    "le": ("to", operator.le),
+    "lt": ("below", operator.lt),
+}
+_NOUNS = {int: ("an integer", "integers"), float: ("a finite number", "finite numbers"), str: ("a string", "strings")}
+
+
+class ConfigError(QuotingError):
+    """A config that cannot be used: every field at fault, what it held, what was expected, what to do."""
+
+    def __init__(self, source: str, problems: Iterable[str]):
+        self.problems = list(problems)
+        count = f"{len(self.problems)} problems" if len(self.problems) > 1 else "1 problem"
+        super().__init__("\n  ".join([f"{source}: {count}", *map(printable, self.problems)]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What one field may hold, and how it stands in a file."""
+
+    item: Any
+    """The type of the value, or of each entry of a list."""
+    many: bool
+    """True for a list, a tuple in the config."""
+    optional: bool
+    """True if the value may be None."""
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    aliases: tuple[str, ...] = ()
+    """Other names of the field in a file; `a.b` is the field `b` of the object `a`."""
+    absent: Any = None
+    """The value if a file lacks the field, or a function of the other values; if None, the field is required."""
+    per_layer: bool = False
+    """True for a list with one entry per layer; entries of multi-token-prediction layers after these are cut off."""
+    single: bool = False
+    """True if a file may have a single entry instead of a list of one, and null instead of an empty list."""
+    read: Callable[[Mapping[str, Any], list[str]], Any] | None = None
+    """`read(raw, problems)`: the value, if it depends on several fields of a file, the `aliases`."""
+    convert: Callable[[Any], Any] | None = None
+    """For other types than those above: the value as the config keeps it. Raises TypeError or ValueError."""
+    expected: str = ""
+    """What messages give as expected, instead of the type and the bounds."""
+    tags: tuple[str, ...] = ()
+    """For the family's own use."""
+
+    def describe(self) -> str:
+        """What is expected, for an error message."""
+        if self.expected:
+            return self.expected
+        if choices := typing.get_args(self.item):
+            text = ", ".join(choices) if self.many else f"one of {', '.join(choices)}"
+        elif self.item is bool:
+            text = "true or false"
+        else:
+            text = _NOUNS.get(self.item, ("an object", "objects"))[self.many]
+        bounds = "".join(f" {word} {bound:,}" for word, _, bound in self._bounds)
+        return f"{'a list of ' * self.many}{text}{bounds}{' or null' * self.optional}"
+
+    def own(self, value: Any) -> Any:
+        """`value` in the field's type: lists become tuples, whole numbers floats, and objects dataclasses."""
+        if self.convert is not None:
+            return self.convert(value)
+        if self.single and not isinstance(value, list | tuple):
+            value = () if value is None else (value,)
+        if self.many and isinstance(value, list | tuple):
+            return tuple(map(self._own_item, value))
+        return self._own_item(value)
+
+    def admits(self, value: object) -> bool:
+        """True if `value` is of the type and within the bounds."""
+        if value is None:
+            return self.optional
+        if self.many:
+            return isinstance(value, tuple) and all(map(self._admits_item, value))
+        return self._admits_item(value)
+
+    def _own_item(self, value: Any) -> Any:
+        if self.item is float and type(value) is int and abs(value) < 2**1000:
+            return float(value)
+        if dataclasses.is_dataclass(self.item) and isinstance(value, Mapping):
+            return read(typing.cast(type, self.item), value, "", telling=re.compile(""))
+        return value
+
+    def _admits_item(self, value: Any) -> bool:
+        if self.convert is not None:
+            return True
+        if choices := typing.get_args(self.item):
+            return value in choices
+        if not isinstance(value, self.item) or (isinstance(value, bool) and self.item is not bool):
+            return False
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        return all(holds(value, bound) for _, holds, bound in self._bounds)
+
+    @functools.cached_property
+    def _bounds(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        bounds = [(*_BOUNDS[name], getattr(self, name)) for name in _BOUNDS]
+        return [bound for bound in bounds if bound[2] is not None]
+
+
+def field(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
+    """A dataclass field; `rule` has the attributes of its `Rule` beside the type."""
+    return dataclasses.field(default=default, metadata=rule)
+
+
+@functools.cache
+def rules(config: type) -> dict[str, Rule]:
+    """The rule of each field of a config's class."""
+    hints = inspect.get_annotations(config, eval_str=True)
+    return {f.name: _rule(hints[f.name], f.metadata) for f in dataclasses.fields(config)}
+
+
+def _rule(hint: Any, options: Mapping[str, Any]) -> Rule:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    parts = typing.get_args(hint) if is_union else (hint,)
+    hint = next(part for part in parts if part is not types.NoneType)
+    many = typing.get_origin(hint) is tuple
+    return Rule(typing.get_args(hint)[0] if many else hint, many, types.NoneType in parts, **options)
+
+
+def check(config: Any, misfits: Callable[[], Iterable[str]]) -> None:
+    """Checks a new config and converts its values to the types of its fields; to be called from `__post_init__`.
+
+    `misfits()` gives the problems of values that do not fit together, and is called only if each field by itself is
+    valid. Raises ConfigError with all problems.
+    """
+    problems = []
+    for name, rule in rules(type(config)).items():
+        value = getattr(config, name)
+        try:
+            value = rule.own(value)
+            wrong = not rule.admits(value)
+        except ConfigError as error:
+            problems += [f"{name}.{problem}" for problem in error.problems]
+            continue
+        except (TypeError, ValueError):
+            wrong = True
+        if wrong:
+            advice = "add it" if value is None else "correct it"
+            problems.append(f"{name}: {found(value)}; expected {rule.describe()}; {advice}")
+        object.__setattr__(config, name, value)
+    if not problems:
+        for name, rule in rules(type(config)).items():
+            entries, layers = getattr(config, name), getattr(config, "num_hidden_layers", None)
+            if rule.per_layer and entries is not None and len(entries) != layers:
+                problems.append(f"{name}: found {len(entries)} entries; expected one per layer, {layers}; correct it")
+        problems += misfits()
+    if problems:
+        raise ConfigError(type(config).__name__, problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """A published field that is no field of the config: only `values` are accepted, as the code computes only those."""
+
+    values: tuple[Any, ...]
+    law: str
+    """What the code computes, for messages."""
+    written: bool = False
+    """True if `published` writes the field, with the first of `values`."""
+    accepts: Callable[[Any], bool] = lambda value: False
+    """True for other accepted values."""
+
+    def admits(self, value: Any) -> bool:
+        """True if `value` is accepted; 1, 1.0 and true are different values."""
+        return self.accepts(value) or any(type(value) is type(known) and value == known for known in self.values)
+
+
+def read(
+    config: type[_Config],
+    raw: object,
+    source: str,
+    *,
+    only: Mapping[str, Only] = types.MappingProxyType({}),
+    derived: Mapping[str, Callable[[Any], Any]] = types.MappingProxyType({}),
+    harmless: Iterable[str] = (),
+    telling: re.Pattern[str] = TELLING,
+) -> _Config:
+    """A `config` from `raw`, the JSON object in the file `source`, every field of which is accounted for.
+
+    Fields in `only` must have an accepted value. Fields in `derived` repeat what the config says, and must agree with
+    this function of it. Fields in `harmless` and `HARMLESS` change nothing. Any other field is accepted unless its name
+    has a `telling` word and its value is anything but null, false, 0 or empty.
+
+    Raises ConfigError with all problems.
+    """
+    raw, fields, problems, made = as_object(raw, source), rules(config), [], None
+    values = {
+        name: rule.read(raw, problems) if rule.read else pick(raw, (name, *rule.aliases), problems)
+        for name, rule in fields.items()
+    }
+    for name, rule in fields.items():
+        if values[name] is None:
+            with contextlib.suppress(TypeError, ZeroDivisionError):  # of values that are wrong themselves
+                values[name] = rule.absent(values) if callable(rule.absent) else rule.absent
+        if rule.per_layer:
+            values[name] = _without_mtp(values, values[name])
+    try:
+        made = config(**values)
+    except ConfigError as error:
+        problems += error.problems
+    named = {name.partition(".")[0] for own, rule in fields.items() for name in (own, *rule.aliases)}
+    problems += _refused(raw, only, {*named, *derived, *harmless, *HARMLESS}, telling)
+    if not problems:
+        problems = list(_disagreements(raw, {name: value_of(made) for name, value_of in derived.items()}))
+    if problems or made is None:
+        raise ConfigError(source, problems)
+    return made
+
+
+def as_object(raw: object, source: str) -> dict[str, Any]:
+    """A copy of `raw`, which is a JSON object. Raises ConfigError if it is not."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(source, [f"found {shown(raw)}; expected a JSON object; is this a config.json?"])
+    return dict(raw)
+
+
+def pick(raw: Mapping[str, Any], names: Sequence[str], problems: list[str]) -> Any:
+    """The value under whichever of `names` are present, which must agree; null counts as absent."""
+    said = {}
+    for name in names:
+        outer, _, inner = name.partition(".")
+        value = raw.get(outer)
+        value = value.get(inner) if inner and isinstance(value, Mapping) else None if inner else value
+        if value is not None:
+            said[name] = value
+    values = list(said.values())
+    if any(value != values[0] for value in values):
+        each = ", ".join(f"{name} {shown(value)}" for name, value in said.items())
+        problems.append(f"{names[0]}: found {each}; expected one value, as these are names of one field")
+    return values[0] if values else None
+
+
+def published(config: Any, only: Mapping[str, Only]) -> dict[str, Any]:
+    """A config's fields, and the written ones of `only`, as in a `config.json`."""
+    raw = dataclasses.asdict(config)
+    for name, rule in rules(type(config)).items():
+        if rule.many and raw[name] is not None:
+            entries = list(raw[name])
+            raw[name] = entries if not rule.single or len(entries) > 1 else entries[0] if entries else None
+    return raw | {name: rule.values[0] for name, rule in only.items() if rule.written}
+
+
+def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    """The content of a `config.json`, or of that in a directory, and the file's name. Raises ConfigError."""
+    file = pathlib.Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        return strict_json.read(file), str(file)
+    except OSError as error:
+        raise ConfigError(str(file), [f"cannot be read ({error}); expected a checkpoint's config.json"]) from error
+    except ValueError as error:
+        raise ConfigError(str(file), [str(error).removeprefix(f"{file}: ")]) from error
+
+
+def found(value: object) -> str:
+    """A field's value, for a message."""
+    return "absent" if value is None else f"found {shown(list(value) if isinstance(value, tuple) else value)}"
+
+
+def _without_mtp(values: Mapping[str, Any], entries: Any) -> Any:
+    """A list with one entry per layer, without the entries of multi-token-prediction layers if it has these too."""
+    layers, more = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
+    if isinstance(entries, list) and isinstance(layers, int) and isinstance(more, int) and 0 < layers < layers + more:
+        return entries[:layers] if len(entries) == layers + more else entries
+    return entries
+
+
+def _refused(
+    raw: Mapping[str, Any], only: Mapping[str, Only], known: set[str], telling: re.Pattern[str]
+) -> Iterable[str]:
+    for name, value in raw.items():
+        if name in only:
+            if not only[name].admits(value):
+                yield f"{name}: found {shown(value)}; expected {shown(only[name].values[0])}; in ling3 {only[name].law}"
+        elif name not in known and telling.search(name) and value not in (None, False, 0, "", [], {}):
+            yield (
+                f"{name}: found {shown(value)}; expected no such field; its name says that it may change the numbers "
+                "and ling3 does not know it: remove it if it does not"
+            )
+
+
+def _disagreements(raw: Mapping[str, Any], expected: Mapping[str, Any], at: str = "") -> Iterable[str]:
+    """Problems of fields that repeat other fields and do not agree with them."""
+    for name, value in raw.items():
+        if value is None or (name not in expected and not at):
+            continue
+        if isinstance(value, Mapping) and isinstance(expected.get(name), Mapping):
+            yield from _disagreements(value, expected[name], f"{at}{name}.")
+        elif value != expected.get(name):
+            yield (
+                f"{at}{name}: found {shown(value)}; expected {shown(expected.get(name))}, from the other fields; "
+                "ling3 computes no other arrangement"
+            )

@@ -1,0 +1,37 @@
+"""Names for a profile: every module's work under the field that holds it, so that the profile reads like the tree."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+Tree = TypeVar("Tree")
+
+
+def scoped(method: Method) -> Method:
+    """A method whose operations stand under its module's `name` in a profile (`jax.named_scope`)."""
+
+    @functools.wraps(method)
+    def within(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(self.name or type(self).__name__):
+            return method(self, *args, **kwargs)
+
+    return within  # type: ignore[return-value]
+
+
+def with_names(node: Tree, name: str = "") -> Tree:
+    """The tree with each module's `name`, where it has one, set to that of the field that holds it."""
+    if isinstance(node, tuple | list):
+        return type(node)(with_names(item, name) for item in node)
+    if not isinstance(node, eqx.Module):
+        return node
+    named = copy.copy(node)
+    for field in dataclasses.fields(node):
+        value = name if field.name == "name" else with_names(getattr(node, field.name), field.name)
+        object.__setattr__(named, field.name, value)  # modules are frozen
+    return named
