@@ -196,6 +196,7 @@ def test_a_chat(tmp_path, capsys):
         (("--questions", "q.jsonl", "--shots", "-1"), "--shots is -1"),
         (("--prompts", "{prompts}", "--max-tokens", "0"), "max_tokens is 0"),
         (("--prompts", "{prompts}", "--limit", "0"), "--limit is 0"),
+        (("--prompts", "{prompts}", "--max-running-requests", "0"), "max_running_requests is 0, expected a whole"),
         (("--prompts", "no-such-file.json"), "no-such-file.json"),
         (("--prompts", "{prompts}", "--out", "nowhere/out.jsonl"), "--out: there is no directory"),
         (("--prompts", "{bad}"), "item 1 (line 2): the field 'answer' (or 'target'"),
