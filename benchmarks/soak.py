@@ -26,12 +26,12 @@ import tyro
 import ling3
 from benchmarks import record
 from benchmarks.soak_report import LOAD, MEMORY, Soak, table
-from ling3 import problems
 from ling3.engine.outputs import Completion, Delta, RequestOutput
 from ling3.engine.request import Request, Run
 from ling3.engine.runner import Saved
 from ling3.runtime.progress import progress
 from ling3.text.tokenizer import Tokenizer
+from ling3.train.nano import problems
 
 SETTINGS = {
     "max_running_requests": 8,

@@ -1,1 +1,1 @@
-"""Small Ling-3s trained from scratch on tasks that tell its mechanisms apart."""
+"""Small Ling-3s trained from scratch on tasks that test single mechanisms."""

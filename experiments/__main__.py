@@ -2,8 +2,8 @@
 
     python -m experiments --task mqar
 
-First every variant at every learning rate with one seed, then the best rate of each with fresh seeds. A run that is
-stored already is not run again, so whatever was stopped goes on where it was.
+Runs every variant at every learning rate with one seed, then the best rate of each with fresh seeds. A stored run is
+not repeated, so an interrupted experiment continues where it was.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def conduct(experiment: Experiment, file: Path) -> list[Run]:
-    """All runs of an experiment, in order: those that `file` has already, and the others as they come."""
+    """All runs of an experiment, in order: those stored in `file` first, then each new one when it is finished."""
     runs = read(file)
 
     def once(variant: str, rate: float, seed: int) -> None:
@@ -58,7 +58,7 @@ def main(
 
     Args:
         task: which experiment; all of them take about an hour of one core.
-        small: a tenth of the steps, two learning rates and one seed, into OUT/small: to see that it works.
+        small: a tenth of the steps, two learning rates and one seed, into OUT/small, as a quick check.
         out: the directory of the results.
     """
     for name in EXPERIMENTS if task == "all" else (task,):

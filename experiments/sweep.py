@@ -1,4 +1,4 @@
-"""One run: a variant trained from scratch at a learning rate with a seed, measured on examples it never sees."""
+"""One run: a variant trained from scratch at a learning rate with a seed, measured on held-out examples."""
 
 import dataclasses
 import json
@@ -72,7 +72,7 @@ _ADAM = optax.chain(
 
 
 def schedule(peak: float, warmup: int, steps: int) -> Float[np.ndarray, " steps"]:
-    """The learning rate of each step: up in a line to `peak`, down to 0 along a cosine."""
+    """The learning rate of each step: a linear warm-up to `peak`, then a cosine decay to 0."""
     step = np.arange(1, steps + 1)
     falling = 0.5 * (1.0 + np.cos(np.pi * (step - warmup) / (steps + 1 - warmup)))
     return (peak * np.where(step <= warmup, step / warmup, falling)).astype(np.float32)
@@ -94,7 +94,7 @@ def answer_loss(
     targets: Int[Array, "batch seq"],
     mask: Bool[Array, "batch seq"],
 ) -> tuple[Float[Scalar, ""], Float[Scalar, ""]]:
-    """Over the places asked: the mean of -log p(target) in nats, and the share where another token is likelier."""
+    """The mean of -log p(target) in nats and the share of wrong answers, over the places where one is expected."""
     logits = model(tokens)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     wrong = jnp.argmax(logits, axis=-1) != targets
@@ -157,12 +157,12 @@ def training(
 
 
 def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -> Run:
-    """`training` to its end, and the record of it."""
+    """Runs `training` to its end and returns the record."""
     begin = time.perf_counter()
     models, curve = zip(*training(experiment, variant, learning_rate, seed), strict=True)
     final = None
     if seed != experiment.sweep_seed:
-        # Rows of later steps than those of the points: which of the runs is reported was not chosen on them.
+        # From later steps than the points', so that the choice of the reported runs did not depend on these rows.
         unseen = stream(experiment.task, HELD_OUT, range(1, 1 + FINAL), experiment.held_out)
         final = _measured(models[-1], unseen, experiment.steps)
     return Run(

@@ -1,7 +1,7 @@
-"""Four tasks that ask one mechanism each: what is to be kept, found, counted or forgotten.
+"""Four tasks, each of which tests one mechanism: what is to be kept, found, counted or forgotten.
 
-A batch is a pure function of (task, seed, step): whatever is trained on it, all variants of a model see the same
-stream. `targets[b, t]` is asked for after the tokens up to t; where the mask is False nothing is asked.
+A batch is a pure function of (task, seed, step), so all variants of a model see the same stream. `targets[b, t]` is the
+answer expected after the tokens up to t; where the mask is False none is expected.
 
 | task | a row | asked |
 |---|---|---|
@@ -25,7 +25,7 @@ BLANK, RESET, SEPARATOR, NULL = 0, 0, 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Rows of tokens, the token asked for at each place, and the places where one is asked for at all."""
+    """Rows of tokens, the expected token at each place, and the places where one is expected."""
 
     tokens: Int32[np.ndarray, "batch seq"]
     targets: Int32[np.ndarray, "batch seq"]
@@ -112,7 +112,7 @@ def segment_reset(segments: int = 5, pairs: int = 5, queries: int = 6, keys: int
 def palindrome(length: int = 40, letters: int = 16) -> Task:
     """A string of length / 2 random letters, a separator, and the string backwards but for its last letter.
 
-    Asked is the string backwards, from the separator on: each place shows the letter that the one before it asked for.
+    The answer is the string backwards, from the separator on: each place shows the letter expected at the one before.
     """
     half = length // 2
 

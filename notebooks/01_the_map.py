@@ -12,7 +12,7 @@
 # we ask where the parameters are, and what a running sequence costs in bytes.
 #
 # The model is *nano*: 1.3 million parameters, every mechanism of the 7.9-billion Ling-3.0-tiny, and it has learned to
-# answer one kind of word problem. All that is said of shapes here holds for the large one, with larger numbers.
+# answer one kind of word problem. Everything said about shapes here holds for the large model, with larger numbers.
 
 # %%
 import dataclasses
@@ -28,7 +28,7 @@ import ling3
 from ling3.cache import Span
 from ling3.checkpoint.names import leaves, structure
 from ling3.interpret.ablations import solution_rows
-from ling3.problems import problems
+from ling3.train.nano.problems import problems
 
 plots.use()
 model = ling3.load("nano", dtype=jnp.float32)
@@ -39,8 +39,8 @@ print(f"{sum(leaf.size for leaf in jax.tree.leaves(model)):,} parameters in {con
 # %% [markdown]
 # ## A prompt becomes numbers
 #
-# The tokenizer cuts text into pieces of a fixed vocabulary, and each piece has a number. From here on the model sees
-# the numbers alone.
+# The tokenizer cuts text into pieces of a fixed vocabulary, and each piece has a number. The model sees only these
+# numbers.
 
 # %%
 prompt = "Question: Kate has 16 eggs. Then she gives away 12. How many eggs does Kate have?\nAnswer:"
@@ -88,8 +88,8 @@ assert [tiny.mlp_kind(i) for i in range(24)] == ["dense"] + 23 * ["moe"]
 # %% [markdown]
 # ## Through the model by hand
 #
-# The module tree has the names of the published checkpoint, so the walk can be written down with them. `Span` says
-# which columns are real tokens and at which positions; here all of them are, from position 0 on.
+# The module tree has the names of the published checkpoint, and the code below uses them. `Span` says which columns
+# are real tokens and at which positions; here all of them are, from position 0 on.
 
 # %%
 seq = tokens.shape[1]
@@ -178,7 +178,7 @@ width = max(len(stage) for stage, _, _ in stages)
 print("\n".join(f"{stage:<{width}}  {shape:<16} {dtype}" for stage, shape, dtype in stages))
 
 # %% [markdown]
-# `ling3.trace` takes this walk for you and returns all of it, shaped and named; the notebooks that follow plot from it.
+# `ling3.trace` does the same for you and returns every stage by name; the following notebooks plot from it.
 # Two examples, over 32 problems that nano has never seen, with their solutions. The **logit lens** reads the stream
 # after every layer as if it were the last: where does the model know its next token? And the norms show how much each
 # part adds to the stream.
@@ -217,8 +217,8 @@ assert missed["numbers"] == sorted(missed["numbers"], reverse=True)  # each laye
 assert missed["numbers"][0] < 0.06 and missed["other tokens"][-1] < 0.001
 
 # %% [markdown]
-# A surprise to keep in mind: *one* KDA layer with its dense MLP knows 96 % of the numbers already. Nano's task needs
-# little depth, and so what its later layers are worth will be hard to see in its answers (notebook 5).
+# A surprise to keep in mind: *one* KDA layer with its dense MLP already knows 96 % of the numbers. Nano's task needs
+# little depth, so it will be hard to see in its answers what its later layers are worth (notebook 5).
 
 # %% [markdown]
 # ## Where the parameters are
@@ -303,8 +303,8 @@ assert 2800 < crossing < 2850 and at_the_end < 0.025
 # %% [markdown]
 # ## And out again
 #
-# The likeliest next token is appended, and the walk begins anew, now with one token and a memory of all others. That is
-# all there is to generating text.
+# The likeliest next token is appended, and the pass is repeated, now with one token and a memory of all others. That
+# is all there is to generating text.
 
 # %%
 new = ling3.generate(model, [ids], max_tokens=32, stop_token_ids=tokenizer.eos_token_ids)
@@ -312,9 +312,9 @@ print(prompt + tokenizer.decode(new[0]))
 assert tokenizer.decode(new[0]).strip() == "16 - 12 = 4. The answer is 4."
 
 # %% [markdown]
-# **What to read next.** The code of this walk is `ling3/model.py` (the tree and its one forward pass); notebooks 2, 3
-# and 4 open its three rooms. Change the model with `dataclasses.replace(config, ...)` and `ling3.init`: every size is
-# free.
+# **What to read next.** The code of this pass is `ling3/model.py` (the tree and its one forward pass); notebooks 2, 3
+# and 4 explain its three kinds of layers. Change the model with `dataclasses.replace(config, ...)` and `ling3.init`:
+# you may choose every size.
 
 # %%
 small = dataclasses.replace(config, num_hidden_layers=6, layer_group_size=3)

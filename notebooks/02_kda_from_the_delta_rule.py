@@ -16,7 +16,7 @@
 #
 # This notebook derives these lines, then the *chunk form*, which computes the same numbers on matrix products, and then
 # shows what the bound $-5 \le g$ of Ling-3 is for: it makes those products representable in float32.
-# Each claim is followed by the cell that checks it, against `ling3.ops.kda`, the very functions that the model runs.
+# Each claim is followed by the cell that checks it against `ling3.ops.kda`, the functions that the model runs.
 
 # %%
 import itertools
@@ -31,7 +31,7 @@ import ling3
 from ling3.cache import Span
 from ling3.layers.kda import KDA
 from ling3.ops.kda import MAX_NATS, SUB_CHUNK, chunk_kda, kda_gate, l2_normalize, recurrent_kda, unit_lower_inverse
-from ling3.problems import ask, problems
+from ling3.train.nano.problems import ask, problems
 
 jax.config.update("jax_enable_x64", True)  # equalities are checked in float64; float32 has its turn below
 plots.use()
@@ -57,8 +57,8 @@ def unit(x):
 # $$S^\top k_i = v_i + \sum_{j\ne i} (k_j\cdot k_i)\,v_j ,$$
 #
 # the right value plus crosstalk. Two random unit vectors in $K$ dimensions have $\mathbb E\,(k_j\cdot k_i)^2 = 1/K$, so
-# after $n$ writes the squared error is $(n-1)/K$ of the squared length of a value: it grows without end. And a second
-# write to the same key does not replace the first: the answer is the sum of the two.
+# after $n$ writes the squared error is $(n-1)/K$ of the squared length of a value: it grows without bound. And a
+# second write to the same key does not replace the first: the answer is the sum of the two.
 #
 # ## The delta rule: one step of gradient descent
 #
@@ -88,7 +88,7 @@ np.testing.assert_allclose(after, S - beta * jax.grad(loss)(S), rtol=1e-12)
 #
 # $$S_{\text{new}}^\top k = S^\top k + |k|^2\,\beta\,(v - S^\top k) = (1-\beta)\,S^\top k + \beta\,v .$$
 #
-# So $\beta$, a sigmoid of the token, says how much of the old answer gives way to the new one, from nothing to all.
+# So $\beta$, a sigmoid of the token, says how much of the old answer is replaced by the new one, from nothing to all.
 # Everything orthogonal to $k$ stays untouched. The write is $S \mapsto (I - \beta k k^\top)\,S + \beta k v^\top$, and
 # its matrix has the eigenvalues $1$ and $1-\beta|k|^2$. With $|k| = 1$ both lie in $[0, 1]$: what is stored can only
 # shrink, whatever tokens come. That is why KDA's keys are normalised (`l2_normalize`, with $10^{-6}$ under the root for
@@ -152,10 +152,10 @@ energy = np.asarray(jnp.mean(jnp.sum(delta**2, axis=(2, 3)), axis=1)) / (K * V)
 np.testing.assert_allclose(energy, 1 - (1 - 1 / K) ** counts, rtol=0.1)
 
 # %% [markdown]
-# The delta rule's error cannot grow without end: a write in a random direction first takes away $1/K$ of all that is
-# stored, so $|S|^2$ tends to $KV$ (asserted above), and what is long forgotten is answered by an unrelated vector of
-# the length of a value, an error of $1 + 1$. The oldest pairs pay; the newest is exact. A second value for one key
-# shows the difference at its plainest:
+# The delta rule's error is bounded: a write in a random direction first removes $1/K$ of everything stored, so $|S|^2$
+# tends to $KV$ (asserted above), and a key that was forgotten long ago is answered by an unrelated vector of the length
+# of a value, an error of $1 + 1$. The oldest pairs are lost; the newest is exact. The difference is plainest when a key
+# gets a second value:
 
 # %%
 k, first, second = unit(normal(6, 1, 1, 1, 8)), normal(7, 6), normal(8, 6)
@@ -173,8 +173,8 @@ np.testing.assert_allclose(S[0, 0].T @ k[0, 0, 0], second, rtol=1e-9)  # the sum
 # %% [markdown]
 # ## Forgetting, channel by channel
 #
-# The delta rule forgets only what is overwritten. A text also ends topics: then the memory should fade whether or not
-# its keys come again. So the state decays before each write, by $e^{g}$ with $g \le 0$, and the *kind* of $g$ names the
+# The delta rule forgets only what is overwritten. But topics end, and then the memory should fade whether or not its
+# keys occur again. So the state decays before each write, by $e^{g}$ with $g \le 0$, and the *kind* of $g$ names the
 # architecture:
 #
 # | decay | write | name |
@@ -318,9 +318,9 @@ np.testing.assert_allclose(o_chunk, by_hand, rtol=1e-10)
 np.testing.assert_allclose(S_chunk, S_by_hand, rtol=1e-10)
 
 # %% [markdown]
-# Ten lines, and the sixteen steps of the loop are gone. `chunk_kda` is these lines for batches, heads and many chunks,
-# with a tail that is padded by tokens of $g = 0$, $\beta = 0$. Here it meets the recurrence over lengths that fill
-# their chunks and lengths that do not, from a state that is not zero, in outputs, states and gradients:
+# These ten lines replace the sixteen steps of the loop. `chunk_kda` is the same for batches, heads and many chunks, and
+# pads the last chunk with tokens of $g = 0$, $\beta = 0$. Here it is compared with the recurrence for lengths that fill
+# their chunks and lengths that do not, from a non-zero state, in outputs, states and gradients:
 
 # %%
 for seq, chunk_size in ((1, 16), (37, 16), (64, 32)):
@@ -525,7 +525,7 @@ for ours, law in zip(unbounded(*inputs), recurrent_kda(*inputs), strict=True):
 # %% [markdown]
 # ## What float32 costs
 #
-# Equal in float64 is a statement about algebra. The model runs in float32; so here are both forms in float32 against
+# Equality in float64 is a statement about algebra. The model runs in float32; so here are both forms in float32 against
 # the recurrence in float64, for gates from almost none to the bound, over 512 tokens and 8 heads of 64 channels. The
 # error is the largest of all outputs, relative to their root mean square.
 

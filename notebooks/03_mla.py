@@ -28,7 +28,7 @@ import ling3
 from ling3.cache import Span
 from ling3.interpret.inspect import report
 from ling3.layers.rope import rotate
-from ling3.problems import ask, problems
+from ling3.train.nano.problems import ask, problems
 
 jax.config.update("jax_enable_x64", True)  # so that equal can mean equal
 plots.use()
@@ -226,7 +226,7 @@ assert off > 0.05
 # | expanded | $2R(N+V)$ | | $2(N+P) + 2V$ |
 # | absorbed | | $2R(N+V)$ | $2(R+P) + 2R$ |
 #
-# Changing sides moves the same product from the cached tokens to the new ones, and makes each pair 3.4 times dearer.
+# Absorption moves the same product from the cached tokens to the new ones, and makes each pair 3.4 times as expensive.
 # With $n = 1$ (decoding) the first column decides, with a long prompt the last. For long contexts they meet at
 #
 # $$n^* = \frac{2R(N+V)}{2(R+P)+2R - 2(N+P) - 2V} .$$
@@ -359,8 +359,8 @@ print(f"its part of the layer's output, which has length 1: {loud:.0f} without t
 assert loud > 10 and heard < 0.1
 
 # %% [markdown]
-# What nano's gates do, token by token, in its two MLA layers. Nobody told them to, but they open mostly where the
-# story's content lies: at numbers and at the ends of sentences.
+# What nano's gates do, token by token, in its two MLA layers. Without being trained to, they open mostly at the
+# story's content: at numbers and at the ends of sentences.
 
 # %%
 gates = {i: jax.nn.sigmoid(nano.model.layers[i].attention.g_proj(inputs[i][0])).T for i in (1, 3)}

@@ -6,7 +6,7 @@
 # ---
 
 # %% [markdown]
-# # 4. Routing: who computes a token
+# # 4. Routing: which experts compute a token
 #
 # All layers of Ling-3.0-tiny but the first have 128 small feed-forward networks, the *experts*, and each token goes
 # through 8 of them and one that all tokens share:
@@ -14,9 +14,9 @@
 # $$y = \sum_{e\,\in\,\text{chosen}} w_e\,\mathrm{expert}_e(x) + \mathrm{shared}(x) .$$
 #
 # So the model has many weights and uses few of them for a token. Everything else about such a layer is one question:
-# who is chosen? Ling-3 answers as DeepSeek-V3 does (arXiv 2412.19437, §2.1.2): sigmoid scores, groups, and a bias that
-# keeps the experts evenly busy without a term in the loss. This notebook rebuilds the router in twelve lines, shows
-# what each of its parts is for, and then looks at what *nano*'s experts have specialised in.
+# which experts are chosen? Ling-3 answers as DeepSeek-V3 does (arXiv 2412.19437, §2.1.2): sigmoid scores, groups, and a
+# bias that keeps the experts evenly busy without a term in the loss. This notebook rebuilds the router in twelve lines,
+# shows what each of its parts is for, and then looks at what *nano*'s experts have specialised in.
 
 # %%
 import dataclasses
@@ -33,8 +33,8 @@ import ling3
 from ling3.families.ling3 import moe_config
 from ling3.interpret.inspect import report
 from ling3.layers.moe import Router
-from ling3.problems import ask, problems
 from ling3.train import BalancedRouter, excess_load
+from ling3.train.nano.problems import ask, problems
 
 plots.use()
 tiny, nano, tok = ling3.Ling3Config(), ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
@@ -353,15 +353,16 @@ assert min(losses["always experts 0 and 1"], losses["always experts 6 and 7"]) >
 
 # %% [markdown]
 # Half of the tokens change an expert, and the loss stays where it was: the experts that the bias exchanges can stand in
-# for each other. That is what makes it a harmless thermostat. The choice itself is not arbitrary: the same two for
-# everyone are about as bad as none, or worse, and the least fitting are worse than none. (Much of nano is in its other
-# layers, as the last bar shows: 27 thousandths of a nat are still not much. This is a small model with an easy task.)
+# for each other. That is what makes it a harmless thermostat. The choice itself is not arbitrary: the same two experts
+# for all tokens are about as bad as none, or worse, and the least fitting are worse than none. (Much of nano is in its
+# other layers, as the last bar shows: 27 thousandths of a nat are still not much. This is a small model with an easy
+# task.)
 
 # %% [markdown]
-# ### Who takes what
+# ### Which tokens an expert takes
 #
 # Which tokens does an expert take? Rows are kinds of tokens, columns experts; a cell is the share of that kind's
-# choices that fall on the expert (12.5 % if they did not care).
+# choices that fall on the expert (12.5 % if experts were not specialised).
 
 # %%
 raw = np.asarray([tok.decode([t]) for t in tokens.reshape(-1).tolist()])
@@ -399,9 +400,9 @@ assert rows_of[". ? : and line ends"].max() < 0.25 and rows_of[". ? : and line e
 
 # %% [markdown]
 # Balance asks that each expert get its share of *all* tokens, and leaves open which. Numbers have experts that take
-# more than twice an even share of them and others that take almost none, and so have the spaces after which the model
-# must say a number; full stops go to anyone. Both at once are possible because the bias is added per expert, not per
-# token.
+# more than twice an even share of them and others that take almost none; the same holds for the spaces after which the
+# model must say a number, while full stops go to all experts. Both at once are possible because the bias is added per
+# expert, not per token.
 #
 # ## Questions
 #
@@ -436,8 +437,8 @@ assert rows_of[". ? : and line ends"].max() < 0.25 and rows_of[". ? : and line e
 #
 # <details><summary>Answer</summary>
 #
-# Not count it as load in training, and not read experts for it when serving: `MoE` gives padded tokens the index of no
-# expert, which costs nothing.
+# It must not count padding as load in training, nor read experts for it when serving: `MoE` gives padded tokens an
+# index past the last expert, which costs nothing.
 #
 # </details>
 

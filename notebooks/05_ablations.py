@@ -10,7 +10,7 @@
 #
 # Take a mechanism out of a trained model and see what breaks. `ling3.ablate` does the surgery: pure functions from a
 # model to a model, which still runs, traces, serves and saves. Here we cut nano's output gates, bend its decay, and
-# remove its convolutions, and set the result beside the table of the Kimi Linear report, where models were *trained*
+# remove its convolutions, and compare the results with the table of the Kimi Linear report, where models were *trained*
 # without the part in question.
 #
 # The two experiments ask different questions, and it is easy to confuse them. **Cutting** asks what a trained model has
@@ -33,7 +33,7 @@ from IPython.display import Image
 import ling3
 from ling3.interpret import ablate
 from ling3.interpret.ablations import solution_rows
-from ling3.problems import problems
+from ling3.train.nano.problems import problems
 
 plots.use()
 model = ling3.load("nano", dtype=jnp.float32)
@@ -147,10 +147,10 @@ assert off[1] < 0.1 and off[1] + 0.1 < mean[1] < 0.5
 assert gate_results["KDA, layer 2"][0][1] > 0.95 and gate_results["MLA, both layers"][0][1] > 0.95
 
 # %% [markdown]
-# In layer 0 the gate is vital: without it hardly a problem is solved. Held at its mean, a quarter is: part of what the
-# gate does is a fixed weighting of channels, but most of it *depends on the token*. In layer 2 and in both MLA layers
-# nobody misses it. That is less about gates than about nano: as notebook 1 showed, its first layer does nearly all of
-# the work, and a part cannot be missed where nothing is done.
+# In layer 0 the gate is vital: without it hardly any problem is solved. With the gate held at its mean a quarter is
+# solved: part of what the gate does is a fixed weighting of channels, but most of it *depends on the token*. In layer 2
+# and in both MLA layers the model does as well without it. That says less about gates than about nano: as notebook 1
+# showed, its first layer does nearly all of the work, and the others have little to lose.
 
 # %% [markdown]
 # ## The bound is not a clamp
@@ -210,7 +210,7 @@ assert at[-0.1][1][1] < 0.7 and no_decay[1] < 0.4  # but a memory that cannot fo
 # So "we changed the bound and accuracy fell" says little about the bound. With the small decays kept, nano does as well
 # at -20 as at -5, and nearly as well at -1; only at -0.1, where no channel can fade by a factor e within ten tokens,
 # does it fail. What
-# -5 is for is arithmetic: 16 tokens of it are 80 nats, and $e^{80}$ still fits into float32 (notebook 2).
+# the bound of -5 is for is arithmetic: 16 tokens of it are 80 nats, and $e^{80}$ still fits into float32 (notebook 2).
 #
 # <details><summary><b>Question.</b> Bound, law and initialisation are three ablations. Which of them did the last cell
 # change for the softplus law?</summary>
@@ -260,12 +260,12 @@ Image("../docs/ablations.png", width=760)
 # | no short convolution | 9.29 / 5.70 | KDA: no short convolution | 0.00 |
 # | all MLA | 9.45 / 5.77 | layer 0: no KDA | 0.03 |
 #
-# The same words on both sides of the table, and no contradiction. Trained without its output gate a model loses 0.02 of
-# perplexity; cut from a model that was trained with it, it takes everything along. Cutting measures **reliance**,
+# The two sides of the table do not contradict each other. A model that is trained without its output gate loses 0.02 of
+# perplexity; a model that was trained with it and loses it fails. Cutting measures **reliance**,
 # training measures **need**. If you want to decide what to build, train; if you want to know how a model works, cut.
 #
 # What could *not* be shown at this size, and is left out of the claims: that MLA layers matter (nano hardly uses them),
-# the worth of the routing bias and of the shared expert, RoPE (nano reads order from KDA), and any effect of the bound
+# the value of the routing bias and of the shared expert, RoPE (nano reads order from KDA), and any effect of the bound
 # itself.
 
 # %%

@@ -8,9 +8,9 @@
 # %% [markdown]
 # # 6. Trained from scratch in minutes
 #
-# Ablating a trained model tells what it came to rely on. What a mechanism is *for* shows when models have to learn
-# without it. Here are four tasks that ask one mechanism each, and Ling-3s of 76,000 to 160,000 parameters trained on
-# them: 134 runs in an hour of one shared core.
+# Ablating a trained model shows what it relies on. To see what a mechanism is *for*, models have to learn without it.
+# Here are four tasks, each of which tests one mechanism, and Ling-3s of 76,000 to 160,000 parameters trained on them:
+# 134 runs in an hour of one shared core.
 #
 # Small experiments mislead easily, so there are rules, kept by `experiments/` (see its README):
 #
@@ -49,8 +49,8 @@ LOOKS = list(zip((BLUE, RED, GREEN, ORANGE, PINK, BLACK), "os^DvX", ("-", "--", 
 # ## Reading the results
 #
 # Each finished run is a line of JSON. `swept` are the runs of the sweep, `reported` those with fresh seeds. The error
-# is the share of wrong answers on held-out rows: 256 of them on the way, 2,048 others at the end of a reported run. No
-# wrong answer at all is drawn, and counted in means, as half of one.
+# is the share of wrong answers on held-out rows: 256 of them during a run, 2,048 others at the end of a reported one.
+# A run without wrong answers is drawn, and counted in means, as if half an answer were wrong.
 
 
 # %%
@@ -193,7 +193,7 @@ assert len(everything) == 134 and 59 < minutes < 61
 #
 # The task has to make forgetting matter. A row is five segments. Each begins with a reset, binds five keys to values,
 # and asks for six keys: three of its own, and three *stale* ones, bound in earlier segments, to which the answer is
-# NULL. A line of the picture is a segment; what is asked for stands beneath.
+# NULL. A line of the picture is a segment; the answers stand beneath.
 
 
 # %%
@@ -294,7 +294,7 @@ assert at_resets.mean() < 3 * elsewhere.mean()
 assert sharp.mean() > 0.2 and elsewhere[..., sharp].mean() > -0.15
 
 # %% [markdown]
-# Nobody told the model what a reset is. About a third of its channels empty there and keep what they hold elsewhere;
+# The model was never told what a reset is. About a third of its channels empty there and keep what they hold elsewhere;
 # others decay at keys of their own. Channels that decay apart from each other are what KDA adds to the gated delta
 # rule, which has one decay per head.
 

@@ -32,7 +32,7 @@ import ling3
 from ling3.cache import Cache, KDAState, Span
 from ling3.interpret.inspect import report
 from ling3.ops.kda import kda_step
-from ling3.problems import ask, last_number, problems
+from ling3.train.nano.problems import ask, last_number, problems
 
 plots.use()
 nano, tok, tiny = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano"), ling3.Ling3Config()
@@ -52,14 +52,14 @@ states = kda_layers * 16 * 128 * 128 * 4  # heads, key, value, bytes
 tails = kda_layers * 3 * (3 * 16 * 128) * 2  # taps - 1; channels of q, k and v; bytes
 per_token = mla_layers * (512 + 64) * 2
 assert (kda_layers, mla_layers) == (18, 6)
-assert states == memory.recurrent_state_per_sequence == 18_874_368
-assert tails == memory.conv_state_per_sequence == 663_552
+assert states == memory.state_per_sequence["recurrent"] == 18_874_368
+assert tails == memory.state_per_sequence["conv"] == 663_552
 assert per_token == memory.cache_per_token == 6_912
 print(f"{(states + tails) / 1e6:.1f} MB once per sequence, and {per_token:,} bytes per token")
 
 # %% [markdown]
 # The same model with MLA in all 24 layers would need no states and $24\cdot1152 = 27{,}648$ bytes a token; with plain
-# multi-head attention (16 keys and values of 128) 196,608. Below about a thousand tokens the states are the *dearer*
+# multi-head attention (16 keys and values of 128) 196,608. Below about a thousand tokens the states take *more*
 # memory. Where the lines cross, and what they say at the model's full context:
 
 # %%
@@ -220,9 +220,9 @@ assert jnp.array_equal(restored, truth) and off > 0.05
 #
 # $$S_{t-1} = e^{-g}\Bigl(I + \tfrac{\beta}{1-\beta}\,kk^\top\Bigr)\bigl(S_t - \beta k v^\top\bigr) .$$
 #
-# But forgetting is what the layer is good at. Each step back multiplies the rounding errors by what the step forward
-# had divided by. With the $k$, $v$, $g$ and $\beta$ of nano's first layer on a real prompt, in float32 (a line ends
-# where its range does):
+# But forgetting is what the layer is good at: each step back multiplies the rounding errors by the factor that the step
+# forward had divided by. With the $k$, $v$, $g$ and $\beta$ of nano's first layer on a real prompt, in float32 (a line
+# ends where its range does):
 
 # %%
 longest = max(prompts, key=len)
@@ -266,7 +266,7 @@ assert all(n is not None for n in lost)
 # ## A slot that is not cleared
 #
 # A server gives a finished request's slot to the next one. For a list it is enough to set the length to zero: stale
-# entries lie beyond it and are never read. A state has no beyond. What happens if it is left?
+# entries lie beyond it and are never read. A state has no length. What happens if it is not cleared?
 #
 # Take 32 pairs of users. The first of each pair tells the model a fact and is done: "Sam has 55 dollars." The second,
 # who gets the same slot, asks a question that *cannot* be answered, since it lacks the fact. The cache's length is set
@@ -337,9 +337,9 @@ plt.show()
 
 # %% [markdown]
 # The second user's answers are computed with the first user's numbers. All of it comes through $S$: stale latents
-# change no bit, and the three tokens of a convolution tail hold no story. This is a leak of one request's content into
-# another's answer, and a test is likely to miss it: asked *complete* questions, the model hardly minds. (nano was
-# trained on rows of several stories, and to read each for itself.)
+# change no bit, and the three tokens of a conv state hold no story. This is a leak of one request's content into
+# another's answer, and a test is likely to miss it: *complete* questions are answered nearly as well. (nano was trained
+# on rows of several stories, each of which has to be read by itself.)
 
 # %%
 whole = [tok.encode(ask(p)) for p in stories]
@@ -363,7 +363,7 @@ for i in (shown, shown + 1):  # the one slot is used by both users, in turn
 # %% [markdown]
 # ## Padding
 #
-# Rows of a batch have different lengths. Softmax attention masks what is no token; a recurrence would take it in. So
+# Rows of a batch have different lengths. Softmax attention masks padding; a recurrence would write it. So
 # KDA sets $g = 0$ and $\beta = 0$ there: $S \leftarrow e^0 S + k\,(0\cdot u)^\top = S$, and the convolution's tail is
 # cut after the last *valid* token. `lengths` says how many are valid, and 0 leaves a row exactly as it was:
 
@@ -377,7 +377,7 @@ for old, new in zip(states_of(cache), states_of(after)):
     assert not jnp.any(jnp.all(old.recurrent[8:] == new.recurrent[8:], axis=(1, 2, 3)))
 
 # %% [markdown]
-# And a padded row goes on like one that never was padded. Float32 sums inside a chunk may be ordered differently for
+# And a padded row continues like one without padding. Float32 sums inside a chunk may be ordered differently for
 # another width, hence a tolerance; the logits here have a standard deviation of 3.3:
 
 # %%
@@ -402,8 +402,8 @@ np.testing.assert_allclose(together[0, : len(prompts[0])], alone[0], atol=1e-3)
 # <details><summary>Answer</summary>
 #
 # The MLA pages of the prompt, to be shared by reference, and *one* copy of the KDA states (and convolution tails) after
-# its last token: 19.5 MB, copied into each new request's slot. A user whose text departs from the prompt earlier gains
-# nothing from it, unless states were stored at more places.
+# its last token: 19.5 MB, copied into each new request's slot. A request that differs from the prompt before its end
+# gains nothing, unless states were stored at more places.
 #
 # </details>
 #

@@ -8,10 +8,10 @@
 # %% [markdown]
 # # 8. Serving: continuous batching, turn by turn
 #
-# One request alone leaves a processor idle: decoding reads all weights to make one token. Requests that run together
-# share that reading, so a server wants many at once. But they come when they like, are short or long, and nobody knows
-# how long an answer will be. `ling3.Engine` lets requests join and leave a running batch between two calls to the
-# device: *continuous batching* (Orca; Yu et al., OSDI 2022), on pages (vLLM; Kwon et al., SOSP 2023).
+# One request alone leaves a processor idle: decoding reads all weights to compute one token. Requests in one batch
+# share those reads, so a server wants many at once. But requests come at any time, are short or long, and the length of
+# an answer is unknown. `ling3.Engine` lets requests join and leave a running batch between two calls to the device:
+# *continuous batching* (Orca; Yu et al., OSDI 2022), on pages (vLLM; Kwon et al., SOSP 2023).
 #
 # Here it is slowed down until each turn can be seen: four slots and few pages, *nano* as the model, one `step()` at a
 # time.
@@ -29,7 +29,7 @@ import plots
 
 import ling3
 from ling3.engine.loop import Loop
-from ling3.problems import ask, last_number, problems
+from ling3.train.nano.problems import ask, last_number, problems
 
 plots.use()
 nano, tok = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
@@ -60,12 +60,12 @@ print(inspect.getsource(Loop.launch))
 # %% [markdown]
 # Five things happen in a turn:
 #
-# 1. **Make room.** Everyone who decodes will write up to four more latents. If pages run out, the youngest gives up
-#    its slot.
+# 1. **Make room.** Every decoding request will write up to four more latents. If pages run out, the youngest is
+#    preempted.
 # 2. **Admit.** The oldest waiting request gets a slot and pages, while there are any: first come, first served.
 # 3. **Prefill.** Prompts go in by chunks, at most 32 padded tokens a turn, so that a long prompt does not make the
 #    others wait.
-# 4. **Decode.** One call brings everyone past the prompt up to four tokens.
+# 4. **Decode.** One call computes up to four tokens for every request whose prompt is done.
 # 5. **Read** what the turn *before* has computed, while the device works on this one.
 #
 # So Python and the device work at the same time, and Python sees tokens one turn late: a request that has ended keeps
@@ -123,9 +123,9 @@ print(f"\n{stats.steps} turns, {stats.prefill_calls} prefill and {stats.decode_c
 print(f"{stats.output_tokens} tokens, {stats.preemptions} preemptions")
 
 # %% [markdown]
-# The whole run in one picture. A colour and number is a request; hatched, its prompt is going in; dotted, it has
-# its slot, but older prompts go first; below the slots, who waits (crossed: preempted before); at the bottom, whose the
-# pages are.
+# The whole run in one picture. A colour and a number are a request; hatched: its prompt is prefilled; dotted: it has a
+# slot, but older prompts go first. Below the slots are the waiting requests (crossed: preempted before), and at the
+# bottom the owners of the pages.
 
 # %%
 COLOURS = [plots.SKY, plots.ORANGE, plots.GREEN, plots.YELLOW, plots.PINK, plots.BLUE, plots.RED, "#BBBBBB"]
@@ -162,13 +162,13 @@ plt.show()
 # %% [markdown]
 # What to look for:
 #
-# - **Slots do not stand empty** while a request waits whose pages there are. Who ends (mostly a problem: short answers)
-#   is followed by the next in the queue a turn later.
+# - **Slots do not stay empty** while a request waits and has enough pages. A request that ends (mostly a problem, whose
+#   answer is short) is followed by the next in the queue a turn later.
 # - **A long prompt shares the turns.** Request 4, the worked examples, is hatched for many turns, and in each of them
-#   the others go on decoding. Who else waits for prefill waits longer, though: prompts go in one after another.
-# - **Pages become scarce** when talkers grow. At a ▼ the *youngest* running request moves out, its states and pages bit
-#   for bit, to the host. It comes back, at its old place in the order, when older ones have made room. The oldest is
-#   never preempted, so whatever happens, someone gets on: there is no deadlock.
+#   the others go on decoding. Other requests wait longer for prefill, though: prompts go in one after another.
+# - **Pages become scarce** when long answers grow. At a ▼ the *youngest* running request is swapped out: its states and
+#   pages are copied to the host, bit for bit. It is swapped in again, at its old place in the order, when older
+#   requests have made room. The oldest is never preempted, so there is always progress and no deadlock.
 
 # %%
 together = [{number for number, _, _ in entry["running"].values()} for entry in log]
@@ -189,8 +189,8 @@ assert sum(solved) >= 5
 # %% [markdown]
 # ## The promise
 #
-# Whoever runs beside a request, whenever it comes, and however often it is preempted: its tokens and their
-# log-probabilities are *bit for bit* those of the same request alone. Each request of the crowd once more, all alone:
+# Whatever other requests run beside a request, whenever it comes, and however often it is preempted: its tokens and
+# their log-probabilities are *bit for bit* those of the same request alone. Here is each request once more, alone:
 
 # %%
 asked = [request for turn in sorted(arrivals) for request in arrivals[turn]]
@@ -204,8 +204,8 @@ assert moved
 
 # %% [markdown]
 # This does not come by itself. Floating-point sums depend on their order, and a library picks the order by the *shape*
-# of what it is given: the same row, multiplied alone and in a batch, may come out different in the last bits. One such
-# bit can turn the tie between two tokens, and then two texts go their own ways.
+# of what it is given: the same row, multiplied alone and in a batch, may differ in the last bits. One such bit can
+# decide between two tokens, and from there on the two texts differ.
 
 # %%
 rows = jnp.asarray(np.random.default_rng(0).standard_normal((64, 128)), jnp.float32)
@@ -219,7 +219,7 @@ print(f"{differ:,} of {by_one.size:,} logits differ on this machine, by up to {m
 # %% [markdown]
 # So the engine fixes the shapes: a decode call has `decode_rows` rows, empty ones among them if need be; a prompt goes
 # in alone, cut at multiples of the chunk; a row's pages are summed in order; and draws are keyed by (seed, position)
-# and not by a stream that others draw from. The price is arithmetic on empty rows, which `batch_invariant=False` saves.
+# and not by a shared stream. The price is arithmetic on empty rows, which `batch_invariant=False` saves.
 #
 # ## What it gains
 #
@@ -285,8 +285,8 @@ assert counted["continuous, ideal"] <= continuous < static and by_hand <= static
 #
 # <details><summary>Answer</summary>
 #
-# Because then the oldest always gets on, and everyone becomes the oldest in time. If the largest made room, two that
-# grow could push each other out in turn, and neither would finish.
+# Because then the oldest always makes progress, and every request becomes the oldest in time. If the largest were
+# preempted, two that grow could preempt each other in turn, and neither would finish.
 #
 # </details>
 #
@@ -314,7 +314,7 @@ assert counted["continuous, ideal"] <= continuous < static and by_hand <= static
 #
 # <details><summary>Answer</summary>
 #
-# It is the head of the queue and its pages are not there yet. Later, smaller requests are not let past it: first come,
-# first served means that no stream of small requests can starve a large one.
+# It is the head of the queue, and there are not enough free pages for it yet. Later, smaller requests do not overtake
+# it: first come, first served means that no stream of small requests can starve a large one.
 #
 # </details>

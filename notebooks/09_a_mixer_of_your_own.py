@@ -9,13 +9,13 @@
 # # 9. A mixer of your own
 #
 # Most of a language model is not its sequence mixer: embeddings, norms, feed-forwards, checkpoints, sampling, serving.
-# So who has an idea for a mixer should have to write the mixer, and nothing else. Here that is done once, from the
-# formula to a server: the *gated delta rule* (Gated DeltaNet; Yang, Kautz & Hatamizadeh,
+# So to try an idea for a mixer you should have to write the mixer, and nothing else. This notebook does that once, from
+# the formula to a server: the *gated delta rule* (Gated DeltaNet; Yang, Kautz & Hatamizadeh,
 # [arXiv 2412.06464](https://arxiv.org/abs/2412.06464)), which is KDA's direct ancestor. It is written in under 60
 # lines, trained for a minute or two, saved, loaded, and served beside Ling-3's *nano*, with the engine's promise: a
-# request's answer is the same to the last bit, whoever runs beside it.
+# request's answer is the same to the last bit, whatever other requests run beside it.
 #
-# No file of the package is changed for that.
+# No file of the package is changed.
 
 # %%
 import dataclasses
@@ -39,8 +39,8 @@ from ling3.layers.conv import ShortConv
 from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import GatedRMSNorm, RMSNorm
-from ling3.problems import ask, problems
 from ling3.runtime.recorder import Recorder
+from ling3.train.nano.problems import ask, problems
 
 plots.use()
 
@@ -86,7 +86,7 @@ for t in range(12):
     np.testing.assert_allclose(o[0, 0], law.T @ q[t], atol=1e-5)
 
 # %% [markdown]
-# ## What a mixer owes the engine
+# ## What the engine expects of a mixer
 #
 # A mixer is any Equinox module with two methods:
 #
@@ -95,19 +95,19 @@ for t in range(12):
 # | `y, state = mixer(x, state, span)` | an output for each token of `x`, `[batch, seq, hidden]`, and the memory after |
 # | `mixer.empty_state(slots, pages, page_size, dtype)` | the memory before the first token |
 #
-# The memory is a pytree of your own. The engine does not look into it: an array in it has **a row per slot**, which is
-# a running request's, or is a `ling3.Paged` one, whose entries lie in pages (a cache that grows, as attention has).
-# $S$ never grows, so rows will do. With rows and pages told apart the engine can fill a slot, empty it, and move a
-# preempted request to the host and back, whatever the arrays mean.
+# The memory is a pytree of your own. The engine knows only two kinds of arrays in it: those with **a row per slot**,
+# one for each running request, and `ling3.Paged` ones, whose entries lie in pages (a cache that grows, as attention
+# has). $S$ never grows, so it has a row per slot. That is enough for the engine to fill a slot, to clear it, and to
+# swap a preempted request out and in, whatever the arrays mean.
 #
-# Four things it takes on trust; each is a cell further down:
+# It relies on four laws; each has a cell further down:
 #
 # 1. **Many tokens or one.** A prompt comes in chunks, then tokens come one by one. However a sequence is cut, the
 #    outputs are the same (up to rounding).
-# 2. **Padding is nothing.** `span.length` says how many tokens of each row are real. What stands behind them must leave
-#    the memory as it was, every bit of it: here $g=0$ and $\beta=0$, so $S\leftarrow e^0 S+k\,0^\top$.
+# 2. **Padding changes nothing.** `span.length` says how many tokens of each row are real. The columns after them must
+#    leave every bit of the memory as it was: here $g=0$ and $\beta=0$, so $S\leftarrow e^0 S+k\,0^\top$.
 # 3. **No look ahead.** The output for a token depends on that token and earlier ones.
-# 4. **Each row for itself.** Nothing of one row, not even a NaN, may reach another one.
+# 4. **Rows are independent.** Nothing of one row, not even a NaN, may reach another one.
 #
 # Without a state (`None`, as in training) a sequence begins with the empty one and nothing is kept.
 #
@@ -217,8 +217,8 @@ for widths in ((12,), (5, 4, 3), (1,) * 12):
     np.testing.assert_allclose(in_pieces(*widths)[0], whole, atol=1e-5)
 
 # %% [markdown]
-# **2. Padding is nothing.** The first row brings four tokens and garbage after them, the second nothing at all, the
-# third all twelve. Equal here means equal bits:
+# **2. Padding changes nothing.** The first row has four tokens and garbage after them, the second no token, the third
+# all twelve. Equal here means equal bits:
 
 # %%
 (_, before), more = in_pieces(12), normal(3, 3, 12, 16)
@@ -238,7 +238,7 @@ slope = jax.grad(lambda x: jnp.sum(jnp.square(layer(x, None, ling3.Span.whole(3,
 assert not jnp.any(slope[:, 7:]) and jnp.all(jnp.any(slope[:, :7], axis=-1))
 
 # %% [markdown]
-# **4. Each row for itself.** NaN in the second row, in its tokens and in its memory:
+# **4. Rows are independent.** NaN in the second row, in its tokens and in its memory:
 
 # %%
 poisoned = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), before)
@@ -396,14 +396,14 @@ print(f"mean g of each head {g[:-1].mean(axis=0)}, in the second layer {deeper[:
 assert np.mean(g[:-1]) > -0.2 and np.mean(deeper[:-1]) > -0.2
 
 # %% [markdown]
-# Names and numbers are written with different strengths, which nobody told the model; and while it reads, it hardly
-# forgets: an old number is *overwritten*, by $I-\beta kk^\top$, when its owner is named again.
+# The model has learned to write names and numbers with different strengths; and while it reads, it hardly forgets: an
+# old number is *overwritten*, by $I-\beta kk^\top$, when its owner is named again.
 
 # %% [markdown]
 # ## To a file and back
 #
-# A checkpoint is `config.json`, safetensors whose names are the paths in the tree, and the tokenizer's files. Nothing
-# has to be written for that: a module's fields *are* the names. `load` finds the family by `architectures`.
+# A checkpoint is `config.json`, safetensors whose names are the paths in the tree, and the tokenizer's files. This
+# needs no code: a module's fields *are* the names. `load` finds the family by `architectures`.
 
 # %%
 with tempfile.TemporaryDirectory() as directory:
@@ -419,10 +419,10 @@ print(f"{len(jax.tree.leaves(loaded))} arrays, all of them equal")
 # %% [markdown]
 # ## Served, beside nano
 #
-# Two engines in one process, one turn each in alternation: the loaded model with ten requests in four slots, and *nano*
-# with four word problems. Some of the ten are tallies; others talk on at random for 60 tokens, as company. An engine
-# keeps books of pages even where nothing lies in them, so with 16 pages of 16 tokens requests are preempted here too:
-# $S$ and the convolution's tail travel to the host and come back.
+# Two engines in one process take turns: the loaded model with ten requests in four slots, and *nano* with four word
+# problems. Some of the ten are tallies; the others sample 60 random tokens. An engine allocates pages even to a model
+# without paged arrays, so with 16 pages of 16 tokens requests are preempted here too: $S$ and the convolution's tail
+# are swapped out and in.
 
 # %%
 shapes = {"max_running_requests": 4, "page_size": 16, "chunked_prefill_size": 32, "token_paddings": (16, 32),
@@ -485,8 +485,8 @@ assert right > 0.9
 # - *Speed in prefill.* A scan takes one token at a time. KDA's chunk form (notebook 2) does sixteen with matrix
 #   products, and would serve here too: the same decay for every key channel.
 # - *A kernel.* It would be a field of `ling3.Execution`, or an argument of your own layer.
-# - *Ablations and `ling3.interpret.inspect`.* They are about Ling-3's parts, and refuse other families; `ling3.trace`
-#   has norms and the logit lens for any model.
+# - *Ablations.* `ling3.ablate` can leave out what a module may be without: a field such as `g_proj: Linear | None`.
+#   Here that is the attention of a layer. `ling3.trace` and `ling3 inspect` work as they are.
 #
 # ## Questions
 #
@@ -502,8 +502,8 @@ assert right > 0.9
 #
 # <details><summary>Answer</summary>
 #
-# Padded prompts are forgotten a little: $S\leftarrow e^g S$ for each column of padding. Answers then depend on the
-# width that a chunk was padded to. The cell of the second law fails.
+# The padding of a prompt makes it fade a little: $S\leftarrow e^g S$ for each column of padding. Answers then depend on
+# the width that a chunk was padded to. The cell of the second law fails.
 #
 # </details>
 #
@@ -511,7 +511,7 @@ assert right > 0.9
 #
 # <details><summary>Answer</summary>
 #
-# Rows per slot: `[slots, 64, …]`, a ring buffer whose place is the position modulo 64. It never grows, and pages are
-# for what does.
+# Rows per slot: `[slots, 64, …]`, a ring buffer indexed by the position modulo 64. It never grows, and pages are for
+# arrays that do.
 #
 # </details>

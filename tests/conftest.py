@@ -10,6 +10,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=4",
+        # One thread compiles a program: there is a worker for each core, and a program in parts takes a quarter more.
+        "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_cpu_use_fusion_emitters=false"
         if "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ and importlib.metadata.version("jaxlib") < "0.11"
         else "",
@@ -34,6 +36,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # The same examples every time: in float32 a rare draw falls on a tie between experts, which rounding alone decides.
 hypothesis.settings.register_profile("ling3", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ling3")
+
+# Tracing makes many objects, and each collection walks over jax's own: by default that is a twelfth of the time.
+gc.set_threshold(100_000, 10, 10)
 
 MAPPINGS = pathlib.Path("/proc/self/maps")
 

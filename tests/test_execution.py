@@ -40,7 +40,7 @@ def test_the_chunk_size_reaches_the_operator():
     execution, calls = watched(chunk_kda=chunk_kda)
     execution = dataclasses.replace(execution, chunk_size=64)
     eqx.filter_eval_shape(open_model(TINY), TOKENS, execution)
-    assert [settings["chunk_size"] for _, settings in calls] == [64] * 3
+    assert [settings["chunk_size"] for _, settings in calls] == [64] * 2
     with pytest.raises(ValueError, match="chunk_size is 24, expected 16 or that times a power of two"):
         Execution(chunk_size=24)
 

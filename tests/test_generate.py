@@ -24,20 +24,27 @@ def model():
     return open_model(TINY)
 
 
+def likeliest(model, prompts, rows):
+    """The argmax of the whole forward's logits at the place of each new token; what pads to one shape is after all."""
+    width = max(len(prompt) + len(row) for prompt, row in zip(prompts, rows, strict=True))
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for line, prompt, row in zip(tokens, prompts, rows, strict=True):
+        line[: len(prompt) + len(row)] = [*prompt, *row]
+    best = np.asarray(model(tokens)).argmax(axis=-1)
+    return [line[len(prompt) - 1 :][: len(row)].tolist() for line, prompt, row in zip(best, prompts, rows, strict=True)]
+
+
 def test_greedy_is_the_argmax_of_the_whole_forward(model):
     rows = ling3.generate(model, PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
     assert [len(row) for row in rows] == [24, 24, 24]
-    for prompt, row in zip(PROMPTS, rows, strict=True):
-        logits = np.asarray(model(jnp.asarray([prompt + row]))[0])
-        assert row == [int(t) for t in logits[len(prompt) - 1 : -1].argmax(axis=-1)]
+    assert rows == likeliest(model, PROMPTS, rows)
 
 
 def test_prompts_longer_than_a_chunk_are_prefilled_in_parts(model):
     prompt = [int(t) for t in np.random.default_rng(0).integers(3, 96, size=700)]
-    row = ling3.generate(model, [prompt, prompt[:600]], max_tokens=3, ignore_eos=True)
-    logits = np.asarray(model(jnp.asarray([prompt + row[0]]))[0])
-    assert row[0] == [int(t) for t in logits[len(prompt) - 1 : -1].argmax(axis=-1)]
-    assert row[1] == ling3.generate(model, [prompt[:600]], max_tokens=3, ignore_eos=True)[0]
+    prompts = [prompt, prompt[:600]]
+    rows = ling3.generate(model, prompts, max_tokens=3, ignore_eos=True)
+    assert rows == likeliest(model, prompts, rows)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +83,14 @@ def test_one_token_and_no_prompts(model):
     assert ling3.generate(model, [], max_tokens=5) == []
 
 
-def test_draws_depend_on_the_seed_and_not_on_the_company(model):
+@pytest.mark.parametrize("alone", [(0, 2), pytest.param((1,), marks=pytest.mark.slow)], ids=["short", "long"])
+def test_draws_depend_on_the_seed_and_not_on_the_company(model, alone):
     sampled = ling3.generate(model, PROMPTS, max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
     assert sampled == ling3.generate(model, PROMPTS, max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
     assert sampled != ling3.generate(model, PROMPTS, max_tokens=20, temperature=1.0, seed=70, ignore_eos=True)
-    for i, prompt in enumerate(PROMPTS):
-        assert ling3.generate(model, [prompt], max_tokens=20, temperature=1.0, seed=7 + i, ignore_eos=True) == [
-            sampled[i]
-        ]
+    for i in alone:
+        found = ling3.generate(model, [PROMPTS[i]], max_tokens=20, temperature=1.0, seed=7 + i, ignore_eos=True)
+        assert found == [sampled[i]]
 
 
 def test_nothing_is_traced_again(model):
@@ -158,7 +165,7 @@ def test_a_prefill_s_temporaries_are_one_layer_s():
         )
 
     results = 512 * TINY.num_experts_per_tok * TINY.hidden_size * 4
-    assert temporaries(9) - temporaries(5) < 4 * results / 2
+    assert temporaries(6) - temporaries(3) < 3 * results / 2
 
 
 @pytest.mark.parametrize(

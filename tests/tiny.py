@@ -11,12 +11,13 @@ import ling3
 from ling3.layers.kda import KDA
 from ling3.layers.moe import MoE
 
+# One layer of each kind: KDA with a dense MLP, KDA with experts, MLA with experts.
 TINY = ling3.Ling3Config(
     vocab_size=96,
     hidden_size=32,
     intermediate_size=48,
-    num_hidden_layers=4,
-    layer_group_size=4,
+    num_hidden_layers=3,
+    layer_group_size=3,
     first_k_dense_replace=1,
     num_attention_heads=2,
     head_dim=8,
@@ -36,8 +37,10 @@ TINY = ling3.Ling3Config(
     eos_token_id=(2,),
     pad_token_id=0,
 )
+# With two of KDA and experts, for tests that tell layers apart by their numbers.
+DEEP = dataclasses.replace(TINY, num_hidden_layers=4, layer_group_size=4)
 FLASH = dataclasses.replace(
-    TINY,
+    DEEP,
     layer_group_size=2,
     q_lora_rank=None,
     expert_swiglu_limit_list=(0.0, 0.5, 0.5, 0.0),

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.fresh import ROOT, ask
 from benchmarks.registry import Setting, Side, Trial, Wrong, case
-from ling3 import problems
+from ling3.train.nano import problems
 
 QUESTION = "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
 ANSWER = 7

@@ -53,6 +53,7 @@ class Ablate(Command):
 
 def run(command: Ablate) -> None:
     """Measures, and prints the table."""
+    from ling3.interpret.ablate import inventory
     from ling3.interpret.ablations import ablations, compare
 
     _check(command)
@@ -62,10 +63,13 @@ def run(command: Ablate) -> None:
     tokenizer = source.tokenizer()
     model = source.load(tokenizer)
     source.introduce(model, console)
+    chosen = ablations(model, command.suite)
+    if not chosen:
+        raise ValueError(f"--suite {command.suite}: nothing that can be cut; what can be: {inventory(model)}")
     report = compare(
         model,
         tokenizer,
-        ablations(model, command.suite),
+        chosen,
         questions=command.questions,
         recalls=command.recalls,
         examples=command.examples,

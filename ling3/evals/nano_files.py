@@ -9,7 +9,7 @@ import pathlib
 import tyro
 
 from ling3.evals.prompts import Question, write
-from ling3.problems import ask, exam, worked_examples
+from ling3.train.nano.problems import ask, exam, worked_examples
 
 
 def files(out: pathlib.Path, count: int = 500) -> tuple[pathlib.Path, pathlib.Path]:

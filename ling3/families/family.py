@@ -1,8 +1,15 @@
 """What the rest of the package knows of an architecture."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+
+def _vary(config: Any, layers: Sequence[int] | None, fields: Mapping[str, Any]) -> Any:
+    """Only for all layers at once: a config says nothing of single ones unless its family knows how."""
+    if layers is not None:
+        raise ValueError(f"layers: a {type(config).__name__} says nothing of single layers; leave `layers` out")
+    return dataclasses.replace(config, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,3 +34,7 @@ class Family:
     """`skips(name, config)`: True for a tensor that checkpoints may have beside the model's, and that `load` leaves."""
     without_skipped: Callable[[Any], Any] = lambda config: config
     """The config of a checkpoint that has none of the tensors that `load` skips: what `save` writes."""
+    vary: Callable[[Any, Sequence[int] | None, Mapping[str, Any]], Any] = _vary
+    """`vary(config, layers, fields)`: the config with other values of these fields in some layers, or (None) in all."""
+    ablations: Mapping[type, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    """For a class of modules, the config's field for each mechanism that `ling3.ablate` can cut from them."""

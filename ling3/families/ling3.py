@@ -1,6 +1,8 @@
 """Ling-3 (`BailingMoeV3ForCausalLM`): three KDA layers to one gated MLA layer, over a sparse mixture of experts."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
@@ -11,7 +13,7 @@ from ling3.layers.kda import KDA, KDAConfig
 from ling3.layers.linear import Linear
 from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.mlp import MLP
-from ling3.layers.moe import MoE, MoEConfig
+from ling3.layers.moe import MoE, MoEConfig, Router
 from ling3.layers.norm import RMSNorm
 from ling3.model import CausalLM, Decoder, DecoderLayer
 
@@ -129,6 +131,33 @@ def is_mtp(name: str, config: Ling3Config) -> bool:
     return False
 
 
+def vary(config: Ling3Config, layers: Sequence[int] | None, fields: Mapping[str, Any]) -> Ling3Config:
+    """The config with `fields` in these layers, or in all, where they then replace what single layers had."""
+    pairs: Any = config.layer_overrides
+    overrides = {layer: dict(own) for layer, own in pairs}
+    if layers is None or set(layers) == set(range(config.num_hidden_layers)):
+        kept = {layer: {n: v for n, v in own.items() if n not in fields} for layer, own in overrides.items()}
+        return dataclasses.replace(config, layer_overrides={i: own for i, own in kept.items() if own}, **fields)
+    for layer in layers:
+        own = {**overrides.get(layer, {}), **fields}
+        overrides[layer] = {name: value for name, value in own.items() if value != getattr(config, name)}
+    return dataclasses.replace(config, layer_overrides=overrides)
+
+
+ABLATIONS: dict[type, dict[str, str]] = {
+    DecoderLayer: {"attention": "attention"},
+    KDA: {
+        "output gate": "kda_output_gate",
+        "decay": "kda_decay",
+        "decay bound": "kda_lower_bound",
+        "writing strength": "kda_beta",
+        "short convolution": "kda_short_conv",
+    },
+    MLA: {"output gate": "mla_output_gate", "rotary embedding": "mla_rope"},
+    Router: {"experts per token": "num_experts_per_tok", "routing bias": "moe_router_enable_expert_bias"},
+    MoE: {"shared expert": "num_shared_experts"},
+}
+
 FAMILY = Family(
     name="Ling-3",
     architectures=(*ARCHITECTURES, ABLATED),
@@ -138,4 +167,6 @@ FAMILY = Family(
     init=init,
     skips=is_mtp,
     without_skipped=lambda config: dataclasses.replace(config, num_nextn_predict_layers=0),
+    vary=vary,
+    ablations=ABLATIONS,
 )

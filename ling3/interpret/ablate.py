@@ -1,21 +1,28 @@
-"""Ablations: a trained model with one mechanism left out or its law changed, which stays a model.
+"""Ablations: a trained model with one mechanism left out or its law changed, which is still a model.
 
-Each function returns a new model that shares every weight it keeps, and whose `config` says what is different (but for
-`drop_experts`, which changes a weight). So an ablated model runs, traces, serves, saves and loads as any other, and
-`ling3.init(ablated.config, key=...)` is the same architecture with fresh weights, to be trained from scratch. `layers`
-are 0-based; None means all of that kind. Formulas are in the symbols of `ling3.layers`. The output gate and the short
-convolution are left out of models in training in Kimi Linear (arXiv 2510.26692), Table 1.
+Each function returns a new model that shares every weight it keeps. A mechanism is found by the field that a module has
+for it (`MECHANISMS`) and can be left out where that field may be None, whatever the model's family. `layers` are
+0-based; None means every layer with the mechanism. Formulas are in the symbols of `ling3.layers`. Kimi Linear
+(arXiv 2510.26692), Table 1, trains models without output gates and without short convolutions.
 
     model = ling3.load("nano", dtype=jnp.float32)
     without = ling3.ablate.no_output_gate(model, "kda", layers=[0])
 
-All of them raise ValueError for a layer that is not there or of another kind, and TypeError for a model of another
-family; what is cut already stays as it is.
+An ablated model runs, traces and serves as any other. Where its family's config has a field for the mechanism, as
+Ling-3's has for all of them, the new model's `config` says what is different: then it saves and loads too, and
+`ling3.init(ablated.config, key=...)` is the same architecture with fresh weights, to be trained from scratch.
+(`drop_experts` changes weights alone.)
+
+All functions raise ValueError where the model or one of the layers does not have the mechanism, and list what there
+is. Cutting again what is cut already changes nothing.
 """
 
 import dataclasses
+import fnmatch
+import types
+import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -23,29 +30,70 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ling3.checkpoint.names import leaves, structure
-from ling3.families.ling3_config import Ling3Config
+from ling3.families import family_of
 from ling3.interpret.trace import trace
+from ling3.layers.linear import Constant
 from ling3.model import CausalLM
 
-Kind = Literal["kda", "mla"]
-Part = Literal["kda", "mla", "attention", "experts"]
 Layers = Sequence[int] | None
 
-NAMES: dict[Part, str] = {"kda": "KDA", "mla": "MLA", "attention": "attention", "experts": "a mixture of experts"}
+MECHANISMS = {
+    "attention": "attention",
+    "output gate": "g_proj",
+    "decay": "A_log",
+    "decay bound": "lower_bound",
+    "writing strength": "b_proj",
+    "short convolution": "*_conv1d",
+    "rotary embedding": "rope_theta",
+    "experts per token": "top_k",
+    "routing bias": "expert_bias",
+    "shared expert": "shared_experts",
+}
+"""The field by which a decoder layer, its attention, its mixture of experts or its router has a mechanism."""
 
 DROPPED = -1e4
 """The routing bias of a dropped expert: below any score, and finite."""
 
 
-def no_output_gate(model: CausalLM, kind: Kind | None = None, layers: Layers = None) -> CausalLM:
-    """No output gate: KDA's y = o_proj(RMSNorm(o)), MLA's y = dense(o); of one `kind` of attention, or both."""
-    return _gated(model, "none", kind, layers, {})
+def having(model: CausalLM, mechanism: str, uncut: bool = False) -> dict[int, Any]:
+    """The module with this mechanism in each layer that has one: it has a field for it that may be None, or a count.
+
+    A module that the mechanism was cut from counts, too, unless `uncut`.
+    """
+    found = {}
+    for i, layer in enumerate(model.model.layers):
+        for module in (layer, layer.attention, layer.mlp, getattr(layer.mlp, "gate", None)):
+            fields = _fields(module, MECHANISMS[mechanism])
+            if fields and not (uncut and all(getattr(module, field) is None for field in fields)):
+                found[i] = module
+    return found
+
+
+def _fields(module: Any, pattern: str) -> list[str]:
+    """The fields of a module with such a name that may be None, or are whole numbers."""
+    fields = dataclasses.fields(module) if isinstance(module, eqx.Module) else ()
+    optional = [x.name for x in fields if x.type is int or types.NoneType in typing.get_args(x.type)]
+    return fnmatch.filter(optional, pattern)
+
+
+def inventory(model: CausalLM) -> str:
+    """The mechanisms that can be cut from this model, and their layers, in words."""
+    found = {name: sorted(having(model, name)) for name in MECHANISMS}
+    return "; ".join(f"{name} in layers {layers}" for name, layers in found.items() if layers)
+
+
+def no_output_gate(model: CausalLM, kind: str | None = None, layers: Layers = None) -> CausalLM:
+    """No output gate: KDA's y = o_proj(RMSNorm(o)), MLA's y = dense(o).
+
+    `kind` is the class of attention, in any case: `"kda"`, for instance. All classes without it.
+    """
+    return _cut(model, "output gate", layers, "none", kind, g_proj=None, gate_law="none")
 
 
 def mean_output_gate(
     model: CausalLM,
     tokens: Int[Array, "batch seq"],
-    kind: Kind | None = None,
+    kind: str | None = None,
     layers: Layers = None,
     valid: Bool[Array, "batch seq"] | None = None,
 ) -> CausalLM:
@@ -54,18 +102,20 @@ def mean_output_gate(
     The mean is over the `valid` tokens (all without it). The means are those of `model` as it is given, so the first
     ablated layer sees just what they were taken over. Raises ValueError where a gate is no sigmoid of `g_proj(x)`.
     """
+    chosen = _chosen(model, "output gate", layers, kind)
     seen = trace(model, tokens, logit_lens=False)
     weights = jnp.ones(tokens.shape, jnp.float32) if valid is None else valid.astype(jnp.float32)
-    fill = {}
-    for i in _checked(model, kind or "attention", layers) or _having(model, kind or "attention"):
-        law = getattr(model.config.at(i), f"{model.config.attention_kind(i)}_output_gate")
-        gate = (seen.kda.get(i) or seen.mla[i]).gate
-        if gate is None or law != "sigmoid":
+    edits = {}
+    for i, mixer in chosen.items():
+        law = getattr(mixer, "gate_law", None)
+        if law != "sigmoid":
             raise ValueError(f"layers: the output gate of layer {i} is {law!r}, expected 'sigmoid': give other layers")
+        inside: Any = seen.layers[i].attention
+        gate = inside["gate"] if isinstance(inside, dict) else inside.gate
         mean = jnp.tensordot(weights, gate.astype(jnp.float32), axes=2).reshape(-1) / jnp.sum(weights)
         mean = jnp.clip(mean, 1e-6, 1 - 1e-6)
-        fill[f"model.layers.{i}.attention.g_proj.bias"] = jnp.log(mean) - jnp.log1p(-mean)
-    return _gated(model, "constant", kind, layers, fill)
+        edits[i] = {"g_proj": Constant(jnp.log(mean) - jnp.log1p(-mean)), "gate_law": "constant"}
+    return _edited(model, "output gate", chosen, edits, "constant")
 
 
 def lower_bound(model: CausalLM, bound: float | None, layers: Layers = None) -> CausalLM:
@@ -74,37 +124,38 @@ def lower_bound(model: CausalLM, bound: float | None, layers: Layers = None) -> 
     g = bound · sigmoid(exp(A_log) · (f + dt_bias)) for a number, so every log decay is scaled by bound / old bound;
     g = -exp(A_log) · softplus(f + dt_bias), Kimi-Linear's law, for None.
     """
-    return variant(model, layers=_checked(model, "kda", layers), kda_lower_bound=bound)
+    bound = None if bound is None else float(bound)
+    return _cut(model, "decay bound", layers, bound, lower_bound=bound)
 
 
 def no_decay(model: CausalLM, layers: Layers = None) -> CausalLM:
     """g = 0 in KDA: the plain delta rule (arXiv 2406.06484), which forgets only what it overwrites."""
-    return variant(model, layers=_checked(model, "kda", layers), kda_decay=False)
+    return _cut(model, "decay", layers, False, A_log=None, dt_bias=None, f_proj=None)
 
 
 def fixed_beta(model: CausalLM, beta: float, layers: Layers = None) -> CausalLM:
     """b = `beta` in KDA for all tokens, instead of sigmoid(b_proj(x)): 1 replaces what a key held, 0 writes nothing."""
-    return variant(model, layers=_checked(model, "kda", layers), kda_beta=float(beta))
+    return _cut(model, "writing strength", layers, float(beta), beta=float(beta), b_proj=None)
 
 
 def no_short_conv(model: CausalLM, layers: Layers = None) -> CausalLM:
-    """q, k, v = silu(W x) in KDA: no convolution, so that keys see their own token alone."""
-    return variant(model, layers=_checked(model, "kda", layers), kda_short_conv=False)
+    """q, k, v = silu(W x) in KDA: without the convolutions, a key depends on its own token alone."""
+    return _cut(model, "short convolution", layers, False, **{MECHANISMS["short convolution"]: None})
 
 
 def no_rope(model: CausalLM, layers: Layers = None) -> CausalLM:
-    """MLA's rotary channels as they are, unrotated: scores then know content and order of the mask, but no distance."""
-    return variant(model, layers=_checked(model, "mla", layers), mla_rope=False)
+    """MLA's rotary channels are not rotated: scores depend on contents and on the causal mask, and on no distance."""
+    return _cut(model, "rotary embedding", layers, False, rope_theta=None)
 
 
 def no_attention(model: CausalLM, layers: Sequence[int]) -> CausalLM:
     """h = x in these layers: neither attention nor memory, only the feed-forward."""
-    return variant(model, layers=_checked(model, "attention", layers), attention="none")
+    return _cut(model, "attention", layers, "none", attention=None)
 
 
 def top_k(model: CausalLM, k: int, layers: Layers = None) -> CausalLM:
     """The best `k` experts for a token; with `norm_topk_prob` their weights are normalised over these."""
-    return variant(model, layers=_checked(model, "experts", layers), num_experts_per_tok=k)
+    return _cut(model, "experts per token", layers, k, top_k=k)
 
 
 def no_routing_bias(model: CausalLM, layers: Layers = None) -> CausalLM:
@@ -112,12 +163,12 @@ def no_routing_bias(model: CausalLM, layers: Layers = None) -> CausalLM:
 
     The bias is there to balance loads (arXiv 2408.15664). Experts that `drop_experts` has dropped come back.
     """
-    return variant(model, layers=_checked(model, "experts", layers), moe_router_enable_expert_bias=False)
+    return _cut(model, "routing bias", layers, False, expert_bias=None)
 
 
 def no_shared_expert(model: CausalLM, layers: Layers = None) -> CausalLM:
     """y = Σ w_e · expert_e(x), without + shared_experts(x) (DeepSeekMoE, arXiv 2401.06066, §3)."""
-    return variant(model, layers=_checked(model, "experts", layers), num_shared_experts=0)
+    return _cut(model, "shared expert", layers, 0, shared_experts=None)
 
 
 def drop_experts(model: CausalLM, experts: Sequence[int], layers: Layers = None) -> CausalLM:
@@ -125,30 +176,22 @@ def drop_experts(model: CausalLM, experts: Sequence[int], layers: Layers = None)
 
     Raises ValueError if some choice of groups could leave a token with fewer experts than it takes.
     """
-    config, layers = model.config, _checked(model, "experts", layers)
-    which = _having(model, "experts") if layers is None else layers
-    dropped = sorted(set(experts))
-    if bad := [e for e in dropped if not 0 <= e < config.num_experts]:
-        raise ValueError(f"experts: found {bad}; expected numbers from 0 to {config.num_experts - 1}")
-    size = config.num_experts // config.n_group
-    # A group is scored by its two best: those with two left go first, whatever the others in them.
-    left = sorted(size - sum(e // size == group for e in dropped) for group in range(config.n_group))
-    order = [n for n in left if n >= 2] + [n for n in left if n == 1] + [n for n in left if n == 0]
-    most = max(config.at(i).num_experts_per_tok for i in which)
-    if (size > 1 and sum(order[: config.topk_group]) < most) or config.num_experts - len(dropped) < most:
-        raise ValueError(
-            f"experts: without {dropped} the {config.topk_group} groups of {size} that a token is left with may hold "
-            f"fewer than the {most} experts it takes: drop fewer, or spread them over the groups"
-        )
-    zeros = jnp.zeros(config.num_experts, jnp.float32)
-    fill = {f"model.layers.{i}.mlp.gate.expert_bias": zeros for i in which}
-    model = variant(model, layers=layers, fill=fill, moe_router_enable_expert_bias=True)
-    rows = jnp.asarray(dropped, jnp.int32)
-
-    def biases(m: CausalLM) -> list[Any]:
-        return [m.model.layers[i].mlp.gate.expert_bias for i in which]  # pyright: ignore[reportAttributeAccessIssue]
-
-    return eqx.tree_at(biases, model, replace_fn=lambda bias: bias.at[rows].set(DROPPED))
+    chosen, dropped, edits = _chosen(model, "routing bias", layers), sorted(set(experts)), {}
+    for i, gate in chosen.items():
+        count, size = gate.weight.shape[0], gate.weight.shape[0] // gate.groups
+        if bad := [e for e in dropped if not 0 <= e < count]:
+            raise ValueError(f"experts: found {bad}; expected numbers from 0 to {count - 1}")
+        # A group is scored by its two best experts, so groups that have two left are chosen before those with one.
+        left = sorted(size - sum(e // size == group for e in dropped) for group in range(gate.groups))
+        order = [n for n in left if n >= 2] + [n for n in left if n == 1] + [n for n in left if n == 0]
+        if (size > 1 and sum(order[: gate.top_groups]) < gate.top_k) or count - len(dropped) < gate.top_k:
+            raise ValueError(
+                f"experts: without {dropped} the {gate.top_groups} groups of {size} that a token is left with may hold "
+                f"fewer than the {gate.top_k} experts it takes: drop fewer, or spread them over the groups"
+            )
+        bias = jnp.zeros(count, jnp.float32) if gate.expert_bias is None else gate.expert_bias
+        edits[i] = {"expert_bias": bias.at[jnp.asarray(dropped, jnp.int32)].set(DROPPED)}
+    return _edited(model, "routing bias", chosen, edits, True)
 
 
 def variant(
@@ -158,13 +201,13 @@ def variant(
     fill: Mapping[str, Float[Array, "..."]] | None = None,
     **fields: Any,
 ) -> CausalLM:
-    """The model with other values of its config's `fields`, in all layers or in some; what every ablation here is.
+    """The model with other values of its config's `fields`, in all layers or in some.
 
     The module tree of the new config is filled with the old model's arrays, path by path; what has no place there is
     left out. `fill` has arrays for paths that the old model lacks. Raises ValueError where one is still lacking, or
     has another shape: such a model has to be trained, not cut.
     """
-    config = _changed(_config(model), layers, fields)
+    config = family_of(model.config).vary(model.config, layers, fields)
     have = {**(fill or {}), **{leaf.path: leaf.value for leaf in leaves(model)}}
     target = structure(config)
     wanted = list(leaves(target))
@@ -181,54 +224,46 @@ def variant(
     return jax.tree.unflatten(jax.tree.structure(target), [have[leaf.path] for leaf in wanted])
 
 
-def _changed(config: Ling3Config, layers: Layers, fields: Mapping[str, Any]) -> Ling3Config:
-    """The config with `fields` in these layers, or in all, where they then overrule what single layers had."""
-    pairs: Any = config.layer_overrides
-    overrides = {layer: dict(own) for layer, own in pairs}
-    if layers is None or set(layers) == set(range(config.num_hidden_layers)):
-        kept = {layer: {n: v for n, v in own.items() if n not in fields} for layer, own in overrides.items()}
-        return dataclasses.replace(config, layer_overrides={i: own for i, own in kept.items() if own}, **fields)
-    for layer in layers:
-        own = {**overrides.get(layer, {}), **fields}
-        overrides[layer] = {name: value for name, value in own.items() if value != getattr(config, name)}
-    return dataclasses.replace(config, layer_overrides=overrides)
-
-
-def _config(model: CausalLM) -> Ling3Config:
-    """The model's config, if it is a Ling-3's."""
-    if not isinstance(model.config, Ling3Config):
-        raise TypeError(f"model has a {type(model.config).__name__}, expected a Ling3Config: only Ling-3 is ablated")
-    return model.config
-
-
-def _gated(
-    model: CausalLM, law: str, kind: Kind | None, layers: Layers, fill: Mapping[str, Float[Array, "..."]]
-) -> CausalLM:
-    """The model with this law for the output gates of one kind of attention, or of both."""
+def _chosen(model: CausalLM, mechanism: str, layers: Layers, kind: str | None = None) -> dict[int, Any]:
+    """The modules to change, by layer. Raises ValueError where a layer lacks the mechanism, or all of them do."""
+    found, what = having(model, mechanism), mechanism
     if kind is not None:
-        return variant(model, layers=_checked(model, kind, layers), fill=fill, **{f"{kind}_output_gate": law})
-    chosen = _having(model, "attention") if layers is None else layers
-    _checked(model, "attention", chosen)
-    for each in ("kda", "mla"):
-        if its := [i for i in chosen if i in _having(model, each)]:
-            model = variant(model, layers=_checked(model, each, its), fill=fill, **{f"{each}_output_gate": law})
-    return model
+        found = {i: module for i, module in found.items() if type(module).__name__.lower() == kind.lower()}
+        what = f"{mechanism} in {kind.upper()}"
+    if not found:
+        raise ValueError(
+            f"this model has no {what} that can be cut: no module of it has a field {MECHANISMS[mechanism]} that may "
+            f"be None. What can be cut: {inventory(model)}"
+        )
+    if wrong := sorted(set(layers or ()) - set(found)):
+        raise ValueError(f"layers: found {wrong}; the layers of this model with {what} are {sorted(found)}")
+    return found if layers is None else {i: found[i] for i in sorted(set(layers))}
 
 
-def _having(model: CausalLM, part: Part) -> list[int]:
-    """The layers that have this part."""
-    config = _config(model)
-    kinds = {"kda": ("kda",), "mla": ("mla",), "attention": ("kda", "mla")}
-    if part == "experts":
-        return [i for i in range(config.num_hidden_layers) if config.mlp_kind(i) == "moe"]
-    return [i for i in range(config.num_hidden_layers) if config.attention_kind(i) in kinds[part]]
+def _cut(
+    model: CausalLM, mechanism: str, layers: Layers, value: Any, kind: str | None = None, **fields: Any
+) -> CausalLM:
+    """The model with these values of its modules' fields, and `value` for the mechanism in its config."""
+    chosen = _chosen(model, mechanism, layers, kind)
+    return _edited(model, mechanism, chosen, dict.fromkeys(chosen, fields), value)
 
 
-def _checked(model: CausalLM, part: Part, layers: Layers) -> Layers:
-    """`layers`, each of which has to have the part; None for all that have it, of which there has to be one."""
-    having = _having(model, part)
-    wrong = [] if layers is None else sorted(set(layers) - set(having))
-    if wrong or not having:
-        what = "no layer" if layers is None else f"layers {wrong}"
-        raise ValueError(f"layers: {what} of this model with {NAMES[part]}; those that have it: {having or 'none'}")
-    return None if layers is None or set(layers) == set(having) else sorted(set(layers))
+def _edited(
+    model: CausalLM, mechanism: str, chosen: Mapping[int, Any], edits: Mapping[int, Mapping[str, Any]], value: Any
+) -> CausalLM:
+    """The model with new fields in each chosen module, and with its family's words for that in its config."""
+    if not chosen:
+        return model
+    new = []
+    for i, module in chosen.items():
+        names = [field.name for field in dataclasses.fields(module)]
+        fields = {n: x for pattern, x in edits[i].items() for n in fnmatch.filter(names, pattern)}
+        new.append(dataclasses.replace(module, **fields))
+    config, family = model.config, family_of(model.config)
+    for kind in dict.fromkeys(map(type, chosen.values())):
+        if (word := family.ablations.get(kind, {}).get(mechanism)) is not None:
+            its = [i for i, module in chosen.items() if type(module) is kind]
+            every = [i for i, module in having(model, mechanism).items() if type(module) is kind]
+            config = family.vary(config, None if its == every else its, {word: value})
+    model = eqx.tree_at(lambda m: [having(m, mechanism)[i] for i in chosen], model, new)
+    return dataclasses.replace(model, config=config)

@@ -1,4 +1,4 @@
-"""What a table of ablations found: as a table, as JSON, as a picture."""
+"""The result of a comparison of ablations: as a table, as JSON, as a plot."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from ling3.evals.run import Score
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One model: what was cut, and how it then did."""
+    """One model: what was cut, and its scores."""
 
     name: str
     suite: str
@@ -27,28 +27,24 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A table of ablations, the whole model first; `print` it with rich, or take `to_dict()`, or `plot` it."""
+    """A table of ablations, the whole model first; `print` it with rich, take `to_dict()`, or `plot` it."""
 
     rows: tuple[Row, ...]
     scored: str
-    """What the perplexity is of: `solutions` or `text`."""
+    """What the perplexity is taken over: `solutions` or `text`."""
     context: int
-    """Tokens of the prompts of `recall`, on average."""
+    """Mean length of the prompts of `recall`, in tokens."""
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain values, for JSON."""
+        """The report in plain values, for JSON."""
         return {
             **self.about,
             "perplexity_of": self.scored,
             "recall_context_tokens": self.context,
             "machine": machine(),
             "rows": [
-                {
-                    **{name: getattr(row, name) for name in ("name", "suite", "formula", "perplexity")},
-                    **{name: _plain(getattr(row, name)) for name in ("problems", "recall")},
-                }
-                for row in self.rows
+                {**vars(row), "problems": _plain(row.problems), "recall": _plain(row.recall)} for row in self.rows
             ],
         }
 
@@ -69,9 +65,9 @@ class Report:
         return table
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws ln(perplexity) on a log scale, and both accuracies with 95 % intervals: a line for each ablation.
+        """Draws ln(perplexity) on a log scale and both accuracies with 95 % intervals, a row for each ablation.
 
-        PNG, PDF or SVG; raises ValueError as `bench_report.check_plot` does.
+        PNG, PDF or SVG; raises ValueError for other file names, as `bench.report.check_plot` does.
         """
         check_plot(path)
         from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
@@ -80,7 +76,6 @@ class Report:
         figure = Figure(figsize=(9.5, height), layout="constrained")
         cost, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.2))
         places = [-i for i in range(len(self.rows))]
-        whole = self.rows[0]
         nats = [math.log(row.perplexity) for row in self.rows]
         cost.plot(nats, places, "o", color=BLUE)
         cost.axvline(nats[0], color="black", linestyle=":", linewidth=1)
@@ -91,19 +86,15 @@ class Report:
             ("recall", f"in {self.context:,} tokens", ORANGE, "s", -0.12),
         )
         for name, label, colour, marker, shift in series:
-            scores = [
-                (place, score) for place, row in zip(places, self.rows, strict=True) if (score := getattr(row, name))
-            ]
-            if not scores:
-                continue
-            shares = [score.accuracy for _, score in scores]
-            reach = [[abs(score.interval[side] - score.accuracy) for _, score in scores] for side in (0, 1)]
-            at = [place + shift for place, _ in scores]
-            filled = "white" if marker == "s" else colour
-            right.errorbar(shares, at, xerr=reach, fmt=marker, color=colour, mfc=filled, ms=5, lw=1.2, label=label)
-        right.axvline(
-            0 if whole.problems is None else whole.problems.accuracy, color="black", linestyle=":", linewidth=1
-        )
+            scores = {place + shift: getattr(row, name) for place, row in zip(places, self.rows, strict=True)}
+            scores = {place: score for place, score in scores.items() if score is not None}
+            shares = [score.accuracy for score in scores.values()]
+            reach = [[abs(score.interval[side] - score.accuracy) for score in scores.values()] for side in (0, 1)]
+            filled, at = "white" if marker == "s" else colour, list(scores)
+            if scores:
+                right.errorbar(shares, at, xerr=reach, fmt=marker, color=colour, mfc=filled, ms=5, lw=1.2, label=label)
+        alone = 0 if self.rows[0].problems is None else self.rows[0].problems.accuracy
+        right.axvline(alone, color="black", linestyle=":", linewidth=1)
         right.set(xlim=(-0.03, 1.03), xlabel="word problems answered right, with 95 % intervals")
         right.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8, frameon=True)
         right.set_ylim(places[-1] - 0.7, 1.4)

@@ -1,19 +1,19 @@
-"""A table of ablations: each cut from the same model, and asked the same questions.
+"""A table of ablations of one model, each of which answers the same questions.
 
-What is measured of each, beside the whole model:
+The measurements, also of the whole model:
 
     perplexity   exp of the mean -ln p of the worked solutions' tokens, given their questions (or of a text's tokens)
     problems     the share of held-out word problems answered with the right number, asked alone
-    recall       the same at the end of a long context: after so many worked examples of other problems
+    recall       the same at the end of a long context, after worked examples of other problems
 
-The examples before a question are noise: the numbers to be recalled are the question's own, which a layer has to keep
-apart from all of theirs (twenty examples have over two hundred).
+The examples are distractors: the answer depends on the question's own numbers, which the model has to keep apart from
+those of the examples (twenty examples have over two hundred).
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -28,104 +28,107 @@ from ling3.evals.run import Score
 from ling3.interpret import ablate
 from ling3.interpret.ablation_report import Report, Row
 from ling3.model import CausalLM
-from ling3.problems import Problem, ask, problems
 from ling3.runtime.progress import progress
 from ling3.serve import Engine
 from ling3.text.tokenizer import Tokenizer
+from ling3.train.nano.problems import Problem, ask, exam, problems, worked_examples
 
 Suite = Literal["gates", "decay", "memory", "layers", "experts", "all"]
 
-HELD_OUT_SEED, EXAMPLES_SEED, CALIBRATION_SEED = 2026, 2027, 2028
-"""The problems asked (as in nano's examination), those shown before them, and those that gates are averaged over."""
+CALIBRATION_SEED = 2028
+"""Of the problems that gates are averaged over."""
 SCORED = 64
-"""How many solutions the perplexity is taken over; how many problems the gates' means are taken over."""
+"""Solutions that the perplexity is taken over; problems that gates are averaged over."""
 ANSWER = 64
-"""Tokens of an answer: the longest solution has 31 in nano's tokens."""
+"""Most tokens of an answer: the longest solution has 31 in nano's tokens."""
 
 
 class Rows(NamedTuple):
     """Problems with their solutions, a row each, padded on the right with zeros."""
 
     tokens: Int32[Array, "batch seq"]
-    valid: Bool[Array, "batch seq"]
-    """What is no padding."""
-    learned: Bool[Array, "batch seq"]
-    """The solutions."""
+    valid: Bool[Array, "batch seq"]  # False for padding
+    learned: Bool[Array, "batch seq"]  # True for the solutions
 
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """One line of the table: what is cut, in which suite, and what the formula then says."""
+    """One row of the table: what is cut, in which suite, and how the formula reads then."""
 
     name: str
     suite: Suite
     formula: str
     cut: Callable[[CausalLM, Rows], CausalLM]
-    """From a model, and the rows that means are taken over, to the model without it."""
+    """`cut(model, rows)`: the ablated model; means are taken over `rows`."""
 
 
 def ablations(model: CausalLM, suite: Suite = "all") -> list[Ablation]:
-    """The ablations of `suite` that this model has the parts for: what is cut already is not cut again."""
-    config = model.config
+    """The ablations of `suite` that this model has the mechanisms for; what is cut already is not cut again."""
     found: list[Ablation] = []
 
-    def having(kind: str, **fields: object) -> list[int]:
-        """The layers with this attention whose config has these values."""
-        layers = [i for i in range(config.num_hidden_layers) if config.attention_kind(i) == kind]
-        return [i for i in layers if all(getattr(config.at(i), name) == value for name, value in fields.items())]
+    def having(mechanism: str, law: Callable[[Any], bool] = lambda module: True) -> dict[str, dict[int, Any]]:
+        """The modules that have the mechanism and that `law` is true for: by class, then by layer."""
+        kinds: dict[str, dict[int, Any]] = {}
+        for i, module in ablate.having(model, mechanism, uncut=True).items():
+            if law(module):
+                kinds.setdefault(type(module).__name__, {})[i] = module
+        return kinds
 
-    def add(name: str, of: Suite, formula: str, cut: Callable[..., CausalLM], layers: list[int]) -> None:
-        if suite in (of, "all") and layers:
-            found.append(Ablation(name, of, formula, lambda m, rows: cut(m, rows, layers)))
+    def add(name: str, of: Suite, formula: str, layers: Iterable[int], function: Callable, *given: Any) -> None:
+        at = list(layers)
 
-    for kind, output in (("kda", "o_proj(RMSNorm(o))"), ("mla", "dense(o)")):
-        gated = having(kind, **{f"{kind}_output_gate": "sigmoid"})
-        add(f"{kind.upper()}: no output gate", "gates", f"y = {output}", _no_gate, gated)
-        add(f"{kind.upper()}: gate at its mean", "gates", "sigmoid(g) → its mean", _mean_gate, gated)
-    decaying = having("kda", kda_decay=True)
-    for bound in (-10.0, -2.5, -1.0, -0.1):
-        law = f"g = {bound:g} · sigmoid(…)"
-        layers = [i for i in decaying if config.at(i).kda_lower_bound != bound]
-        add(f"KDA: lower_bound {bound:g}", "decay", law, lambda m, r, at, b=bound: ablate.lower_bound(m, b, at), layers)
-    bounded = [i for i in decaying if config.at(i).kda_lower_bound is not None]
-    law = "g = -exp(A_log) · softplus(…)"
-    add("KDA: softplus law", "decay", law, lambda m, r, at: ablate.lower_bound(m, None, at), bounded)
-    add("KDA: no decay", "decay", "g = 0", lambda m, r, at: ablate.no_decay(m, at), decaying)
-    for beta, text in ((1.0, "1"), (0.5, "1/2")):
-        learned = having("kda", kda_beta=None)
-        add(f"KDA: beta {text}", "memory", f"b = {text}", lambda m, r, at, b=beta: ablate.fixed_beta(m, b, at), learned)
-    convolved = having("kda", kda_short_conv=True)
-    without = "q, k, v = silu(W x)"
-    add("KDA: no short convolution", "memory", without, lambda m, r, at: ablate.no_short_conv(m, at), convolved)
-    rotated = having("mla", mla_rope=True)
-    add("MLA: no RoPE", "memory", "rope(x) → x", lambda m, r, at: ablate.no_rope(m, at), rotated)
-    for i in sorted(having("kda") + having("mla")):
-        name = f"layer {i}: no {config.attention_kind(i).upper()}"
-        add(name, "layers", "h = x", lambda m, r, at: ablate.no_attention(m, at), [i])
+        def cut(model: CausalLM, rows: Rows) -> CausalLM:
+            means = {"tokens": rows.tokens, "valid": rows.valid} if function is ablate.mean_output_gate else {}
+            return function(model, *given, layers=at, **means)
 
-    sparse = [i for i in range(config.num_hidden_layers) if config.mlp_kind(i) == "moe"]
-    half = config.num_experts_per_tok // 2
-    several = [i for i in sparse if half and config.at(i).num_experts_per_tok == config.num_experts_per_tok]
-    add(f"experts: top {half}", "experts", f"top_k = {half}", lambda m, r, at: ablate.top_k(m, half, at), several)
-    biased = [i for i in sparse if config.at(i).moe_router_enable_expert_bias]
-    add("experts: no routing bias", "experts", "c = s", lambda m, r, at: ablate.no_routing_bias(m, at), biased)
-    shared = [i for i in sparse if config.at(i).num_shared_experts]
-    routed = "y = Σ w_e · expert_e(x)"
-    add("experts: no shared one", "experts", routed, lambda m, r, at: ablate.no_shared_expert(m, at), shared)
-    size = config.num_experts // config.n_group
-    each = list(range(0, config.num_experts, size))
-    enough = (size - 1) * config.topk_group >= max((config.at(i).num_experts_per_tok for i in sparse), default=0)
-    name, law = f"experts: {len(each)} of {config.num_experts} dropped", "c = s - 10,000 for one of each group"
-    add(name, "experts", law, lambda m, r, at: ablate.drop_experts(m, each, at), sparse if enough else [])
+        if suite in (of, "all") and at:
+            found.append(Ablation(name, of, formula, cut))
+
+    for kind, gated in having("output gate", lambda m: getattr(m, "gate_law", None) == "sigmoid").items():
+        normed = all(hasattr(module, "o_norm") for module in gated.values())
+        output = "o_proj(RMSNorm(o))" if normed else "dense(o)"
+        add(f"{kind}: no output gate", "gates", f"y = {output}", gated, ablate.no_output_gate)
+        add(f"{kind}: gate at its mean", "gates", "sigmoid(g) → its mean", gated, ablate.mean_output_gate)
+    for kind, decaying in having("decay").items():
+        bounds = {i: module.lower_bound for i, module in decaying.items() if hasattr(module, "lower_bound")}
+        for bound in (-10.0, -2.5, -1.0, -0.1):
+            others, law = [i for i in bounds if bounds[i] != bound], f"g = {bound:g} · sigmoid(…)"
+            add(f"{kind}: lower_bound {bound:g}", "decay", law, others, ablate.lower_bound, bound)
+        others, law = [i for i in bounds if bounds[i] is not None], "g = -exp(A_log) · softplus(…)"
+        add(f"{kind}: softplus law", "decay", law, others, ablate.lower_bound, None)
+        add(f"{kind}: no decay", "decay", "g = 0", decaying, ablate.no_decay)
+    for kind, learned in having("writing strength").items():
+        for beta, text in ((1.0, "1"), (0.5, "1/2")):
+            add(f"{kind}: beta {text}", "memory", f"b = {text}", learned, ablate.fixed_beta, beta)
+    for kind, convolved in having("short convolution").items():
+        add(f"{kind}: no short convolution", "memory", "q, k, v = silu(W x)", convolved, ablate.no_short_conv)
+    for kind, rotated in having("rotary embedding").items():
+        add(f"{kind}: no RoPE", "memory", "rope(x) → x", rotated, ablate.no_rope)
+    for i, layer in ablate.having(model, "attention", uncut=True).items():
+        add(f"layer {i}: no {type(layer.attention).__name__}", "layers", "h = x", [i], ablate.no_attention)
+
+    routers = ablate.having(model, "experts per token")
+    most = max((router.top_k for router in routers.values()), default=0)
+    several = [i for i, router in routers.items() if router.top_k == most > 1]
+    add(f"experts: top {most // 2}", "experts", f"top_k = {most // 2}", several, ablate.top_k, most // 2)
+    biased = ablate.having(model, "routing bias")
+    add(
+        "experts: no routing bias",
+        "experts",
+        "c = s",
+        ablate.having(model, "routing bias", uncut=True),
+        ablate.no_routing_bias,
+    )
+    shared = ablate.having(model, "shared expert", uncut=True)
+    add("experts: no shared one", "experts", "y = Σ w_e · expert_e(x)", shared, ablate.no_shared_expert)
+    for router in [*biased.values()][:1]:
+        experts = router.weight.shape[0]
+        size = experts // router.groups
+        each = list(range(0, experts, size))
+        name, law = f"experts: {len(each)} of {experts} dropped", "c = s - 10,000 for one of each group"
+        enough = (size - 1) * router.top_groups >= most
+        add(name, "experts", law, biased if enough else [], ablate.drop_experts, each)
     return found
-
-
-def _no_gate(model: CausalLM, rows: Rows, layers: list[int]) -> CausalLM:
-    return ablate.no_output_gate(model, layers=layers)
-
-
-def _mean_gate(model: CausalLM, rows: Rows, layers: list[int]) -> CausalLM:
-    return ablate.mean_output_gate(model, rows.tokens, layers=layers, valid=rows.valid)
 
 
 def compare(
@@ -139,18 +142,17 @@ def compare(
     text: str | None = None,
     report: Callable[[Row], None] = lambda row: None,
 ) -> Report:
-    """The table: the whole model first, then each of the `chosen`, every one on an engine of its own.
+    """The table: the whole model first, then each of the `chosen`, every one in an engine of its own.
 
-    `questions` problems are asked alone and the first `recalls` of them after `examples` worked ones, all in one batch;
-    the perplexity is that of `text`, or of solutions. `report` is called with each row as it is measured. Raises
-    ValueError where the examples do not fit into the model's context.
+    `questions` problems are asked alone, and the first `recalls` of them again after `examples` worked ones. The
+    perplexity is that of `text`, or of solutions. `report` is called with each row as it is measured. Raises ValueError
+    if the examples do not fit into the model's context.
     """
     if recalls > questions:
         raise ValueError(f"recalls is {recalls}, expected at most the number of questions, {questions}")
-    asked = list(itertools.islice(problems(HELD_OUT_SEED, "held_out"), questions))
-    shown = problems(EXAMPLES_SEED, "train")
-    prompts = [tokenizer.encode(ask(problem)) for problem in asked]
-    prompts += [tokenizer.encode(ask(problem, list(itertools.islice(shown, examples)))) for problem in asked[:recalls]]
+    asked, shown = exam(questions), worked_examples(recalls, each=examples)
+    texts = [ask(problem) for problem in asked] + [ask(*pair) for pair in zip(asked, shown)]
+    prompts = [tokenizer.encode(text) for text in texts]
     room = model.config.max_position_embeddings
     if (longest := max(map(len, prompts))) + ANSWER > room:
         raise ValueError(
@@ -163,25 +165,21 @@ def compare(
     variants += [(a.name, a.suite, a.formula, a.cut(model, calibration)) for a in chosen]  # they share their weights
     with progress("ablations", len(variants)) as advance:
         for name, suite, formula, variant in variants:
-            cost = (
-                solution_perplexity(variant, tokenizer)
-                if text is None
-                else perplexity(variant, tokenizer, text).perplexity
-            )
+            found = None if text is None else perplexity(variant, tokenizer, text)
+            cost = solution_perplexity(variant, tokenizer) if found is None else found.perplexity
             right = _right(variant, tokenizer, prompts, [*asked, *asked[:recalls]])
-            row = Row(name, suite, formula, cost, _score(right[:questions]), _score(right[questions:]))
-            rows.append(row)
-            report(row)
+            scores = _score(right[:questions]), _score(right[questions:])
+            rows.append(Row(name, suite, formula, cost, *scores))
+            report(rows[-1])
             advance(1)
     lengths = [len(prompt) for prompt in prompts[questions:]]
-    return Report(
-        tuple(rows), "solutions" if text is None else "text", round(float(np.mean(lengths))) if lengths else 0
-    )
+    context = round(float(np.mean(lengths))) if lengths else 0
+    return Report(tuple(rows), "solutions" if text is None else "text", context)
 
 
 def solution_perplexity(model: CausalLM, tokenizer: Tokenizer) -> float:
-    """exp of the mean -ln p of the first held-out problems' solution tokens, given what stands before them."""
-    rows = solution_rows(tokenizer, itertools.islice(problems(HELD_OUT_SEED, "held_out"), SCORED))
+    """exp of the mean -ln p of the solutions' tokens, for the first held-out problems."""
+    rows = solution_rows(tokenizer, exam(SCORED))
     scores = np.asarray(_likelihoods(model, rows.tokens), np.float64)
     return float(np.exp(-np.mean(scores[np.asarray(rows.learned)[:, 1:]])))
 
@@ -192,7 +190,7 @@ def _likelihoods(model: CausalLM, tokens: Int32[Array, "batch seq"]) -> Float32[
 
 
 def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> Rows:
-    """Each problem as it would be asked, and its solution after it."""
+    """Each problem as it is asked, with its solution."""
     pairs = [(tokenizer.encode(ask(p)), tokenizer.encode(f" {p.solution}", add_special_tokens=False)) for p in some]
     width = max(len(prompt) + len(solution) for prompt, solution in pairs)
     tokens = np.zeros((len(pairs), width), np.int32)
@@ -208,17 +206,10 @@ def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> Rows:
 def _right(
     model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], asked: Sequence[Problem]
 ) -> list[bool]:
-    """Which greedy answers end on the right number."""
-    longest = max(map(len, prompts)) + ANSWER
-    engine = Engine(
-        model,
-        tokenizer,
-        max_running_requests=16,
-        max_model_len=longest,
-        chunked_prefill_size=128,
-        token_paddings=(128,),
-    )
-    # Untrained ends: a model that goes on with a question of its own has answered before.
+    """For each prompt, True if the greedy answer ends with the right number."""
+    settings = {"max_running_requests": 16, "chunked_prefill_size": 128, "token_paddings": (128,)}
+    engine = Engine(model, tokenizer, max_model_len=max(map(len, prompts)) + ANSWER, **settings)
+    # An ablated model may go on with a question of its own instead of stopping; its answer came before that.
     outputs = engine.generate(prompts, SamplingParams(max_tokens=ANSWER, stop=STOP))
     return [last_number(output.text) == problem.answer for output, problem in zip(outputs, asked, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What `ling3 inspect` shows: the module tree, the layer schedule, the published names, and what memory costs."""
+"""What `ling3 inspect` shows of a model: its module tree, layers and published names, and the memory of a sequence."""
 
 import dataclasses
 import json
@@ -16,18 +16,18 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-from ling3.cache import KDAState, pages_of, slots_of
+from ling3.cache import pages_of, slots_of
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.names import leaves, structure
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError
 from ling3.families import read_config
-from ling3.families.ling3_config import ConfigError, Ling3Config
-from ling3.model import CausalLM
+from ling3.interpret import ablate
+from ling3.model import CausalLM, DecoderLayer
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRow:
-    """One array of the module tree: its path, shape and dtype, and the `tensors` published tensors that make it up."""
+    """One array of the module tree: its path, shape and dtype, and the number of published tensors that make it up."""
 
     path: str
     shape: tuple[int, ...]
@@ -42,45 +42,44 @@ class ArrayRow:
         return math.prod(self.shape)
 
     @property
-    def layer(self) -> int | None:
-        """The 0-based decoder layer, None outside of the layers."""
-        parts = self.path.split(".")
-        return int(parts[2]) if parts[:2] == ["model", "layers"] else None
-
-    @property
-    def part(self) -> str:
-        """The part of the decoder layer: `attention`, `mlp` or a norm."""
-        return self.path.split(".")[3] if self.layer is not None else ""
-
-    @property
-    def within(self) -> str:
-        """The path inside of that part."""
-        return self.path.split(".", 4)[4] if self.layer is not None else self.path
+    def place(self) -> tuple[int | None, str, str]:
+        """The 0-based decoder layer (None outside the layers), its part (`attention`, `mlp`, …), the path inside."""
+        match self.path.split(".", 4):
+            case ["model", "layers", layer, part, within]:
+                return int(layer), part, within
+        return None, "", self.path
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a sequence costs while it runs, in bytes: MLA's latents grow with each token, KDA's states do not."""
+    """What a sequence takes while it is served, in bytes.
+
+    Paged arrays grow with each token. Arrays with a row per slot do not, and are listed by their names in the states.
+    """
 
     cache_per_token: int
-    recurrent_state_per_sequence: int
-    conv_state_per_sequence: int
+    state_per_sequence: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A model described from its configuration alone; `print` it with rich, or take `to_dict()`.
+    """A model of any family, described from its configuration alone; `print` it with rich, or take `to_dict()`.
 
-    `stored` says whether dtypes are those in the headers of weights at hand, and `problem` why these
-    headers could not be read. `activated` leaves out the experts that a token does not choose.
+    `model` has a `jax.ShapeDtypeStruct` for each array. `stored` is True if the dtypes are those in the headers of
+    weights at hand, and `problem` says why these headers could not be read.
     """
 
     source: str
-    config: Ling3Config
+    model: CausalLM
     arrays: tuple[ArrayRow, ...]
     memory: Memory
     stored: bool
     problem: str | None = None
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration, of its family's class."""
+        return self.model.config
 
     @property
     def parameters(self) -> int:
@@ -89,29 +88,33 @@ class Report:
 
     @property
     def activated(self) -> int:
-        """The weights that one token's forward pass has a use for."""
-        routed = sum(row.parameters for row in self.arrays if ".mlp.experts." in row.path)
-        return self.parameters - routed + routed * self.config.num_experts_per_tok // self.config.num_experts
+        """The weights that the forward pass of one token uses: without the experts that it does not choose."""
+        unused = 0
+        for i, router in ablate.having(self.model, "experts per token").items():
+            experts = f"model.layers.{i}.mlp.experts."
+            routed = sum(row.parameters for row in self.arrays if row.path.startswith(experts))
+            unused += routed - routed * router.top_k // router.weight.shape[0]
+        return self.parameters - unused
 
     @property
     def embedding(self) -> int:
         """The weights of the embedding table, of which a token looks up one row."""
-        return self.config.vocab_size * self.config.hidden_size
+        return math.prod(self.model.model.word_embeddings.shape)
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain values, for JSON."""
-        config = self.config
+        states = {f"{name}_state_per_sequence": size for name, size in self.memory.state_per_sequence.items()}
         return {
             "source": self.source,
-            "config": config.to_dict(),
+            "config": self.config.to_dict(),
             "parameters": self.parameters,
             "activated_parameters_per_token": self.activated,
             "embedding_parameters": self.embedding,
             "tensors": sum(row.tensors for row in self.arrays),
-            "memory_bytes": dataclasses.asdict(self.memory),
+            "memory_bytes": {"cache_per_token": self.memory.cache_per_token, **states},
             "layers": [
-                {"layer": i, "attention": config.attention_kind(i), "mlp": config.mlp_kind(i)}
-                for i in range(config.num_hidden_layers)
+                {"layer": i, "attention": _attention(layer).lower(), "mlp": "moe" if _sparse(layer) else "dense"}
+                for i, layer in enumerate(self.model.model.layers)
             ],
             "arrays": [{**dataclasses.asdict(row), "parameters": row.parameters} for row in self.arrays],
             "dtypes_as_stored": self.stored,
@@ -119,63 +122,62 @@ class Report:
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
-        config, memory = self.config, self.memory
+        variant, states = getattr(self.config, "variant", dict)(), self.memory.state_per_sequence
         facts = Table.grid(padding=(0, 2))
         facts.add_row("model", self.source)
         facts.add_row("parameters", f"{self.parameters:,} in {sum(row.tensors for row in self.arrays):,} tensors")
         facts.add_row("activated", f"{self.activated:,} per token, of them {self.embedding:,} in the embedding table")
-        if not config.mla_rope:
-            facts.add_row("positions", "none: MLA without RoPE (use_mla_nope)")
-        if variant := config.variant():
+        if variant:
             facts.add_row("ablated", Text(json.dumps(variant)[1:-1]))
-        facts.add_row("cache", f"{memory.cache_per_token:,} bytes per token")
-        state = f"{memory.recurrent_state_per_sequence:,} bytes per sequence"
-        facts.add_row("state", f"{state}, and {memory.conv_state_per_sequence:,} bytes of convolution inputs")
+        if unrotated := [i for i, x in ablate.having(self.model, "rotary embedding").items() if x.rope_theta is None]:
+            facts.add_row("positions", f"no RoPE in layers {_ranges(unrotated)}")
+        facts.add_row("cache", f"{self.memory.cache_per_token:,} bytes per token")
+        for name, size in states.items():
+            facts.add_row("state", f"{size:,} bytes per sequence ({name})")
         facts.add_row("dtypes", "as stored" if self.stored else "of a bfloat16 model: there are no weights to look at")
         yield facts
         if self.problem:
             yield Text(f"\nThe weights cannot be read:\n{self.problem}", style="red")
         yield Text("\nlayer schedule", style="bold")
-        yield _schedule(config)
+        yield _schedule(self.model)
         yield Text("\nmodule tree: shape, dtype, parameters; in the checkpoint, where it differs", style="bold")
+        outside = [row for row in self.arrays if row.place[0] is None]
+        yield from (_line(row.path, row, options.max_width) for row in outside)
+        for (part, kind, _), found in self._parts().items():
+            (_, rows), times = found[0], f"{len(found)} x " if len(found) > 1 else ""
+            layers, size = _ranges([layer for layer, _ in found]), sum(row.parameters for row in rows)
+            yield Text(f"\nmodel.layers.{layers}.{part}  {kind}  {times}{size:,}")
+            yield from (_line(f"  {row.place[2]}", row, options.max_width) for row in rows)
+
+    def _parts(self) -> dict[tuple[str, str, tuple[Any, ...]], list[tuple[int, list[ArrayRow]]]]:
+        """The parts of the decoder layers, each with the layers that have it and their arrays; equal parts are one."""
+        rows: dict[tuple[int, str], list[ArrayRow]] = {}
         for row in self.arrays:
-            if row.layer is None:
-                yield _line(row.path, row, options.max_width)
-        for (part, kind, _), layers in self._parts().items():
-            rows = [row for row in self.arrays if row.layer == layers[0] and row.part == part]
-            size = sum(row.parameters for row in rows)
-            times = f"{len(layers)} x " if len(layers) > 1 else ""
-            yield Text(f"\nmodel.layers.{_ranges(layers)}.{part}  {kind}  {times}{size:,}")
-            for row in rows:
-                yield _line(f"  {row.within}", row, options.max_width)
-
-    def _parts(self) -> dict[tuple[str, str, tuple[Any, ...]], list[int]]:
-        """The parts of decoder layers, equal ones folded into one entry with the layers that have it."""
-        contents: dict[tuple[int, str], list[Any]] = {}
-        for row in self.arrays:
-            if row.layer is not None:
-                contents.setdefault((row.layer, row.part), []).append((row.within, row.shape, row.dtype))
-        folded: dict[tuple[str, str, tuple[Any, ...]], list[int]] = {}
-        for (layer, part), rows in contents.items():
-            folded.setdefault((part, _kind(self.config, layer, part), tuple(rows)), []).append(layer)
-        return folded
+            layer, part, _ = row.place
+            if layer is not None:
+                rows.setdefault((layer, part), []).append(row)
+        parts: dict[tuple[str, str, tuple[Any, ...]], list[tuple[int, list[ArrayRow]]]] = {}
+        for (layer, part), own in rows.items():
+            contents = tuple((row.place[2], row.shape, row.dtype) for row in own)
+            kind = _kind(self.model.model.layers[layer], part)
+            parts.setdefault((part, kind, contents), []).append((layer, own))
+        return parts
 
 
-def report(
-    source: str | os.PathLike[str] | Ling3Config, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None = None
-) -> Report:
+def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None = None) -> Report:
     """Describe a checkpoint (directory, hub id or `"nano"`), a `config.json` or a configuration; allocates no weight.
 
-    Shapes come from the configuration. Dtypes are those in the headers of the weights, where these lie beside it, else
-    those of a model in `dtype`, which the caches are counted in, too. From the hub only the configuration is fetched,
-    of `revision`: a branch, a tag or a commit.
+    Shapes come from the configuration. Dtypes are those in the headers of the weights where these lie beside it, else
+    those of a model in `dtype`; caches are counted in `dtype`. From the hub only the configuration is fetched, of
+    `revision`: a branch, a tag or a commit.
 
-    Raises ConfigError for a configuration that is no Ling-3, and `hub.resolve`'s errors where there is nothing.
+    Raises ConfigError for a configuration that no registered family reads, and `hub.resolve`'s errors where there is
+    nothing.
     """
     stored: dict[str, str] = {}
     problem = None
-    if isinstance(source, Ling3Config):
-        name, config = "Ling3Config", source
+    if not isinstance(source, str | os.PathLike):
+        name, config = type(source).__name__, source
     elif revision is None and pathlib.Path(source).suffix == ".json" and pathlib.Path(source).is_file():
         name, config = os.fspath(source), read_config(source)
     else:
@@ -185,14 +187,12 @@ def report(
             stored = _stored(directory)
         except CheckpointError as error:
             problem = str(error)
-    if not isinstance(config, Ling3Config):
-        raise ConfigError(name, [f"the config is a {type(config).__name__}; expected Ling-3's: no other is described"])
-    tree = structure(config, dtype)
-    return Report(name, config, tuple(_rows(tree, stored)), _memory(tree, dtype), bool(stored), problem)
+    model = structure(config, dtype)
+    return Report(name, model, tuple(_rows(model, stored)), _memory(model, dtype), bool(stored), problem)
 
 
 def _stored(directory: pathlib.Path) -> dict[str, str]:
-    """The dtype of each tensor at hand; none where there are no weights, as when only the configuration was fetched."""
+    """The dtype of each tensor in the directory; empty without weights, as when only the configuration was fetched."""
     if not any(directory.glob("*.safetensors*")):
         return {}
     found = shards.open_all(directory)
@@ -211,48 +211,54 @@ def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
         yield ArrayRow(leaf.path, tuple(leaf.value.shape), "/".join(sorted(names)), name, first.shape, len(weights))
 
 
-def _memory(tree: CausalLM, dtype: DTypeLike) -> Memory:
-    """From the shapes of the model's own states: what a page of 1,024 tokens takes, and what a slot does."""
-    states = eqx.filter_eval_shape(lambda model: model.empty_states(1, 1, 1024, dtype), tree)
-    conv = [state.conv for state in states if isinstance(state, KDAState)]
-    conv_bytes = sum(map(_bytes, conv))
-    return Memory(
-        cache_per_token=sum(_bytes(paged.entries) for paged in pages_of(states)) // 1024,
-        recurrent_state_per_sequence=sum(map(_bytes, jax.tree.leaves(slots_of(states)))) - conv_bytes,
-        conv_state_per_sequence=conv_bytes,
-    )
+def _memory(model: CausalLM, dtype: DTypeLike) -> Memory:
+    """From the shapes of the mixers' own states, with one slot and one page of 1,024 tokens."""
+    states = eqx.filter_eval_shape(lambda model: model.empty_states(1, 1, 1024, dtype), model)
+    sizes: dict[str, int] = {}
+    for state in states:
+        for path, array in jax.tree_util.tree_leaves_with_path(slots_of(state)):
+            name = jax.tree_util.keystr(path, simple=True, separator=".") or "state"
+            sizes[name] = sizes.get(name, 0) + _bytes(array)
+    return Memory(sum(_bytes(paged.entries) for paged in pages_of(states)) // 1024, sizes)
 
 
 def _bytes(array: Any) -> int:
-    shape: jax.ShapeDtypeStruct = array
-    return math.prod(shape.shape) * shape.dtype.itemsize
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
-def _schedule(config: Ling3Config) -> Table:
-    """One row per group of layers; `*` marks a dense MLP."""
+def _schedule(model: CausalLM) -> Table:
+    """The layers' attentions, up to eight in a row; a new row begins where the first layer's kind comes again."""
     table = Table.grid(padding=(0, 2))
-    size = config.layer_group_size
-    for first in range(0, config.num_hidden_layers, size):
-        layers = range(first, min(first + size, config.num_hidden_layers))
-        cells = [config.attention_kind(i).upper() + ("*" if config.mlp_kind(i) == "dense" else "") for i in layers]
-        table.add_row(_ranges(list(layers)), " ".join(cells))
-    if config.first_k_dense_replace:
+    kinds = [_attention(layer) for layer in model.model.layers]
+    dense = [not _sparse(layer) for layer in model.model.layers]
+    rows: list[list[int]] = [[]]
+    for i, kind in enumerate(kinds):
+        if i and (len(rows[-1]) == 8 or (kind == kinds[0] and kinds[i - 1] not in (kind, "NONE"))):
+            rows.append([])
+        rows[-1].append(i)
+    mixed = any(dense) and not all(dense)
+    for row in rows:
+        table.add_row(_ranges(row), " ".join(kinds[i] + ("*" if dense[i] and mixed else "") for i in row))
+    if mixed:
         table.add_row("", "* with a dense MLP, the others with experts")
     return table
 
 
-def _kind(config: Ling3Config, layer: int, part: str) -> str:
+def _attention(layer: DecoderLayer) -> str:
+    return "NONE" if layer.attention is None else type(layer.attention).__name__
+
+
+def _sparse(layer: DecoderLayer) -> bool:
+    return hasattr(layer.mlp, "experts")
+
+
+def _kind(layer: DecoderLayer, part: str) -> str:
     if part == "attention":
-        return config.attention_kind(layer).upper()
-    if part != "mlp":
-        return ""
-    limits = [
-        values[layer] if values else 0.0
-        for values in (config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list)
-    ]
-    if config.mlp_kind(layer) == "moe" and any(limits):
-        return f"experts, clamped at {limits[0]:g} (shared at {limits[1]:g})"
-    return "dense" if config.mlp_kind(layer) == "dense" else "experts"
+        return _attention(layer)
+    if part != "mlp" or not _sparse(layer):
+        return "dense" if part == "mlp" else ""
+    limits = [getattr(getattr(layer.mlp, name, None), "limit", 0.0) for name in ("experts", "shared_experts")]
+    return f"experts, clamped at {limits[0]:g} (shared at {limits[1]:g})" if any(limits) else "experts"
 
 
 def _ranges(layers: list[int]) -> str:
@@ -267,10 +273,10 @@ def _ranges(layers: list[int]) -> str:
 
 
 def _line(path: str, row: ArrayRow, width: int) -> Text:
-    """An array in columns; what the checkpoint has instead follows, on a line of its own where `width` is too small."""
+    """An array in columns, then what the checkpoint has instead: on a second line where `width` is too small."""
     line = f"{path:<33}  {list(row.shape)!s:>17}  {row.dtype:<8}  {row.parameters:>13,}"
     if row.published != row.path:
-        published = f"{row.published.removeprefix(f'model.layers.{row.layer}.{row.part}.')} {list(row.published_shape)}"
+        published = f"{row.published.removeprefix(row.path.removesuffix(row.place[2]))} {list(row.published_shape)}"
     elif row.published_shape != row.shape:
         published = str(list(row.published_shape))
     else:

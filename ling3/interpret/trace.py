@@ -1,6 +1,6 @@
-"""What a model does inside, by name and shaped for plotting: gates, decays, states, attention maps, routing, norms.
+"""What happens inside a model, by name and in shapes for plots: gates, decays, states, attention maps, routing, norms.
 
-The model's own forward pass hands its intermediate arrays to a recorder; `trace` makes pictures of them.
+The model's own forward pass gives its intermediate arrays to a recorder; `trace` computes the rest from them.
 """
 
 import equinox as eqx
@@ -14,7 +14,7 @@ from ling3.execution import Execution
 from ling3.layers.kda import KDA
 from ling3.layers.mla import MLA
 from ling3.layers.moe import MoE
-from ling3.model import CausalLM
+from ling3.model import CausalLM, Mixer
 from ling3.ops.kda import kda_step
 from ling3.ops.precision import exact, wide
 from ling3.runtime.entry_checks import checks_ids
@@ -50,9 +50,12 @@ class MoETrace(eqx.Module):
 
 
 class LayerTrace(eqx.Module):
-    """One decoder layer: its parts, and the Euclidean norms of what they add to the residual stream."""
+    """One decoder layer: its parts, and the Euclidean norms of what they add to the residual stream.
 
-    attention: KDATrace | MLATrace | None
+    Of an attention that is neither KDA nor MLA it has the arrays that `span.recorder` was given, by their names.
+    """
+
+    attention: KDATrace | MLATrace | dict[str, Array] | None
     moe: MoETrace | None
     attention_norm: Float[Array, "batch seq"]  # of what the attention adds
     mlp_norm: Float[Array, "batch seq"]  # of what the feed-forward adds
@@ -89,10 +92,10 @@ class Trace(eqx.Module):
 def trace(model: CausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool = True) -> Trace:
     """One forward pass over whole sequences, with everything that is worth a plot. Compiled once per shape.
 
-    `trace(model, tokens).logits` are `model(tokens)`, to rounding. Attention maps take batch · heads · seq² numbers per
-    layer, the logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020) batch · seq · vocab: leave it out
-    with `logit_lens=False` where the vocabulary is large. Raises ValueError for no tokens, and for ids outside the
-    vocabulary.
+    The model may be of any family. `trace(model, tokens).logits` are `model(tokens)`, to rounding. Attention maps take
+    batch · heads · seq² numbers per layer, the logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020)
+    batch · seq · vocab: leave it out with `logit_lens=False` where the vocabulary is large. Raises ValueError for no
+    tokens, and for ids outside the vocabulary.
     """
     batch, seq = tokens.shape
     if 0 in (batch, seq):
@@ -103,11 +106,10 @@ def trace(model: CausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool 
     for i, layer in enumerate(model.model.layers):
         own = seen.of(f"layers.{i}")
         attended = own.get("attended", jnp.zeros_like(own["added"]))
-        picture = {KDA: _kda, MLA: _mla}.get(type(layer.attention))
         lens = model.lm_head(model.model.norm(own["residual"]), dtype=jnp.float32) if logit_lens else None
         layers.append(
             LayerTrace(
-                attention=None if picture is None else picture(layer.attention, seen.of(f"layers.{i}.attention")),
+                attention=_attention(layer.attention, seen.of(f"layers.{i}.attention")),
                 moe=_moe(layer.mlp, seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
                 attention_norm=_norm(attended),
                 mlp_norm=_norm(own["added"]),
@@ -118,7 +120,16 @@ def trace(model: CausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool 
     return Trace(tokens, _norm(seen.values["embeddings"]), tuple(layers), logits)
 
 
-def _kda(attention: KDA, seen: dict[str, Array]) -> KDATrace:
+def _attention(attention: Mixer | None, seen: dict[str, Array]) -> KDATrace | MLATrace | dict[str, Array] | None:
+    match attention:
+        case KDA():
+            return _kda(seen)
+        case MLA():
+            return _mla(attention, seen)
+    return None if attention is None else seen
+
+
+def _kda(seen: dict[str, Array]) -> KDATrace:
     """The recurrence token by token, over the true values and, beside them, unit vectors: their outputs are the map."""
     q, k, v, g, beta = (seen[name] for name in ("q", "k", "v", "decay", "beta"))
     batch, seq, heads, value = v.shape

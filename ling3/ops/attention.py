@@ -11,9 +11,9 @@ from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import Wide, exact, wide
 
-# Keys per step of `block_attention`: fixed, so that sums run in the same order whatever the context.
+# Keys per step of `block_attention`: fixed, so that sums have the same order at any context length.
 BLOCK = 256
-# Rows that share a turn of `paged_attention`.
+# Rows that share an iteration of `paged_attention`.
 GROUP = 8
 
 
@@ -34,9 +34,9 @@ def attention(
 
 @dataclasses.dataclass(frozen=True)
 class Expansion:
-    """How entries [latent | rope] become keys [nope | rope] and values of every head: data, for kernels to read.
+    """How entries [latent | rope] become keys [nope | rope] and values of every head: data that a kernel can read.
 
-    weight · latent is [nope | value] of each head; the rope part is every head's (DeepSeek-V2, arXiv 2405.04434, §2.1).
+    weight · latent is [nope | value] of each head; all heads share the rope part (DeepSeek-V2, arXiv 2405.04434, §2.1).
     """
 
     weight: Float[Array, "channels latent"]  # heads·(nope + value)
@@ -46,7 +46,7 @@ class Expansion:
 
     @property
     def value(self) -> int:
-        """Numbers of a head's value."""
+        """Channels of a head's value."""
         return self.weight.shape[0] // self.heads - self.nope
 
     def keys_and_values(
@@ -55,7 +55,7 @@ class Expansion:
         Float[Array, "batch {self.heads} positions {self.nope+entries.shape[-1]-self.weight.shape[1]}"],
         Float[Array, "batch {self.heads} positions {self.value}"],
     ]:
-        """Those of some entries, in `dtype`."""
+        """The keys and values of some entries, in `dtype`."""
         latent, k_rope = jnp.split(entries.astype(dtype), [self.weight.shape[1]], axis=-1)
         flat = matmul_transposed(latent.reshape(-1, latent.shape[-1]), self.weight, self.lowering).astype(dtype)
         expanded = rearrange(flat, "(b p) (h d) -> b h p d", b=entries.shape[0], h=self.heads)
@@ -71,10 +71,10 @@ def block_attention(
     length: Int32[Array, " batch"],
     expansion: Expansion | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
-    """Causal attention with a running softmax over entries that lie in a row, BLOCK positions at a time.
+    """Causal attention with a running softmax over contiguous entries, BLOCK positions at a time.
 
-    `positions` is a multiple of BLOCK. A query row sees the positions up to its own and below `length`. Sums and result
-    are float32 or wider. Without an `expansion` an entry is key and value in one, for all heads. Differentiable.
+    `positions` is a multiple of BLOCK. A query attends to the positions up to its own and below `length`. Sums and
+    result are float32 or wider. Without an `expansion` an entry is both key and value, for all heads. Differentiable.
     """
 
     def step(i, carry):
@@ -95,9 +95,9 @@ def paged_attention(
 ) -> Wide[Array, "batch heads rows value"]:
     """The same over pages: `table[b, i]` is the page of row b's positions [page·i, page·(i+1)).
 
-    The loop has one turn per page in use and group of up to GROUP rows that have it, the rows with most pages first: a
-    long row does not make the others wait at its pages. Each row's pages are summed in order, whoever its neighbours
-    are. Not differentiable, since the number of turns is counted as it runs.
+    Rows are sorted by their number of pages and form groups of up to GROUP; the loop has one iteration for each group
+    and page column in use, so a long row adds no work to other groups. Each row's pages are summed in order, whatever
+    the other rows are. Not differentiable, since the number of iterations depends on the data.
     """
     batch, page_size, columns = q.shape[0], pages.shape[1], table.shape[1]
     used = -(-length // page_size)
@@ -142,9 +142,9 @@ def latent_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
 ) -> Wide[Array, "batch rows entry"]:
-    """A decode step's, absorbed: softmax(q entriesᵀ) entries over each row's pages, float32 or wider.
+    """The absorbed attention of a decode step: softmax(q entriesᵀ) entries over each row's pages, float32 or wider.
 
-    An entry is key and value in one and for all heads (DeepSeek-V2, arXiv 2405.04434, §2.1.2): `rows` are the heads'
+    An entry is both key and value, for all heads (DeepSeek-V2, arXiv 2405.04434, §2.1.2): `rows` are the heads'
     queries of one token, already scaled. Pages, table, `length` and what a query sees are those of `paged_attention`.
     """
     return paged_attention(q[:, None], row_positions, pages, table, length)[:, 0]
@@ -172,14 +172,14 @@ def _attend(
     length: Int32[Array, " batch"],
     expansion: Expansion | None,
 ) -> Carry:
-    """One block of positions, from `first` on, taken into the running softmax."""
+    """The running softmax after one more block of positions, from `first` on."""
     top, total, sums = carry
     dtype = top.dtype
     positions = first + jnp.arange(block.shape[1], dtype=jnp.int32)
-    # What lies where nothing was written may be NaN, and 0 · NaN is NaN.
+    # Entries that were never written may be NaN, and 0 · NaN is NaN.
     entries = jnp.where((positions[None] < length[:, None])[..., None], block, 0.0)
     if expansion is None:
-        # The whole entry serves as value too: summing k_rope as well costs less than cutting it off every block.
+        # The whole entry is the value: summing k_rope too costs less than slicing it off in every block.
         k = v = entries.astype(q.dtype)[:, None]
     else:
         k, v = expansion.keys_and_values(entries, q.dtype)

@@ -1,10 +1,10 @@
-"""The experts' feed-forward, each row through its own expert: two forms of one function.
+"""The experts' feed-forward, in which each row goes through its own expert: two forms of one function.
 
-`dense_experts` runs every expert on every token: the specification, and what is differentiated. `block_experts` sorts
-the rows by expert and runs only the experts that were chosen, each on its own rows; its gradient is that of the dense
-form. On a CPU with a C++ compiler a kernel (`experts_cpu`) does so where it is the faster one. Rows go through
-`down(silu(gate x) · up x)`, or with a limit L > 0 through `down(min(silu(gate x), L) · clip(up x, -L, L))`
-(Ling-3.0-flash).
+`dense_experts` runs every expert on every token; it is the specification, and the form that is differentiated.
+`block_experts` sorts the rows by expert and runs only the experts that were chosen, each on its own rows; its gradient
+is that of the dense form. On a CPU with a C++ compiler a kernel (`experts_cpu`) takes its place where it is faster.
+A row goes through `down(silu(gate x) · up x)`, or with a limit L > 0 through
+`down(min(silu(gate x), L) · clip(up x, -L, L))` (Ling-3.0-flash).
 """
 
 import functools
@@ -22,7 +22,7 @@ from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import exact, wide
 
-# Five turns of `block_experts`, each of which copies its expert's weights, cost what eight experts of a round cost.
+# Five iterations of `block_experts`, which copy their experts' weights, cost as much as eight experts of a round.
 TURNS, EXPERTS = 5, 8
 # Rows of a block above which a round of every expert costs more than it saves.
 ROUNDS_ROWS = 32
@@ -62,7 +62,7 @@ def dense_experts(
 
 
 def _differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A form of `dense_experts` with that one's gradient."""
+    """A faster form of `dense_experts`, with the gradient of `dense_experts`."""
 
     def forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering):
         y = form(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
@@ -100,12 +100,12 @@ def block_experts(
 ) -> Float[Array, "tokens hidden"]:
     """The same function at the cost of the chosen experts alone, in float32 or wider.
 
-    Rows are sorted by expert and cut into blocks of one expert each. A loop with as many turns as there are blocks
-    reads each block's expert; where most experts have a block, a round takes the next block of every expert at once,
-    which reads their weights in place. Both compute a block alike, so that bits do not depend on which it was.
+    Rows are sorted by expert and cut into blocks of one expert each. A loop over the blocks reads each block's expert;
+    where most experts have a block, one round computes the next block of every expert at once and reads their weights
+    in place. Both compute a block in the same way, so the choice between them changes no bits.
 
-    An index that is no expert, in `chosen`, stands for none and costs nothing. Every token's results are summed in
-    top-k order, whoever its neighbours are.
+    An index in `chosen` that is not an expert's stands for no expert and costs nothing. Every token's results are
+    summed in top-k order, whatever the other tokens are.
     """
     tokens, top_k = chosen.shape
     experts, dtype = gate_proj.shape[0], wide(x.dtype)
@@ -144,8 +144,8 @@ def block_experts(
 
         return lax.fori_loop(0, jnp.max(blocks), turn, out)
 
-    # Zeros that no compiler knows to be zeros before the choice is there: a model's prefill would otherwise begin with
-    # those of all its layers, and keep them all.
+    # Data-dependent zeros: XLA would otherwise hoist a constant buffer for every layer to the start of a prefill, and
+    # keep them all in memory.
     out = jnp.full((tokens * top_k, x.shape[1]), groups.counts[0] < 0, dtype)
     if block > ROUNDS_ROWS or EXPERTS * tokens * top_k <= TURNS * experts:  # then it can never be rounds
         out = by_blocks(out)
@@ -166,7 +166,7 @@ def native_experts(
     limit: float,
     lowering: Lowering = XLA,
 ) -> Float[Array, "tokens hidden"]:
-    """The same by the CPU's own kernel, where it suits."""
+    """The same by the kernel for CPUs, where it is the faster one."""
     if not experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
         return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
     groups = Groups.of(chosen, gate_proj.shape[0])
@@ -182,7 +182,7 @@ def _weighted(
 
 
 class Groups(NamedTuple):
-    """The rows `token · top_k + j` of a choice, sorted by expert and then by token; those of no expert come last."""
+    """The rows `token · top_k + j` of a choice, sorted by expert, then by token; those without an expert come last."""
 
     order: Int32[Array, " rows"]
     starts: Int32[Array, " experts"]
@@ -190,7 +190,7 @@ class Groups(NamedTuple):
 
     @staticmethod
     def of(chosen: Int32[Array, "tokens top_k"], experts: int) -> "Groups":
-        """Those of a choice. An index that is no expert stands for none."""
+        """The rows of a choice. An index that is not an expert's stands for no expert."""
         flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
         counts = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
         return Groups(jnp.argsort(flat, stable=True).astype(jnp.int32), jnp.cumsum(counts) - counts, counts)
@@ -198,16 +198,16 @@ class Groups(NamedTuple):
     def rows(
         self, expert: Int32[Array, " blocks"], index: Int32[Array, " blocks"], block: int
     ) -> Int32[Array, "blocks block"]:
-        """The rows of each expert's block of this index; past the expert's last, a number that is no row."""
+        """The rows of each expert's block of this index; indices past the expert's last row are out of range."""
         offsets = index[:, None] * block + jnp.arange(block, dtype=jnp.int32)[None]
         rows = self.order.at[self.starts[expert][:, None] + offsets].get(mode="clip")
         return jnp.where(offsets < self.counts[expert][:, None], rows, self.order.shape[0])
 
 
 def _block_rows(tokens: int, top_k: int, experts: int, dtype: jnp.dtype) -> int:
-    """Rows per block, by what an expert has on average: fewer mean more turns of the loop, more mean more padding.
+    """Rows per block, from an expert's average: fewer mean more iterations, more mean more padding.
 
-    A single token's are single rows, but for bfloat16, where a single row would be computed as two.
+    A single token has blocks of one row, except in bfloat16, where one row would be computed as two.
     """
     if tokens == 1 and dtype != jnp.bfloat16:
         return 1

@@ -1,7 +1,7 @@
-// The experts' feed-forward on a CPU, for `experts_cpu.py`: each expert's weights are read where they lie, and once for
-// every 32 rows it has.
+// The experts' feed-forward on a CPU, for `experts_cpu.py`: each expert's weights are read in place, once for every 32
+// of its rows.
 //
-// Every number is a sum in one fixed order, whatever is computed beside it: a row's bits depend on nothing but the row
+// Every number is a sum in one fixed order, whatever else is computed: a row's bits depend on nothing but the row
 // and its expert. So products are added by `fused` alone, and nothing else may be contracted (-ffp-contract=off).
 
 #include <algorithm>
@@ -78,7 +78,7 @@ inline Lanes load_some(const T* at, int64_t count) {
 
 inline void narrow(float x, float* to) { *to = x; }
 
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline void narrow(float x, BFloat16* to) {
   uint32_t word;
   std::memcpy(&word, &x, sizeof word);
@@ -120,7 +120,7 @@ template <class T, class Put>
 void multiply(const T* weight, int64_t begin, int64_t end, int64_t inner, const T* const* x, int64_t count, Put put) {
   float y[WEIGHTS][ROWS];
   for (int64_t outer = begin; outer < end; outer += WEIGHTS) {
-    // Past the end, the last one again.
+    // Past the end, the last row again.
     const T* weights[WEIGHTS];
     for (int r = 0; r < WEIGHTS; r++) weights[r] = weight + std::min(outer + r, end - 1) * inner;
     for (int64_t row = 0; row < count; row += ROWS) {
@@ -138,15 +138,15 @@ void multiply(const T* weight, int64_t begin, int64_t end, int64_t inner, const 
   }
 }
 
-// task(0) to task(total - 1), on this thread and those of the pool that have nothing else to do. Nobody waits for a
-// thread that has not begun, so that a pool whose threads all wait here still comes to an end. An exception here would
-// take away what helpers work on: there is none.
+// task(0) to task(total - 1), on this thread and on idle threads of the pool. It waits only for threads that have
+// started a task, so that a pool whose threads are all here does not deadlock. Tasks must not throw: unwinding would
+// destroy what the helpers work on.
 void each(ffi::ThreadPool& pool, int64_t total, const std::function<void(int64_t)>& task) noexcept {
   struct Progress {
     std::atomic<int64_t> next{0}, done{0};
   };
   auto progress = std::make_shared<Progress>();
-  // A helper that comes late finds no task left, and never touches what has gone with this call.
+  // A helper that starts late finds no task left and does not touch this call's variables, which are gone.
   auto work = [progress, total, &task] {
     for (int64_t i; (i = progress->next.fetch_add(1)) < total;) {
       task(i);
@@ -194,7 +194,7 @@ void run(ffi::ThreadPool& pool, const Sizes& sizes, const Groups& groups, const 
     in[r] = x + groups.order[r] / sizes.top_k * hidden;
     middle[r] = between + r * intermediate;
   }
-  // Rows of no expert come last in the order.
+  // Rows without an expert come last in the order.
   for (int64_t r = rows; r < sizes.tokens * sizes.top_k; r++) {
     std::fill_n(out + groups.order[r] * hidden, hidden, 0.0f);
   }

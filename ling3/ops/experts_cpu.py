@@ -1,7 +1,7 @@
-"""The experts' rows on a CPU, by a kernel in C++ (`experts_cpu.cc`) that reads each expert's weights where they lie.
+"""The experts' rows on a CPU, by a kernel in C++ (`experts_cpu.cc`) that reads each expert's weights in place.
 
-XLA copies an expert before it multiplies it, as its products take no index: on two cores, one token's experts took
-twice as long as their weights take to read.
+XLA's products take no index, so it copies an expert's weights before it multiplies by them: on two cores, one token's
+experts took twice as long as reading their weights does.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 LEAST = 2**24
-"""Bytes of a layer's gate projections below which a compiler is not worth waiting for."""
+"""Bytes of a layer's gate projections below which compiling the kernel takes longer than it saves."""
 
 
 def suits(
@@ -25,9 +25,9 @@ def suits(
     up_proj: Float[Array, "experts intermediate hidden"],
     down_proj: Float[Array, "experts hidden intermediate"],
 ) -> bool:
-    """Whether the kernel is to run: for large float32 weights, and bfloat16 up to one row per expert on average.
+    """True if the kernel is faster: for large float32 weights, and for bfloat16 up to one row per expert on average.
 
-    For more rows some processors have bfloat16 products of their own, which XLA uses: the bound was measured on one.
+    For more rows XLA uses the bfloat16 products that some processors have; the bound was measured on one of those.
     """
     dtypes = {a.dtype for a in (x, gate_proj, up_proj, down_proj)}
     if dtypes not in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.bfloat16)}):
@@ -51,9 +51,9 @@ def expert_rows(
 ) -> Float32[Array, "rows hidden"]:
     """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert, where it `suits`; zeros for no expert.
 
-    `order` has the rows sorted by expert, those of none last; expert e has `counts[e]` of them from `starts[e]` on.
+    `order` has the rows sorted by expert, rows without one last; expert e has `counts[e]` rows from `starts[e]` on.
     swiglu is that of `experts`, with its `limit`. Sums are in float32; between the two products a row has x's dtype. A
-    row's bits depend on its own values and its expert's alone.
+    row's bits depend only on its own values and its expert's weights.
     """
     name = native.target(SOURCE, "experts")
     assert name is not None, "`suits` said so"

@@ -1,4 +1,4 @@
-"""The chosen experts' feed-forward as two kernels over blocks of rows: no weight is gathered, or read for nobody."""
+"""The chosen experts' feed-forward as two kernels over blocks of rows: weights are read in place, where chosen."""
 
 import functools
 
@@ -14,11 +14,11 @@ from ling3.ops.precision import exact, wide
 from ling3.ops.triton import triton_params
 
 ROWS = 16
-"""Rows of a block, all of one expert: the fewest that matrix hardware takes."""
+"""Rows of a block, all of one expert: the fewest that matrix units multiply."""
 COLUMNS = 64
-"""Results of a row to a program."""
+"""Columns of the result that one program computes."""
 INNER = 64
-"""Products of a result that are added up at a time, in order: no sum is split between programs."""
+"""Products that are added to a sum at a time, in order; no sum is split between programs."""
 
 
 def grouped_experts(
@@ -36,7 +36,7 @@ def grouped_experts(
     """`experts.block_experts`: y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), float32 or wider. Not differentiable.
 
     Rows are sorted by expert and laid out in blocks of ROWS, each of one expert; a program finds its block's expert in
-    a list and reads that expert's weights where they lie. Tiles are fixed and every sum is one program's, so that a
+    a list and reads that expert's weights in place. Tiles are fixed and every sum belongs to one program, so that a
     token's bits depend on its own choice alone. `hidden` and `intermediate` are multiples of COLUMNS and INNER.
     """
     tokens, top_k = chosen.shape
@@ -47,7 +47,7 @@ def grouped_experts(
         )
     owner, place = _layout(chosen, experts)
     dtype = wide(x.dtype)
-    # place[r] is where row r of the choice stands among the blocks; nobody's places keep zeros.
+    # place[r] is the place of row r of the choice in the blocks; places without a row stay zero.
     laid = jnp.zeros((owner.shape[0] * ROWS, hidden), x.dtype)
     laid = laid.at[place].set(jnp.repeat(x, top_k, axis=0), mode="drop")
     call = functools.partial(_over_blocks, owner, interpret=interpret)
@@ -60,7 +60,7 @@ def grouped_experts(
 def _layout(
     chosen: Int32[Array, "tokens top_k"], experts: int
 ) -> tuple[Int32[Array, " blocks"], Int32[Array, " rows"]]:
-    """Each block's expert (`experts` for nobody's) and each row's place in the blocks (past the last for no expert)."""
+    """Each block's expert (`experts` for an unused block) and each row's place (past the last without an expert)."""
     groups, rows = Groups.of(chosen, experts), chosen.size
     blocks = min(rows, experts + rows // ROWS)
     own = -(-groups.counts // ROWS)

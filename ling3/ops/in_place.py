@@ -1,4 +1,4 @@
-"""Reading a part of a narrow array where it lies."""
+"""Reading a part of a bfloat16 array in place."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 def read_in_place(read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""], lowering: Lowering = XLA) -> T:
-    """What `read` takes from an array of `dtype`; `always` must be true, and unknown to the compiler.
+    """The result of `read`, which indexes an array of `dtype`; `always` is true, but not a constant to the compiler.
 
-    On a CPU, XLA reads a row of a bfloat16 array by converting the array to float32 and taking the row of that; in a
-    loop the conversion of all rows would come first, and stay in memory. So with `lowering.read_in_branch` it stands in
-    a branch, always taken, out of which XLA takes nothing.
+    On a CPU, XLA reads a row of a bfloat16 array by converting the whole array to float32 and indexing the result; it
+    would hoist the conversion out of a loop and keep it in memory. With `lowering.read_in_branch` the read is in a
+    branch, which is always taken and which XLA hoists nothing out of.
     """
     if not lowering.read_in_branch or jnp.dtype(dtype).itemsize >= 4:
         return read()

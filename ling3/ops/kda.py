@@ -1,11 +1,11 @@
-"""The Kimi Delta Attention recurrence, in its two equal forms.
+"""The Kimi Delta Attention recurrence in two forms that are equal.
 
 Kimi Linear, arXiv 2510.26692, §3. Per head, with a state S [key, value], a log decay g <= 0 per key channel and a
 writing strength beta in (0, 1):
 
     S <- exp(g) S;    u = beta (v - S^T k);    S <- S + k u^T;    o = S^T q
 
-`recurrent_kda` is that law, token by token: the specification. `chunk_kda` computes the same numbers chunk by chunk on
+`recurrent_kda` is this law token by token: the specification. `chunk_kda` computes the same numbers chunk by chunk on
 matrix products. All work happens in the dtype of `g`, which is float32 in the model (float64 in the tests).
 """
 
@@ -56,7 +56,7 @@ def recurrent_kda(
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
     """The recurrence token by token: outputs o for every token and the state after the last.
 
-    A token with g = 0 and beta = 0 leaves the state as it is: that is how padding is written.
+    A token with g = 0 and beta = 0 leaves the state unchanged; padding has both.
     """
 
     def one(state, token):
@@ -82,7 +82,7 @@ def chunk_kda(
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
     """The recurrence on matrix products, `chunk_size` tokens at a time (16 times a power of two).
 
-    16 is fastest on a CPU, in running and in compiling; matrix hardware wants larger products and fewer turns.
+    16 is fastest on a CPU, to run and to compile; matrix units want larger products and fewer iterations.
 
     With G the sum of g from the chunk's start, inside a chunk:
 
@@ -90,7 +90,7 @@ def chunk_kda(
         v' = U - W S;   o = (q e^G) S + tril(Σ_c q_ic k_jc e^{G_ic - G_jc}) v';   S <- e^{G_C} S + (k e^{G_C - G})^T v'
 
     `lower_bound` is a promise, `lower_bound <= g <= 0`: it lets the decayed products factor into plain matrix products
-    (see `_decayed_products`). None promises only g <= 0 and takes a per-channel form: the same numbers, slower.
+    (see `_decayed_products`). None promises only g <= 0 and uses a per-channel form: the same numbers, slower.
     """
     check_chunk_size(chunk_size)
     seq, chunk = q.shape[1], chunk_size
@@ -128,12 +128,12 @@ def _decayed_products(
 ) -> tuple[
     Float[Array, "*chunks lefts tokens"], Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"]
 ]:
-    """P_ij = Σ_c left_ic right_jc e^{G_ic - G_jc} where i >= j (above that: anything finite), e^G and e^{G_C - G}.
+    """P_ij = Σ_c left_ic right_jc e^{G_ic - G_jc} where i >= j (any finite numbers elsewhere), e^G and e^{G_C - G}.
 
-    `lefts` holds one or more blocks of as many rows as `right`, one below the other. e^{-G} over a whole chunk would
-    overflow, so rows go by sub-chunks: both factors of a row block are taken relative to that block's midpoint. With a
-    bound the left factor then stays below e^MAX_NATS, and right factors of earlier tokens only shrink. All sums run
-    inside one sub-chunk and are joined as sums to the next border, so no large G cancels against another.
+    `lefts` is one or more blocks of as many rows as `right`, stacked. e^{-G} over a whole chunk would overflow, so
+    rows are computed by sub-chunks: both factors of a row block are relative to that block's midpoint. With a bound the
+    left factor then stays below e^MAX_NATS, and right factors of earlier tokens only shrink. G is summed within a
+    sub-chunk and then from one border to the next, so no large G cancels against another.
     """
     chunk, blocks = right.shape[-2], lefts.shape[-2] // right.shape[-2]
     sub = SUB_CHUNK
@@ -187,7 +187,7 @@ def check_chunk_size(chunk_size: int) -> None:
 def unit_lower_inverse(strict: Float[Array, "*batch size size"]) -> Float[Array, "*batch size size"]:
     """(I + A)^-1 for strictly lower triangular A, whose size is a power of two.
 
-    By halves: [[P, 0], [B, Q]]^-1 = [[P^-1, 0], [-Q^-1 B P^-1, Q^-1]]. Every intermediate is a sub-block of the
+    Recursively: [[P, 0], [B, Q]]^-1 = [[P^-1, 0], [-Q^-1 B P^-1, Q^-1]]. Every intermediate is a sub-block of the
     result, which the delta rule keeps small; the shorter product (I - A)(I + A²)(I + A⁴)… passes through powers of A
     that are not.
     """
@@ -205,7 +205,7 @@ def unit_lower_inverse(strict: Float[Array, "*batch size size"]) -> Float[Array,
 def _matmul(
     a: Float[Array, "*batch rows inner"], b: Float[Array, "*batch inner columns"]
 ) -> Float[Array, "*batch rows columns"]:
-    # HIGHEST keeps float32 products in float32 where the hardware would rather use fewer bits.
+    # HIGHEST keeps float32 products in float32 on hardware whose default has fewer bits.
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 

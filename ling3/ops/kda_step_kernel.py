@@ -1,4 +1,4 @@
-"""One token of the KDA recurrence as one kernel: a state is read once, and written where it lay."""
+"""One token of the KDA recurrence as one kernel, which reads a state once and writes it in place."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.triton import triton_params
 
 VALUES = 32
-"""Columns of a state to a program. They do not meet in the recurrence, so that one row's heads fill more of a GPU."""
+"""Columns of a state per program. They are independent in the recurrence, so one row's heads fill more of a GPU."""
 WARPS = 4
 
 
@@ -24,12 +24,12 @@ def fused_kda_step(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """`kda.kda_step`, a program for each row, head and VALUES columns of the state. Not differentiable.
+    """`kda.kda_step`, with a program for each row, head and VALUES columns of the state. Not differentiable.
 
         S <- exp(g) S;    u = beta (v - S^T k);    S <- S + k u^T;    o = S^T q
 
-    The new state takes the old one's buffer where the caller gives it away. Sums run over one program's own channels in
-    a fixed order, so that a row's bits depend on nothing else. `key` and `value` are powers of two on a GPU.
+    The new state takes the old one's buffer if the caller donates it. Each sum belongs to one program and has a fixed
+    order, so that a row's bits depend on nothing else. `key` and `value` are powers of two on a GPU.
     """
     batch, heads, key, value = state.shape
     width = min(VALUES, value)

@@ -1,4 +1,4 @@
-"""A decode step's attention over pages of latents as one kernel: what is remembered is read once, where it lies."""
+"""A decode step's attention over pages of latents as one kernel, which reads the cache once and in place."""
 
 import functools
 
@@ -12,9 +12,9 @@ from ling3.ops.precision import exact, wide
 from ling3.ops.triton import triton_params
 
 SPLIT = 1024
-"""Positions to a program, so that one long row fills more of a GPU: fixed, for sums of the same order at any length."""
+"""Positions per program: several programs share a long row. Fixed, so that sums have the same order at any length."""
 TILE = 32
-"""Positions that are read at a time; a page holds a multiple of it."""
+"""Positions that are read at a time; a page holds a multiple of this."""
 
 
 def fused_latent_attention(
@@ -28,8 +28,8 @@ def fused_latent_attention(
 ) -> Float[Array, "batch rows entry"]:
     """`attention.latent_attention`: softmax(q kᵀ) k over each row's own pages, float32 or wider. Not differentiable.
 
-    A program takes SPLIT positions of one row into a running softmax (as in Flash-Decoding, Dao et al. 2023); the
-    splits are joined by their largest scores. Programs past a row's length end at once. `rows` is a power of two on
+    A program computes a running softmax over SPLIT positions of one row (as in Flash-Decoding, Dao et al. 2023); the
+    splits are combined by their largest scores. Programs past a row's length end at once. `rows` is a power of two on
     a GPU, and 16 of them fill its matrix hardware; `entry` is cut into powers of two, 576 into 512 and 64.
     """
     batch, rows, entry = q.shape
@@ -65,7 +65,7 @@ def fused_latent_attention(
 
 
 def _program(parts, page, q, row_positions, pages, table, length, top, total, sums):
-    """SPLIT positions of one row: q [rows, entry], row_positions [rows]; the others are whole."""
+    """SPLIT positions of one row: q [rows, entry], row_positions [rows]; the other arrays are whole."""
     row, split = pl.program_id(0), pl.program_id(1)
     rows, dtype = q.shape[0], top.dtype
     end, last = length[0], row_positions[...]
@@ -76,7 +76,7 @@ def _program(parts, page, q, row_positions, pages, table, length, top, total, su
         first = split * SPLIT + i * TILE
         positions = first + jnp.arange(TILE, dtype=jnp.int32)
         place = jnp.minimum(table[row, first // page], pages.shape[0] - 1), pl.ds(first % page, TILE)
-        # What lies where nothing was written may be NaN, and 0 · NaN is NaN.
+        # Entries that were never written may be NaN, and 0 · NaN is NaN.
         entries = [jnp.where((positions < end)[:, None], pages[*place, part], 0).astype(q.dtype) for part in parts]
         scores = sum(_product(x, y, 1) for x, y in zip(queries, entries, strict=True))
         allowed = (positions[None] <= last[:, None]) & (positions < end)[None]
@@ -106,7 +106,7 @@ def _finite(top):
 
 
 def _powers_of_two(size: int) -> tuple[pl.Slice, ...]:
-    """Slices of `size` numbers, each as many as a power of two, the largest first."""
+    """Slices that cover `size` numbers; each length is a power of two, the largest first."""
     parts, start = [], 0
     for bit in reversed(range(size.bit_length())):
         if size & 1 << bit:

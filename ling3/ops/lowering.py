@@ -5,14 +5,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Lowering:
-    """What XLA has to be told on one platform. The defaults tell it nothing."""
+    """What is written differently for XLA on one platform. The defaults change nothing."""
 
     few_rows: int = 0
     """Products of up to so many rows are computed as (W xᵀ)ᵀ: XLA's CPU backend repacks the right side of a product."""
     read_in_branch: bool = False
     """Rows of a narrow array are read in a branch: XLA's CPU backend would first convert the whole array."""
     barriers: bool = False
-    """What a KDA step multiplies its state by is computed once: XLA's CPU backend would fuse it into the product."""
+    """A KDA step computes the factors of its state once: XLA's CPU backend would fuse them into the product."""
     accumulation: str = "float32"
     """The dtype in which products with weights are summed, at least: float32 or float64. `Execution` sets it."""
 

@@ -14,10 +14,10 @@ def matmul_transposed(
     """x Wᵀ for each matrix of a stack (or one); sums and result are `lowering.accumulation`, or x's dtype if wider.
 
     Up to `lowering.few_rows` rows are computed as (W xᵀ)ᵀ: on a CPU, XLA's products repack their right side for every
-    call, and the weight is by far the larger one. A row's bits depend on the number of rows then, but not on what is in
-    the others.
+    call, and the weight is by far the larger side. A row's bits then depend on the number of rows, but not on the other
+    rows' values.
 
-    A single bfloat16 row is computed as two, for which there is a product in bfloat16.
+    A single bfloat16 row is computed as two, for which XLA has a product in bfloat16.
     """
     rows = x.shape[-2]
     if rows == 1 and x.dtype == jnp.bfloat16:
@@ -27,6 +27,6 @@ def matmul_transposed(
     sums = wide(x.dtype) if lowering.accumulation == "float32" else jnp.float64
     options = {"precision": exact(x.dtype), "preferred_element_type": sums}
     if 1 < rows <= lowering.few_rows:
-        # Without the barrier XLA would take the transposition into the product, and the weight to its right again.
+        # Without the barrier XLA would fold the transposition into the product and put the weight on its right again.
         return jnp.swapaxes(lax.optimization_barrier(lax.dot_general(weight, x, dimensions, **options)), -1, -2)
     return lax.dot_general(x, weight, dimensions, **options)

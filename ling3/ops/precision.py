@@ -1,4 +1,4 @@
-"""Which precision products and sums are kept in."""
+"""The precision of products and sums."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 else:
 
     class Wide(AbstractDtype):
-        """`Wide[Array, "..."]`: an array of float32 or float64, as `wide` has it, and of nothing narrower."""
+        """`Wide[Array, "..."]`: an array of float32 or float64, the dtypes that `wide` returns."""
 
         dtypes = ("float32", "float64")
 
@@ -22,5 +22,5 @@ def wide(dtype: DTypeLike) -> jnp.dtype:
 
 
 def exact(dtype: DTypeLike) -> lax.Precision:
-    """The matrix products' precision for operands of `dtype`: float32 is never cut to TF32 or bfloat16 on the way."""
+    """The matrix products' precision for operands of `dtype`: float32 is never rounded to TF32 or bfloat16."""
     return lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST

@@ -16,6 +16,7 @@ MODULES = {
     "inspect": "interpret.inspect",
     "outputs": "engine.outputs",
     "params": "engine.sampling_params",
+    "problems": "train.nano.problems",
     "sampling": "engine.sampling",
     "tokenizer": "text.tokenizer",
     "trace": "interpret.trace",

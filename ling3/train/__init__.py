@@ -1,10 +1,14 @@
-"""Training: a generic loop for any configuration and token stream, and the recipe of the *nano* checkpoint.
+"""Training: a loop for any model and any stream of tokens, and in `nano` the recipe of the *nano* checkpoint.
 
 `python -m ling3.train --out DIRECTORY` makes nano.
 """
 
-from ling3.train.balance import BalancedRouter, balanced, excess_load, plain
-from ling3.train.loop import Batch, Optimization, Progress, next_token_loss, train
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ling3.train.balance import BalancedRouter, balanced, excess_load, plain
+    from ling3.train.loop import Batch, Optimization, Progress, next_token_loss, train
 
 __all__ = [
     "BalancedRouter",
@@ -17,3 +21,12 @@ __all__ = [
     "plain",
     "train",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """A public name, imported when first used: the loop needs the extra `train`, nano's problems do not."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = "balance" if name in ("BalancedRouter", "balanced", "excess_load", "plain") else "loop"
+        return getattr(import_module(f"ling3.train.{module}"), name)

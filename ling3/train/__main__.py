@@ -5,8 +5,8 @@ from pathlib import Path
 
 import tyro
 
-from ling3.train.curve import draw
-from ling3.train.nano import Recipe, make
+from ling3.train.nano.curve import draw
+from ling3.train.nano.recipe import Recipe, make
 
 NANO = Recipe()
 
@@ -16,7 +16,7 @@ def main(out: Path, recipe: Recipe = NANO, questions: int = 500) -> None:
 
     Args:
         out: the new checkpoint's directory.
-        recipe: the shipped checkpoint's, unless told otherwise.
+        recipe: by default that of the shipped checkpoint.
         questions: how many held-out problems to ask in the end.
     """
     record = make(out, recipe, questions)

@@ -1,12 +1,11 @@
 """Load balancing without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, §2.1.2).
 
-Each expert's bias takes part in the choice of experts and in nothing else, so no gradient reaches it. After each step
+An expert's bias takes part only in the choice of experts, so no gradient reaches it. After each step
 
     bias += u · sign(mean load - load)
 
-with `load` the share of choices that fell on the expert. Written as sign descent, that is a step against
-`load - mean load`: here the router of a model in training reports just this as its bias's gradient, and an optimizer
-that treats the biases apart from the weights does the rest.
+where `load` is the expert's share of all choices. This is sign descent on `load - mean load`: during training the
+router reports that difference as the gradient of its bias, and the optimizer treats biases apart from weights.
 """
 
 import equinox as eqx
@@ -34,7 +33,7 @@ class BalancedRouter(eqx.Module):
 
 
 def excess_load(chosen: Int32[Array, "tokens top_k"], experts: int) -> Float[Array, " experts"]:
-    """Each expert's share of the choices less the fair share `1 / experts`; 0 in sum."""
+    """Each expert's share of the choices minus the fair share `1 / experts`; the sum is 0."""
     counts = jnp.zeros(experts, jnp.float32).at[chosen].add(1.0)
     return counts / chosen.size - 1.0 / experts
 
@@ -62,13 +61,13 @@ _report.defvjp(_report_forward, _report_backward)
 
 
 def _routers(model: PyTree) -> list:
-    """Those that have a bias to balance with."""
+    """The routers that have a bias."""
     gates = [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE)]
     return [gate for gate in gates if not isinstance(gate, Router) or gate.expert_bias is not None]
 
 
 def balanced(model: CausalLM) -> CausalLM:
-    """The model with each router made a `BalancedRouter`: the same logits."""
+    """The model with each router wrapped in a `BalancedRouter`; the logits are the same."""
     return eqx.tree_at(_routers, model, replace_fn=BalancedRouter) if _routers(model) else model
 
 
@@ -79,5 +78,5 @@ def plain(model: CausalLM) -> CausalLM:
 
 
 def expert_biases(model: PyTree) -> list:
-    """The expert biases, or what stands in their place, of a tree shaped as a balanced model, layer by layer."""
+    """The expert biases of a balanced model, or of a tree with its structure, layer by layer."""
     return [gate.router.expert_bias for gate in _routers(model)]

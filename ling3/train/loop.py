@@ -1,7 +1,4 @@
-"""Training a model from token batches: the loss, the optimizer, the step, the loop.
-
-Nothing here knows what the tokens mean: a model of any family trains on any stream of `Batch`es.
-"""
+"""Training a model of any family on a stream of token batches: the loss, the optimizer, the step, the loop."""
 
 import dataclasses
 import time
@@ -20,18 +17,18 @@ from ling3.train.balance import balanced, expert_biases, plain
 
 
 class Batch(eqx.Module):
-    """Sequences and how much each of their tokens counts in the loss, as the target of the tokens before it."""
+    """Sequences, and the weight of each token in the loss, as the target of the tokens before it."""
 
     tokens: Int[Array, "batch seq"]
-    weights: Float[Array, "batch seq"]  # 0: given, not learned; the first token of a row is never a target
+    weights: Float[Array, "batch seq"]  # 0: not learned; the first token of a row is never a target
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimization:
-    """How to descend: Muon or AdamW under a warm-up and a cosine to zero, and the expert biases' own rate.
+    """The optimizer: Muon or AdamW, with a warm-up and a cosine decay to zero, and a separate rate for expert biases.
 
-    Muon (Jordan 2024; with the update size of Adam, arXiv 2502.16982) takes the matrices inside the layers, Adam the
-    rest. `weight_decay` falls on matrices alone, `clip` bounds the global norm of the gradient.
+    Muon (Jordan 2024; with the update size of Adam, arXiv 2502.16982) updates the matrices inside the layers, Adam the
+    rest. `weight_decay` applies to matrices alone; `clip` bounds the global norm of the gradient.
     """
 
     steps: int
@@ -88,7 +85,7 @@ def _inner_matrices(weights: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """One logged point of a training run; `tokens` counts all so far, `loss` is the mean since the last point."""
+    """One point of the log: `tokens` counts all tokens so far, `loss` is the mean since the last point."""
 
     step: int
     tokens: int
@@ -126,13 +123,13 @@ def train(
     every: int = 20,
     report: Callable[[Progress, CausalLM], None] = lambda progress, model: None,
 ) -> CausalLM:
-    """Trains a copy of `model` in its own dtype for `optimization.steps` batches; deterministic in its inputs.
+    """Trains a copy of `model`, in the model's dtype, for `optimization.steps` batches; deterministic.
 
-    `report` is called with a `Progress` and the model so far, whose buffers the next step takes over, every `every`
-    steps and after the last. Each new shape of batch compiles a step of its own. Raises ValueError if `batches` runs
-    out, FloatingPointError if the loss is not finite at a report.
+    `report` is called every `every` steps and after the last, with a `Progress` and the model so far, whose buffers
+    the next step donates. Each new batch shape compiles a step. Raises ValueError if `batches` runs out, and
+    FloatingPointError if the loss is not finite at a report.
     """
-    model = balanced(jax.tree.map(lambda leaf: leaf.copy(), model))  # the steps donate what they are given
+    model = balanced(jax.tree.map(lambda leaf: leaf.copy(), model))  # the steps donate their arguments
     optimizer = optimization.transformation(model)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     stream, losses, tokens, start, imbalance = iter(batches), [], 0, time.monotonic(), jnp.zeros(())

@@ -1,7 +1,7 @@
-"""A small byte-level BPE in the Hugging Face format, trained on the text it will meet.
+"""A small byte-level BPE tokenizer in the Hugging Face format.
 
-Its rows are all 256 bytes, so that any text round-trips, six control tokens in Ling-3's form, every number 0..99 as one
-token, and the words of the corpus.
+Its vocabulary has all 256 bytes, so that any text round-trips, six control tokens in Ling-3's form, every number 0..99
+as one token, and the words of the corpus.
 """
 
 import json
@@ -14,8 +14,8 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|role_end|>"
 CONTROL_TOKENS = (END_OF_TEXT, END_OF_TURN, "<role>", "</role>", "<think>", "</think>")
 
-# An operator takes its blanks, and so does a full stop before a number; one or two digits stand alone; the rest is the
-# customary split into words with their leading blank, punctuation, and white space.
+# An operator includes the blanks around it, and a full stop the blank before a number; one or two digits are a piece;
+# the rest is the usual split into words with their leading blank, punctuation, and white space.
 PIECES = r" [-+×=] (?=[0-9])|\. (?=[0-9])|[0-9]{1,2}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\n+|\s+(?!\S)|\s"
 
 CHAT_TEMPLATE = (
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains the tokenizer on `texts`; it has at most `vocab_size` rows, the control tokens first.
+    """Trains a tokenizer on `texts`; its vocabulary has at most `vocab_size` tokens, the control tokens first.
 
     Raises ValueError if `vocab_size` leaves no room for the control tokens, the bytes and the two-digit numbers.
     """

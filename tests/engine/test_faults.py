@@ -238,8 +238,8 @@ def test_settings_are_given_whole_or_by_name():
 
 
 def test_what_there_is_no_memory_for_is_refused_before_it_is_allocated(monkeypatch):
-    """A slot has 8 bytes for each of 400 ids and three KDA states; a page has 20 numbers for each of 16 tokens."""
-    slot, page = 8 * 400 + 3 * 4 * (2 * 8 * 8 + 3 * 48), 4 * 16 * 20
+    """A slot has 8 bytes for each of 400 ids and two KDA states; a page has 20 numbers for each of 16 tokens."""
+    slot, page = 8 * 400 + 2 * 4 * (2 * 8 * 8 + 3 * 48), 4 * 16 * 20
     monkeypatch.setattr("ling3.engine.memory.free_bytes", lambda: 4 * slot + 20 * page)
     assert engine().settings.num_pages == 20
     message = r"max_running_requests 4 of 0.0 MB and num_pages 21 of 0.0013 MB take 0 MB, and 0 MB are free: lower one"
@@ -508,7 +508,7 @@ def test_a_callback_that_raises_ends_its_own_request(busy, alone, when, n):
 
     expected = alone(PROMPTS[0])
     params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1, n=n)
-    bad = busy.submit(PROMPTS[1], params, on_delta=callback)
+    bad = busy.submit(PROMPTS[3], params, on_delta=callback)
     good = busy.submit(PROMPTS[0], SHORT)
     deltas = []
     while busy.has_work:
@@ -519,7 +519,7 @@ def test_a_callback_that_raises_ends_its_own_request(busy, alone, when, n):
     output = told[-1].output
     assert "the callback for its deltas raised OSError('disk full')" in output.outputs[0].error
     assert {c.finish_reason for c in output.outputs} == {"error"} or when == "last"
-    whole = alone(PROMPTS[1], params)
+    whole = alone(PROMPTS[3], params)
     for completion in output.outputs:
         count = len(completion.token_ids)
         assert completion.token_ids == whole[completion.index][0][:count]

@@ -148,7 +148,15 @@ def busy_engine():
 
 
 TestCompany = Company.TestCase
-TestCompany.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestCompany.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
+
+
+class ManyCompanies(Company):
+    """The same, more often."""
+
+
+TestManyCompanies = pytest.mark.slow(ManyCompanies.TestCase)
+TestManyCompanies.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
 @functools.cache
@@ -202,6 +210,13 @@ def test_constant_preemption_changes_nothing():
     assert crowded.stats().preemptions - before > 20
 
 
+def poisoned_at(x, places):
+    """The array with NaN there: by NumPy, as each number of places would be a program of its own."""
+    x = np.array(x)
+    x[list(places)] = np.nan
+    return jnp.asarray(x)
+
+
 def test_poisoned_pools_change_nothing():
     """NaN in every free page and slot before every step, and in every position that a request has not yet reached."""
     poisoned = busy_engine()
@@ -210,11 +225,9 @@ def test_poisoned_pools_change_nothing():
     asked = {poisoned.submit(*request): which for which, request in enumerate(requests())}
     while poisoned.has_work:
         scheduler, runner = poisoned._loop.scheduler, poisoned._loop.runner
-        slots = jnp.asarray(scheduler._free_slots, jnp.int32)
-        pages = jnp.asarray([*scheduler._free_pages, *range(20, PAGES)], jnp.int32)
-
-        layers = map_slots(lambda x, slots=slots: x.at[slots].set(jnp.nan), runner.pool.layers)
-        layers = map_pages(lambda x, pages=pages: x.at[pages].set(jnp.nan), layers)
+        layers = map_slots(lambda x, free=scheduler._free_slots: poisoned_at(x, free), runner.pool.layers)
+        pages = [*scheduler._free_pages, *range(20, PAGES)]
+        layers = map_pages(lambda x, free=pages: poisoned_at(x, free), layers)
         runner.pool = eqx.tree_at(lambda p: p.layers, runner.pool, layers)
         for delta in poisoned.step():
             if delta.output is not None:

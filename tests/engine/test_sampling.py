@@ -1,11 +1,17 @@
 """The sampler: what the filters keep, what the draws follow, and what is done to logits before."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ling3.engine.sampling import NOT_A_NUMBER, Sampling, choose, ends, filtered_logits, sample
+from ling3.engine import sampling
+from ling3.engine.sampling import NOT_A_NUMBER, Sampling
 from ling3.engine.sampling_params import SamplingParams
+
+# Compiled whole, as in the engine: each of their operations would be a program of its own.
+choose, ends, sample = jax.jit(sampling.choose), jax.jit(sampling.ends), jax.jit(sampling.sample)
+filtered_logits = jax.jit(sampling.filtered_logits)
 
 PROBABILITIES = [0.1, 0.3, 0.15, 0.4, 0.05]
 
@@ -58,10 +64,10 @@ def test_draws_follow_the_softmax():
 
 def test_a_draw_is_keyed_by_seed_and_position():
     logits = jnp.zeros((4, 5000), jnp.float32)
-    sampling = rows(4, 5000, seed=3)
-    drawn = np.asarray(sample(logits, sampling, jnp.asarray([7, 7, 7, 7], jnp.int32))).tolist()
+    drawing = rows(4, 5000, seed=3)
+    drawn = np.asarray(sample(logits, drawing, jnp.asarray([7, 7, 7, 7], jnp.int32))).tolist()
     assert len(set(drawn)) == 4
-    later = np.asarray(sample(logits, sampling, jnp.asarray([8, 7, 8, 7], jnp.int32))).tolist()
+    later = np.asarray(sample(logits, drawing, jnp.asarray([8, 7, 8, 7], jnp.int32))).tolist()
     assert [a == b for a, b in zip(drawn, later, strict=True)] == [False, True, False, True]
     alone = sample(logits[:1], rows(1, 5000, seed=5), jnp.asarray([7], jnp.int32))
     assert int(alone[0]) == drawn[2]
@@ -93,19 +99,19 @@ def test_what_leaves_nothing_is_no_token():
         [[0.0, jnp.nan, 1.0], [0.0, jnp.inf, 1.0], [-jnp.inf] * 3, [0.0, 2.0, 1.0], [-jnp.inf, 2.0, 1.0]], jnp.float32
     )
     for temperature in (0.0, 1.0):
-        sampling = rows(5, 3, temperature=temperature, top_k=1)
-        choice = choose(bad, sampling, jnp.zeros(5, jnp.int32))
+        drawing = rows(5, 3, temperature=temperature, top_k=1)
+        choice = choose(bad, drawing, jnp.zeros(5, jnp.int32))
         assert choice.token.tolist() == [NOT_A_NUMBER] * 3 + [1, 1]
-        assert ends(choice.token, sampling, jnp.zeros(5, jnp.int32)).tolist() == [True] * 3 + [False] * 2
+        assert ends(choice.token, drawing, jnp.zeros(5, jnp.int32)).tolist() == [True] * 3 + [False] * 2
 
 
 def test_stop_ids_are_struck_out_until_min_tokens():
     logits = logits_of(PROBABILITIES)
     params = SamplingParams(min_tokens=2, stop_token_ids=[3, 1])
-    sampling = Sampling.build([(params, 0, 10, params.check(5))], 5, 4)
-    chosen = [choose(logits, sampling, jnp.asarray([position], jnp.int32)) for position in (10, 11, 12)]
+    drawing = Sampling.build([(params, 0, 10, params.check(5))], 5, 4)
+    chosen = [choose(logits, drawing, jnp.asarray([position], jnp.int32)) for position in (10, 11, 12)]
     assert [int(choice.token[0]) for choice in chosen] == [2, 2, 3]
-    assert [bool(ends(c.token, sampling, jnp.asarray([10 + i], jnp.int32))[0]) for i, c in enumerate(chosen)] == [
+    assert [bool(ends(c.token, drawing, jnp.asarray([10 + i], jnp.int32))[0]) for i, c in enumerate(chosen)] == [
         False,
         False,
         True,

@@ -4,13 +4,13 @@ import dataclasses
 import io
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -21,8 +21,8 @@ from ling3.evals.answers import number
 from ling3.evals.nano_files import files
 from ling3.evals.prompts import Question, write
 from ling3.evals.run import MAX_TOKENS, Score
-from ling3.problems import exam, worked_examples
 from ling3.serve import Engine
+from ling3.train.nano.problems import exam, worked_examples
 
 # One shape of engine for all of these tests, so that its programs are compiled once.
 ENGINE = ("--max-running-requests", "4", "--max-tokens", "64", "--dtype", "float32")
@@ -100,11 +100,10 @@ def test_a_killed_run_is_taken_up(prompts, tmp_path, capsys, monkeypatch):
     """No line is lost, none is asked twice, and the half-written one is asked again."""
     out, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
     arguments = ["gsm8k", "nano", "--prompts", str(prompts), *ENGINE, "--out"]
-    cache = pathlib.Path(__file__).parents[2] / ".jax_cache"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     }
     process = subprocess.Popen(

@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ling3.engine.sampling_params import SamplingParams
 from ling3.evals.harness import Ling3LM
-from ling3.problems import ask, exam
+from ling3.train.nano.problems import ask, exam
 
 LENGTH = 256
 

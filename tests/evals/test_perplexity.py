@@ -48,7 +48,10 @@ def test_a_text_of_one_window(model, count):
     np.testing.assert_allclose(found, whole(model, ids), **CLOSE)
 
 
-@pytest.mark.parametrize(("context", "stride"), [(16, 8), (16, 16), (16, 1), (150, 40), (1, 1), (64, None)])
+@pytest.mark.parametrize(
+    ("context", "stride"),
+    [(16, 8), (16, 16), (150, 40), (1, 1), (64, None), pytest.param(16, 1, marks=pytest.mark.slow)],
+)
 def test_windows(model, context, stride):
     """Each token as its own window scores it: the one that begins where the docstring says."""
     ids = tokens(201, seed=1)

@@ -8,7 +8,7 @@ from ling3.evals.answers import choice, number
 from ling3.evals.nano_files import files
 from ling3.evals.prompts import Question, read, write
 from ling3.evals.public import from_gsm8k, from_mmlu_pro
-from ling3.problems import ask, exam, worked_examples
+from ling3.train.nano.problems import ask, exam, worked_examples
 
 QUESTIONS = [Question("Question: 3 + 4?\nAnswer:", "7"), Question("多少？\u2028", "-1234.5")]
 

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 import ling3
 from ling3 import families, train
-from ling3.interpret.inspect import report
+from ling3.interpret.ablations import ablations
+from ling3.interpret.inspect import Memory, report
 from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import RMSNorm
@@ -156,16 +157,32 @@ def test_it_trains():
     assert losses[-1] < losses[0]
 
 
-def test_it_is_traced_and_other_tools_say_what_they_are_for(tmp_path):
-    seen = ling3.trace(model(), jnp.asarray(prompts(5), jnp.int32))
-    assert seen.layers[0].attention is None and seen.layers[0].logits is not None
-    with pytest.raises(TypeError, match="FadingConfig, expected a Ling3Config"):
-        ling3.ablate.no_decay(model())
-    with pytest.raises(TypeError, match="FadingConfig, expected a Ling3Config"):
-        ling3.ablate.variant(model(), hidden_size=8)
+def test_it_is_traced_inspected_and_ablated(tmp_path):
+    tokens = jnp.asarray(prompts(5), jnp.int32)
+    seen = ling3.trace(model(), tokens)
+    assert seen.layers[0].attention == {} and seen.layers[0].logits is not None
+
     ling3.save(model(), tmp_path / "own")
-    with pytest.raises(ling3.ConfigError, match="FadingConfig; expected Ling-3's"):
-        report(tmp_path / "own")
+    described = report(tmp_path / "own")
+    assert described.parameters == sum(leaf.size for leaf in jax.tree.leaves(model()))
+    assert described.memory == Memory(cache_per_token=0, state_per_sequence={"state": 4 * 16})
+    assert described.to_dict()["layers"] == [{"layer": 0, "attention": "fading", "mlp": "dense"}]
+
+    with pytest.raises(ValueError, match=r"no decay that can be cut.* What can be cut: attention in layers \[0\]$"):
+        ling3.ablate.no_decay(model())
+    bare = ling3.ablate.no_attention(model(), [0])
+    assert bare.model.layers[0].attention is None and np.all(np.isfinite(bare(tokens)))
+    assert [ablation.name for ablation in ablations(model())] == ["layer 0: no Fading"]
+    with pytest.raises(ling3.CheckpointError, match="arrays that do not fit its configuration"):
+        ling3.save(bare, tmp_path / "bare")
+
+
+def test_a_variant_is_another_config():
+    with pytest.raises(ValueError, match=r"has no model\.word_embeddings\.weight"):
+        ling3.ablate.variant(model(), hidden_size=8)
+    with pytest.raises(ValueError, match="a FadingConfig says nothing of single layers"):
+        ling3.ablate.variant(model(), layers=[0], max_position_embeddings=64)
+    assert ling3.ablate.variant(model(), max_position_embeddings=64).config.max_position_embeddings == 64
 
 
 def test_a_cell_that_registers_may_run_again():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import FLASH, TINY, UNBOUNDED, open_model
+from tiny import DEEP, FLASH, TINY, UNBOUNDED, open_model
 
 import ling3
 from ling3.checkpoint.names import structure
@@ -198,21 +198,22 @@ def test_experts_are_dropped_and_fewer_are_chosen():
 
 
 def test_layers_say_what_is_different_and_later_words_win():
-    some = ablate.no_output_gate(open_model(TINY), layers=[1, 3])
+    some = ablate.no_output_gate(open_model(DEEP), layers=[1, 3])
     assert [some.config.at(i).kda_output_gate for i in range(4)] == ["sigmoid", "none", "sigmoid", "sigmoid"]
     assert some.config.mla_output_gate == "none"  # layer 3 is all of MLA
     assert some.config.to_dict()["architectures"] == ["Ling3AblatedForCausalLM"]
     everywhere = ablate.no_output_gate(some, "kda").config
-    assert everywhere == ablate.no_output_gate(open_model(TINY)).config and everywhere.layer_overrides == ()
+    assert everywhere == ablate.no_output_gate(open_model(DEEP)).config and everywhere.layer_overrides == ()
 
 
 @pytest.mark.parametrize(
     ("cut", "message"),
     [
-        (lambda m: ablate.no_decay(m, [3]), r"layers \[3\] of this model with KDA; those that have it: \[0, 1, 2\]"),
-        (lambda m: ablate.no_rope(m, [9]), r"layers \[9\] of this model with MLA"),
-        (lambda m: ablate.no_shared_expert(m, [0]), "a mixture of experts"),
-        (lambda m: ablate.no_rope(ablate.no_attention(m, [3])), "no layer of this model with MLA"),
+        (lambda m: ablate.no_decay(m, [3]), r"found \[3\]; the layers of this model with decay are \[0, 1, 2\]"),
+        (lambda m: ablate.no_rope(m, [9]), r"found \[9\]; the layers of this model with rotary embedding are \[3\]"),
+        (lambda m: ablate.no_shared_expert(m, [0]), r"layers of this model with shared expert are \[1, 2, 3\]"),
+        (lambda m: ablate.no_rope(ablate.no_attention(m, [3])), "no rotary embedding that can be cut"),
+        (lambda m: ablate.no_output_gate(m, "gqa"), "no output gate in GQA that can be cut"),
         (lambda m: ablate.drop_experts(m, [8]), "expected numbers from 0 to 7"),
         (lambda m: ablate.drop_experts(m, [0, 1, 2, 4, 5, 6, 7]), "drop fewer, or spread them"),
         (lambda m: ablate.lower_bound(m, 1.0), "kda_lower_bound"),
@@ -225,7 +226,7 @@ def test_layers_say_what_is_different_and_later_words_win():
 )
 def test_what_cannot_be_cut_is_an_error(cut, message):
     with pytest.raises(ValueError, match=message):
-        cut(open_model(TINY))
+        cut(open_model(DEEP))
 
 
 @pytest.mark.slow
@@ -237,7 +238,7 @@ def test_other_models_are_cut_too(config):
 
 @pytest.mark.slow
 def test_the_engine_serves_an_ablated_model():
-    model = ablate.no_short_conv(ablate.no_attention(ablate.no_output_gate(open_model(TINY)), [1, 3]))
+    model = ablate.no_short_conv(ablate.no_attention(ablate.no_output_gate(open_model(DEEP)), [1, 3]))
     settings = {"max_running_requests": 2, "num_pages": 8, "page_size": 16, "max_model_len": 64}
     engine = ling3.Engine(model, chunked_prefill_size=16, token_paddings=(16,), **settings)
     prompts = [[5, 6, 7, 8, 9], list(range(20, 50))]

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
-from tiny import TINY, open_model
+from tiny import DEEP, open_model
 
 import ling3
 from ling3 import cli
 from ling3.interpret.ablations import Rows, _right, ablations, compare, solution_perplexity, solution_rows
-from ling3.problems import ask, problems
+from ling3.train.nano.problems import ask, problems
 
 
 @pytest.fixture(scope="module")
@@ -33,30 +33,30 @@ def names(config, suite="all"):
 
 
 def test_a_model_is_cut_only_where_it_has_something():
-    assert len(names(TINY)) == len(set(names(TINY))) == 22
-    assert sum(len(names(TINY, suite)) for suite in ("gates", "decay", "memory", "layers", "experts")) == 22
-    only_mla = dataclasses.replace(TINY, layer_group_size=1)
+    assert len(names(DEEP)) == len(set(names(DEEP))) == 22
+    assert sum(len(names(DEEP, suite)) for suite in ("gates", "decay", "memory", "layers", "experts")) == 22
+    only_mla = dataclasses.replace(DEEP, layer_group_size=1)
     assert not [name for name in names(only_mla) if "KDA" in name] and "MLA: no RoPE" in names(only_mla)
-    dense = dataclasses.replace(TINY, first_k_dense_replace=4, layer_group_size=5)
+    dense = dataclasses.replace(DEEP, first_k_dense_replace=4, layer_group_size=5)
     assert not [name for name in names(dense) if "MLA" in name or "experts" in name]
 
 
 @pytest.mark.slow
 def test_every_line_is_a_model_that_differs():
-    model = open_model(TINY)
-    tokens = jnp.asarray(jax.random.randint(jax.random.key(0), (2, 9), 0, TINY.vocab_size), jnp.int32)
+    model = open_model(DEEP)
+    tokens = jnp.asarray(jax.random.randint(jax.random.key(0), (2, 9), 0, DEEP.vocab_size), jnp.int32)
     rows = Rows(tokens, jnp.ones((2, 9), bool), jnp.ones((2, 9), bool))
     variants = {ablation.name: ablation.cut(model, rows) for ablation in ablations(model)}
     by_weight = variants.pop("experts: 4 of 8 dropped")
-    assert by_weight.config == TINY and by_weight.model.layers[1].mlp.gate.expert_bias[0] == ling3.ablate.DROPPED
+    assert by_weight.config == DEEP and by_weight.model.layers[1].mlp.gate.expert_bias[0] == ling3.ablate.DROPPED
     configs = [variant.config for variant in variants.values()]
-    assert TINY not in configs and len(set(configs)) == len(configs)
+    assert DEEP not in configs and len(set(configs)) == len(configs)
     # All of one kind at once is said once, and not of each layer.
     assert not [name for name, v in variants.items() if v.config.layer_overrides and not name.startswith("layer")]
 
 
 def test_what_is_cut_already_is_not_cut_again():
-    model = ling3.ablate.no_decay(ling3.ablate.no_output_gate(open_model(TINY), layers=[0]))
+    model = ling3.ablate.no_decay(ling3.ablate.no_output_gate(open_model(DEEP), layers=[0]))
     listed = {ablation.name: ablation for ablation in ablations(model)}
     assert not [name for name in listed if "bound" in name or "decay" in name or "softplus" in name]
     tokens = jnp.zeros((1, 4), jnp.int32)

@@ -42,11 +42,11 @@ def test_the_published_tinys_numbers(tiny):
 
 def test_the_published_tinys_memory(tiny):
     assert tiny.memory.cache_per_token == 6 * 576 * 2 == 6_912
-    assert tiny.memory.recurrent_state_per_sequence == 18 * 16 * 128 * 128 * 4
-    assert tiny.memory.conv_state_per_sequence == 18 * 3 * 2048 * 3 * 2
+    states = tiny.memory.state_per_sequence
+    assert states == {"recurrent": 18 * 16 * 128 * 128 * 4, "conv": 18 * 3 * 2048 * 3 * 2}
     wide = inspect.report(tiny.config, jnp.float32).memory
     assert wide.cache_per_token == 2 * 6_912
-    assert wide.recurrent_state_per_sequence == tiny.memory.recurrent_state_per_sequence
+    assert wide.state_per_sequence == {"recurrent": states["recurrent"], "conv": 2 * states["conv"]}
 
 
 def test_the_published_flashs_numbers():
@@ -63,7 +63,8 @@ def test_everything_is_shown_folded(tiny):
     for said in (
         "7,893,392,800 in 9,283 tensors",
         "6,912 bytes per token",
-        "18,874,368 bytes per sequence, and 663,552 bytes of convolution inputs",
+        "18,874,368 bytes per sequence (recurrent)",
+        "663,552 bytes per sequence (conv)",
         "0-3    KDA* KDA KDA MLA",
         "20-23  KDA KDA KDA MLA",
         "model.layers.0-2,4-6,8-10,12-14,16-18,20-22.attention  KDA  18 x",
@@ -113,7 +114,11 @@ def test_json(tiny):
     assert raw["parameters"] == sum(row["parameters"] for row in raw["arrays"])
     assert raw["layers"][3] == {"layer": 3, "attention": "mla", "mlp": "moe"}
     assert raw["layers"][0] == {"layer": 0, "attention": "kda", "mlp": "dense"}
-    assert raw["memory_bytes"]["cache_per_token"] == 6_912
+    assert raw["memory_bytes"] == {
+        "cache_per_token": 6_912,
+        "recurrent_state_per_sequence": 18_874_368,
+        "conv_state_per_sequence": 663_552,
+    }
     assert raw["dtypes_as_stored"] is False and raw["problem"] is None
 
 
@@ -162,5 +167,4 @@ def test_an_ablated_model_says_so(tiny):
     report = inspect.report(cut)
     assert '"kda_short_conv": false, "layer_overrides": {"1": {"attention": "none"}}' in shown(report)
     assert "KDA* NONE KDA MLA" in shown(report) and "ablated" not in shown(tiny)
-    assert report.memory.conv_state_per_sequence == 0
-    assert report.memory.recurrent_state_per_sequence == 17 * 16 * 128 * 128 * 4
+    assert report.memory.state_per_sequence == {"recurrent": 17 * 16 * 128 * 128 * 4, "conv": 0}

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import pathlib
@@ -6,8 +7,11 @@ import sys
 
 import jax
 import pytest
+import random_checkpoint
+from tiny import TINY
 
 from ling3.runtime import compilation_cache, user_cache
+from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
 # What a process compiles: requests to the cache and hits in it, counted by JAX's own events.
 GENERATE = """
@@ -16,7 +20,7 @@ import jax
 from ling3 import cli
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **kwargs: events.update([name.rpartition("/")[2]]))
-code = cli.main(["generate", "nano", "-p", "Sam has 3 pens.", "--max-tokens", "4"])
+code = cli.main(["generate", sys.argv[1], "-p", "Sam has 3 pens.", "--max-tokens", "4"])
 print(json.dumps([events["compile_requests_use_cache"], events["cache_hits"]]), file=sys.stderr)
 sys.exit(code)
 """
@@ -86,9 +90,12 @@ def environment(directory):
 
 
 def test_the_second_process_compiles_nothing(tmp_path):
+    config = dataclasses.replace(TINY, vocab_size=400)
+    random_checkpoint.write(tmp_path / "model", config, random_checkpoint.draw(config, seed=0))
+    write_tokenizer(train_tokenizer(["Sam has 3 pens."], 400), tmp_path / "model", 400)
     counts, texts = [], []
     for _ in range(2):
-        command = [sys.executable, "-c", GENERATE]
+        command = [sys.executable, "-c", GENERATE, str(tmp_path / "model")]
         variables = environment(tmp_path / "programs")
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
         counts.append(json.loads(done.stderr.splitlines()[-1]))

@@ -12,11 +12,11 @@ import pytest
 
 import ling3
 from ling3.layers.moe import MoE
-from ling3.problems import Problem, Step
 from ling3.train import Batch, Optimization, balanced, excess_load, next_token_loss, plain, train
 from ling3.train.__main__ import main
 from ling3.train.balance import expert_biases
-from ling3.train.nano import Recipe, batches, corpus
+from ling3.train.nano.problems import Problem, Step
+from ling3.train.nano.recipe import Recipe, batches, corpus
 from ling3.train.tokenizer import train_tokenizer
 
 CONFIG = ling3.Ling3Config(

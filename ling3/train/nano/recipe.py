@@ -1,14 +1,15 @@
-"""*nano*: a Ling-3 of 1.3 million parameters that answers grade-school word problems step by step.
+"""How *nano* is made: its config, its training data, and the run that writes the checkpoint.
 
-Documents are one problem (`Question: … Answer: …` or a chat turn), or as many problems as fit a longer row, one after
-another, so that worked examples help. Only solutions are learned, question tokens have weight 0. Drills, equations
-without a story, fill what is left of a row and half of the batches.
+A short row holds documents of one problem each (`Question: … Answer: …`, or a chat turn); a long row is one document of
+as many problems as fit, so that the model learns to use worked examples. Only solutions are learned: the tokens of
+questions have weight 0. Drills, which are equations without a story, fill the rest of a row and half of the batches.
 """
 
 import dataclasses
 import itertools
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +18,6 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import rich.console
-import rich.progress
 from tokenizers import Tokenizer
 
 from ling3.checkpoint import load
@@ -26,10 +25,10 @@ from ling3.checkpoint.saving import save
 from ling3.families import init
 from ling3.families.ling3_config import Ling3Config
 from ling3.model import CausalLM
-from ling3.problems import Problem, Step, ask, exam, problems
 from ling3.text.tokenizer import load_tokenizer
-from ling3.train.exam import SYSTEM_TURN, chat_prompt, examine, solved
 from ling3.train.loop import Batch, Optimization, Progress, train
+from ling3.train.nano.exam import SYSTEM_TURN, chat_prompt, examine, solved
+from ling3.train.nano.problems import Problem, Step, ask, exam, problems
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
 TOKENS_PER_EQUATION = 6
@@ -43,7 +42,7 @@ Segment = tuple[str, bool]
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that nano is made of; the defaults are those of the shipped checkpoint."""
+    """Everything that determines nano; the defaults are those of the shipped checkpoint."""
 
     seed: int = 0
     steps: int = 1800
@@ -99,7 +98,7 @@ def chat(problem: Problem) -> list[Segment]:
 
 
 def corpus(seed: int, size: int = 5000) -> Iterator[str]:
-    """The text that the tokenizer learns its words from."""
+    """The text that the tokenizer is trained on."""
     for problem in itertools.islice(problems(seed, "train"), size):
         yield f"{ask(problem)} {problem.solution}\n\n"
     yield from [SYSTEM_TURN, "<role>HUMAN</role>", "<role>ASSISTANT</role>", "detailed thinking on"] * (size // 20)
@@ -114,9 +113,9 @@ def encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Row:
 
 
 def drills(tokenizer: Tokenizer, equations: Iterator[Step], room: int) -> Row:
-    """Bare equations for `room` tokens, `43 + 12 = 55. 9 - 2 = 7.`, of which the results are learned.
+    """`room` tokens of bare equations, `43 + 12 = 55. 9 - 2 = 7.`, of which the results are learned.
 
-    Reading is learned long before sums: this is the cheapest practice there is for those.
+    The model learns to read long before it learns to add; drills are the cheapest practice in arithmetic.
     """
     text = " ".join(str(next(equations)) for _ in range(room // TOKENS_PER_EQUATION))
     tokens = tokenizer.encode(text).ids
@@ -126,58 +125,48 @@ def drills(tokenizer: Tokenizer, equations: Iterator[Step], room: int) -> Row:
     return tokens + tokenizer.encode(END_OF_TEXT).ids * missing, weights + [0.0] * missing
 
 
-def short_rows(tokenizer: Tokenizer, stream: Iterator[Problem], recipe: Recipe) -> Iterator[Row]:
-    """Rows of whole documents, each a problem alone, three in four raw and one a chat turn; then drills."""
-    rng, equations = random.Random(recipe.seed + 2), single_steps(recipe.seed + 3)
+def short_documents(tokenizer: Tokenizer, stream: Iterator[Problem], seed: int) -> Iterator[Row]:
+    """Each problem as a document of its own: three in four as plain text, one as a chat turn."""
+    rng = random.Random(seed)
+    for problem in stream:
+        yield encode(tokenizer, chat(problem) if rng.random() < 0.25 else raw(problem))
+
+
+def packed(
+    tokenizer: Tokenizer, documents: Iterator[Row], equations: Iterator[Step], length: int, between: list[int]
+) -> Iterator[Row]:
+    """Rows of `length` tokens: as many documents as fit, and drills after them.
+
+    The tokens `between`, if any, stand between two documents in place of the first one's end-of-text token.
+    """
     tokens, weights = [], []
-    while True:
-        problem = next(stream)
-        more_tokens, more_weights = encode(tokenizer, chat(problem) if rng.random() < 0.25 else raw(problem))
-        if len(tokens) + len(more_tokens) > recipe.row_length:
-            fill, fill_weights = drills(tokenizer, equations, recipe.row_length - len(tokens))
+    for more_tokens, more_weights in documents:
+        if len(tokens) + len(more_tokens) > length:
+            fill, fill_weights = drills(tokenizer, equations, length - len(tokens))
             yield tokens + fill, weights + fill_weights
             tokens, weights = [], []
+        if tokens and between:
+            tokens[-1:], weights[-1:] = between, [0.0] * len(between)
         tokens += more_tokens
         weights += more_weights
-
-
-def long_rows(tokenizer: Tokenizer, stream: Iterator[Problem], recipe: Recipe) -> Iterator[Row]:
-    """Rows of one document each: as many raw problems as fit, a blank line between them; then drills."""
-    equations = single_steps(recipe.seed + 4)
-    blank = tokenizer.encode("\n\n").ids
-    tokens, weights = [], []
-    while True:
-        more_tokens, more_weights = encode(tokenizer, raw(next(stream)))
-        if len(tokens) + len(more_tokens) > recipe.long_row_length:
-            fill, fill_weights = drills(tokenizer, equations, recipe.long_row_length - len(tokens))
-            yield tokens + fill, weights + fill_weights
-            tokens, weights = [], []
-        if tokens:
-            tokens[-1:], weights[-1:] = blank, [0.0] * len(blank)
-        tokens += more_tokens
-        weights += more_weights
-
-
-def drill_rows(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Row]:
-    """Rows of drills alone."""
-    equations = single_steps(recipe.seed + 5)
-    while True:
-        yield drills(tokenizer, equations, recipe.row_length)
 
 
 def single_steps(seed: int) -> Iterator[Step]:
-    """The equations of training problems, but for those that alone would be a held-out solution."""
+    """The equations of training problems, without those that would by themselves be a held-out solution."""
     for problem in problems(seed, "train"):
         yield from (step for step in problem.steps if Problem("", (step,)).split == "train")
 
 
 def batches(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Batch]:
-    """The training stream: batches of one kind of rows each, in the order of `recipe.cycle`."""
-    stream = problems(recipe.seed + 1, "train")
+    """The training stream: batches of one kind of row each, in the order of `recipe.cycle`."""
+    stream, seed = problems(recipe.seed + 1, "train"), recipe.seed
+    short, long = short_documents(tokenizer, stream, seed + 2), (encode(tokenizer, raw(p)) for p in stream)
+    blank_line = tokenizer.encode("\n\n").ids
+    drill = single_steps(seed + 5)
     rows = {
-        "drills": drill_rows(tokenizer, recipe),
-        "short": short_rows(tokenizer, stream, recipe),
-        "long": long_rows(tokenizer, stream, recipe),
+        "drills": (drills(tokenizer, drill, recipe.row_length) for _ in itertools.count()),
+        "short": packed(tokenizer, short, single_steps(seed + 3), recipe.row_length, []),
+        "long": packed(tokenizer, long, single_steps(seed + 4), recipe.long_row_length, blank_line),
     }
     for kind in itertools.cycle(recipe.cycle):
         count = recipe.long_rows if kind == "long" else recipe.rows
@@ -186,7 +175,7 @@ def batches(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Batch]:
 
 
 def as_stored(model: CausalLM) -> CausalLM:
-    """The model as published checkpoints have it: matrices in bfloat16, the leaves that are always float32 as such."""
+    """The model in the dtypes of published checkpoints: matrices in bfloat16, norms and the like in float32."""
     stored = eqx.filter_eval_shape(init, model.config, key=jax.random.key(0), dtype=jnp.bfloat16)
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), model, stored)
 
@@ -194,7 +183,7 @@ def as_stored(model: CausalLM) -> CausalLM:
 def make(out: Path, recipe: Recipe, questions: int = 500) -> dict:
     """Trains nano into the directory `out`, in the published layout, and returns its record (`training.json`).
 
-    The weights on disk are renewed every 200 steps. Progress goes to stderr.
+    The checkpoint on disk is replaced every 200 steps. Progress goes to stderr.
     """
     start = time.monotonic()
     tokenizer = train_tokenizer(corpus(recipe.seed), recipe.vocab_size)
@@ -207,25 +196,18 @@ def make(out: Path, recipe: Recipe, questions: int = 500) -> dict:
     )
     record: dict = {"recipe": dataclasses.asdict(recipe), "curve": []}
 
-    bar = rich.progress.Progress(
-        *rich.progress.Progress.get_default_columns(),
-        rich.progress.TextColumn("loss {task.fields[loss]:.4f}, {task.fields[solved]:.0%} of unseen problems solved"),
-        console=rich.console.Console(stderr=True),
-    )
-    task = bar.add_task("training", total=recipe.steps, loss=float("nan"), solved=0.0)
-
     def report(progress: Progress, model: CausalLM) -> None:
         point = dataclasses.asdict(progress) | {"solved": float(jnp.mean(solved(model, unseen)))}
         record["curve"].append({name: round(value, 5) for name, value in point.items()})
-        bar.update(task, completed=progress.step, loss=progress.loss, solved=point["solved"])
+        line = f"step {progress.step} of {recipe.steps}: loss {progress.loss:.4f}, {point['solved']:.0%} solved"
+        print(line, file=sys.stderr)
         if progress.step % 200 == 0 or progress.step == recipe.steps:
             save(as_stored(model), out, overwrite=True)
             write_tokenizer(tokenizer, out, model.config.max_position_embeddings)
             (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
-    with bar:
-        optimization = Optimization(recipe.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup)
-        model = train(model, batches(recipe, tokenizer), optimization, every=50, report=report)
+    optimization = Optimization(recipe.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup)
+    model = train(model, batches(recipe, tokenizer), optimization, every=50, report=report)
     record["minutes"] = round((time.monotonic() - start) / 60, 1)
     record["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     record["exact_answers"] = examine(load(out), load_tokenizer(out), questions)

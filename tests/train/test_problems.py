@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ling3.problems import HELD_OUT_SHARE, LIMIT, MOST_STEPS, Problem, Step, ask, draw, last_number, problems
+from ling3.train.nano.problems import HELD_OUT_SHARE, LIMIT, MOST_STEPS, Problem, Step, ask, draw, last_number, problems
 
 WORDS = {"twice": 2, "doubles": 2, "three times": 3, "triples": 3, "four times": 4}
 

@@ -1,4 +1,4 @@
-"""The examination of nano: held-out word problems, asked alone, after four worked examples, and in a chat."""
+"""Nano's exam: held-out word problems, asked alone, after four worked examples, and in a chat."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool
 
 from ling3.generate import generate
 from ling3.model import CausalLM
-from ling3.problems import Problem, ask, exam, last_number, worked_examples
 from ling3.text.tokenizer import Tokenizer
 from ling3.train.loop import Batch
+from ling3.train.nano.problems import Problem, ask, exam, last_number, worked_examples
 
 SYSTEM_TURN = "<role>SYSTEM</role>detailed thinking off<|role_end|>"
 
@@ -24,7 +24,7 @@ def chat_prompt(problem: Problem) -> str:
 def exact_answers(
     model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[str], answers: Sequence[int], batch: int = 50
 ) -> list[bool]:
-    """Which of the greedy continuations of `prompts` end on the right number."""
+    """For each prompt, True if its greedy continuation ends with the right number."""
     given = []
     for first in range(0, len(prompts), batch):
         ids = [tokenizer.encode(prompt) for prompt in prompts[first : first + batch]]
@@ -47,6 +47,6 @@ def examine(model: CausalLM, tokenizer: Tokenizer, count: int) -> dict[str, floa
 
 @eqx.filter_jit
 def solved(model: CausalLM, batch: Batch) -> Bool[Array, " batch"]:
-    """Which rows' learned tokens are all the likeliest ones: those that greedy decoding would answer word for word."""
+    """For each row, True if every learned token is the likeliest one: greedy decoding would reproduce the solution."""
     best = jnp.argmax(model(batch.tokens)[:, :-1], axis=-1)
     return jnp.all((best == batch.tokens[:, 1:]) | (batch.weights[:, 1:] == 0), axis=1)

@@ -1,14 +1,15 @@
 """Grade-school word problems worked step by step: the data of the *nano* checkpoint.
 
-A problem is a short story of one to four arithmetic steps and its solution is the chain of equations,
-"3 + 4 = 7. 7 - 2 = 5. The answer is 5.". Every number lies in 0..`LIMIT`. A problem is held out when the hash of its
-solution says so: the split needs no list, and no training problem has a held-out solution, whatever its wording. The
-equations do occur in training, as steps of other solutions.
+A problem is a short story with one to four arithmetic steps; its solution is the chain of equations, for instance
+"3 + 4 = 7. 7 - 2 = 5. The answer is 5.". Every number lies in 0..`LIMIT`. A hash of the solution decides whether a
+problem is held out. So the split needs no list, and no training problem has a held-out solution, whatever its wording;
+the single equations do occur in training, as steps of other solutions.
 """
 
 import dataclasses
 import hashlib
 import itertools
+import operator
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from typing import Literal
 
 Split = Literal["train", "held_out"]
 Operator = Literal["+", "-", "×"]
+
+_LAWS = {"+": operator.add, "-": operator.sub, "×": operator.mul}
 
 LIMIT = 60
 """The greatest number in any question or solution."""
@@ -53,13 +56,7 @@ class Step:
     @property
     def result(self) -> int:
         """The value of the equation."""
-        match self.operator:
-            case "+":
-                return self.left + self.right
-            case "-":
-                return self.left - self.right
-            case "×":
-                return self.left * self.right
+        return _LAWS[self.operator](self.left, self.right)
 
     def __str__(self) -> str:
         return f"{self.left} {self.operator} {self.right} = {self.result}."
@@ -84,14 +81,14 @@ class Problem:
 
     @property
     def split(self) -> Split:
-        """`held_out` for one solution in `HELD_OUT_SHARE`, by a hash of its text that no seed or machine changes."""
+        """`held_out` for one solution in `HELD_OUT_SHARE`, by a hash of its text, the same on every machine."""
         digest = hashlib.sha256(self.solution.encode()).digest()
         return "held_out" if int.from_bytes(digest[:8], "big") % HELD_OUT_SHARE == 0 else "train"
 
 
 @dataclasses.dataclass
 class _Story:
-    """A story under construction: what has been told, the equations so far, and the number the hero has now."""
+    """A story under construction: its sentences and equations so far, and the number that the hero has now."""
 
     rng: random.Random
     hero: str
@@ -114,11 +111,10 @@ class _Story:
         if steps:
             self.now = steps[-1].result
 
-
-def _change(story: _Story, sign: Literal["+", "-"], value: int) -> int | None:
-    """A second operand between 2 and `LARGEST_CHANGE` that keeps `value ± operand` in 0..`LIMIT`, if there is one."""
-    room = min(LARGEST_CHANGE, LIMIT - value if sign == "+" else value)
-    return story.rng.randint(2, room) if room >= 2 else None
+    def operand(self, sign: Literal["+", "-"]) -> int | None:
+        """A number between 2 and `LARGEST_CHANGE` that keeps `now ± number` in 0..`LIMIT`, if there is one."""
+        most = min(LARGEST_CHANGE, LIMIT - self.now if sign == "+" else self.now)
+        return self.rng.randint(2, most) if most >= 2 else None
 
 
 def _start(story: _Story) -> None:
@@ -175,34 +171,33 @@ def _start_with_a_purchase(story: _Story) -> None:
 
 
 def _gain(story: _Story) -> bool:
-    by = _change(story, "+", story.now)
-    if by is None:
-        return False
-    sentence = story.rng.choice(
-        (
-            f"{story.pronoun} gets {by} more {story.things}.",
-            f"Then {story.hero} finds {by} {story.things}.",
-            f"{story.other} gives {story.hero} {by} {story.things}.",
-            f"Then {story.pronoun.lower()} wins {by} more.",
-        )
+    return _change(
+        story,
+        "+",
+        "{pronoun} gets {by} more {things}.",
+        "Then {hero} finds {by} {things}.",
+        "{other} gives {hero} {by} {things}.",
+        "Then {they} wins {by} more.",
     )
-    story.tell(sentence, Step(story.now, "+", by))
-    return True
 
 
 def _loss(story: _Story) -> bool:
-    by = _change(story, "-", story.now)
-    if by is None:
-        return False
-    sentence = story.rng.choice(
-        (
-            f"{story.pronoun} loses {by} {story.things}.",
-            f"Then {story.hero} gives {by} {story.things} to {story.other}.",
-            f"{story.other} takes {by} of them.",
-            f"Then {story.pronoun.lower()} gives away {by}.",
-        )
+    return _change(
+        story,
+        "-",
+        "{pronoun} loses {by} {things}.",
+        "Then {hero} gives {by} {things} to {other}.",
+        "{other} takes {by} of them.",
+        "Then {they} gives away {by}.",
     )
-    story.tell(sentence, Step(story.now, "-", by))
+
+
+def _change(story: _Story, sign: Literal["+", "-"], *sentences: str) -> bool:
+    """Adds or subtracts in the words of one of the sentences; False if no number fits."""
+    if (by := story.operand(sign)) is None:
+        return False
+    sentence = story.rng.choice(sentences).format(by=by, they=story.pronoun.lower(), **vars(story))
+    story.tell(sentence, Step(story.now, sign, by))
     return True
 
 
@@ -215,22 +210,14 @@ def _growth(story: _Story) -> bool:
 
 
 def _ask_how_many(story: _Story) -> bool:
-    question = story.rng.choice(
-        (
-            f"How many {story.things} does {story.hero} have now?",
-            f"How many {story.things} does {story.hero} have?",
-            f"How many {story.things} does {story.hero} have in the end?",
-        )
-    )
-    story.tell(question)
+    story.tell(f"How many {story.things} does {story.hero} have{story.rng.choice((' now', '', ' in the end'))}?")
     return True
 
 
 def _ask_together(story: _Story) -> bool:
     """A neighbour has some more or fewer: two steps, the neighbour's number and the sum."""
     sign, word = story.rng.choice(COMPARISONS)
-    by = _change(story, sign, story.now)
-    if by is None:
+    if (by := story.operand(sign)) is None:
         return False
     theirs = Step(story.now, sign, by)
     if story.now + theirs.result > LIMIT:
@@ -273,7 +260,7 @@ def draw(rng: random.Random) -> Problem:
 
 
 def problems(seed: int, split: Split) -> Iterator[Problem]:
-    """The endless stream of `split`, the same for a seed on every machine."""
+    """An endless stream of problems of `split`; a seed gives the same stream on every machine."""
     rng = random.Random(seed)
     while True:
         problem = draw(rng)
@@ -282,14 +269,14 @@ def problems(seed: int, split: Split) -> Iterator[Problem]:
 
 
 def exam(count: int, seed: int = 2026) -> list[Problem]:
-    """The first `count` held-out problems that nano is examined on."""
+    """The first `count` of the held-out problems that nano is examined on."""
     return list(itertools.islice(problems(seed, "held_out"), count))
 
 
-def worked_examples(count: int, seed: int = 2027) -> list[list[Problem]]:
-    """Four training problems to show before each of `count` questions."""
+def worked_examples(count: int, seed: int = 2027, each: int = 4) -> list[list[Problem]]:
+    """Training problems to show before each of `count` questions."""
     stream = problems(seed, "train")
-    return [list(itertools.islice(stream, 4)) for _ in range(count)]
+    return [list(itertools.islice(stream, each)) for _ in range(count)]
 
 
 def ask(problem: Problem, examples: Sequence[Problem] = ()) -> str:

@@ -1,4 +1,4 @@
-"""The picture of a training run."""
+"""The plot of a training run."""
 
 from collections.abc import Sequence
 from pathlib import Path
