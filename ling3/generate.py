@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from ling3.engine.pool import DECODE_STEPS, Pool, Rows, cache_dtype, decode, prefill
+from ling3.engine.pool import Pool, Rows, cache_dtype, decode, prefill
 from ling3.engine.sampling import NOT_A_NUMBER, Sampling
 from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
+from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.ops.attention import BLOCK

@@ -4,11 +4,13 @@ What runs when is `loop.py`'s affair, and the device `runner.py`'s; here request
 """
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import os
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,28 +18,20 @@ import jax
 from ling3 import checkpoint
 from ling3.checkpoint import hub
 from ling3.engine.guard import Guard
-from ling3.engine.intake import (
-    MAX_PADDINGS,
-    MAX_PAGES,
-    MAX_SLOTS,
-    MAX_TOKENS,
-    Intake,
-    Truncate,
-    check_settings,
-    listed,
-)
+from ling3.engine.intake import Intake, Truncate, listed
 from ling3.engine.loop import Loop
 from ling3.engine.outputs import Delta, RequestOutput, Stats
-from ling3.engine.pool import DECODE_STEPS
 from ling3.engine.request import Request
-from ling3.engine.runner import Runner, Shapes, check_memory, pages_that_fit, smallest
+from ling3.engine.runner import Runner, Shapes, smallest
 from ling3.engine.sampling_params import SamplingParams
+from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.interrupts import held_back
 from ling3.runtime.progress import progress
+from ling3.runtime.quoting import shown
 from ling3.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -48,126 +42,83 @@ class QueueFull(RuntimeError):
 class Engine:
     """Continuous batching over one model, in this process.
 
-    `max_running_requests` slots hold the running requests' states; pages of `page_size` tokens hold their latents, as
-    many as fit into `mem_fraction` of the memory that the weights leave free, or `num_pages`. Prompts go in by chunks
-    at multiples of `chunked_prefill_size` tokens, padded to the smallest of `token_paddings` that holds them. A request
-    may have `max_model_len` tokens (the config's max_position_embeddings without it), and `max_queue` may wait.
-
-    `decode_rows` requests share a decode call of `decode_steps` tokens: all slots, but at most 16 on a CPU. The last
-    bits of an answer may depend on this number, and engines of different sizes agree where it is given. With
-    `batch_invariant=False` few running requests share a smaller call instead, which is faster for them; then the last
-    bits of an answer may depend on how many there are.
+    Slots hold the running requests' states and pages their paged caches; `settings` says how many, and how prompts and
+    decode steps are batched. Requests have the same bits in any company.
 
     Methods may be called from any thread; one at a time moves the loop. A callback may submit and abort, but cannot
     move the loop that called it. Ctrl-C waits for the end of a turn. A fault of the engine's own, such as a device out
     of memory, ends every request in `error` and is raised in everyone who waits for one; the engine begins anew.
 
-    `execution` is how the model runs (chunk sizes, kernels), by default as suits the platform.
+    `settings` may be given whole, by name (`Engine(model, tokenizer, page_size=16)`), or both, where a name changes a
+    single one; `engine.settings` is what it runs with, every None replaced by its number. `execution` is how the model
+    runs (chunk sizes, kernels), by default as suits the platform. Compiled programs are kept for later processes, see
+    `ling3.runtime.compilation_cache`.
 
-    What it compiles is kept for later processes, as `ling3.runtime.compilation_cache` says.
-
-    `settings` is what it runs with. Raises ValueError for senseless settings, for more slots and pages than there is
-    memory for, and if tokenizer and model do not fit.
+    Raises TypeError for settings that there are not, ValueError for senseless ones and for more slots and pages than
+    there is memory for, TokenizerError if tokenizer and model do not fit.
     """
 
     def __init__(
         self,
         model: CausalLM,
         tokenizer: Tokenizer | None = None,
-        max_running_requests: int = 64,
-        page_size: int = 256,
-        chunked_prefill_size: int = 512,
-        token_paddings: Sequence[int] = (16, 128, 512),
-        max_model_len: int | None = None,
-        mem_fraction: float = 0.6,
-        max_queue: int = 1024,
-        num_pages: int | None = None,
-        decode_rows: int | None = None,
-        decode_steps: int = 8,
-        batch_invariant: bool = True,
+        settings: EngineSettings | None = None,
+        *,
         execution: Execution | None = None,
+        **changes: Any,
     ):
         refuse_fork()
         compilation_cache.switch_on()
         config = model.config
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab_size)
-        max_model_len = int(config.max_position_embeddings) if max_model_len is None else max_model_len
-        optional = {"num_pages": (num_pages, 1, MAX_PAGES), "decode_rows": (decode_rows, 1, MAX_SLOTS)}
-        check_settings(
-            max_running_requests=(max_running_requests, 1, MAX_SLOTS),
-            page_size=(page_size, 1, MAX_TOKENS),
-            chunked_prefill_size=(chunked_prefill_size, 1, MAX_TOKENS),
-            max_model_len=(max_model_len, 1, config.max_position_embeddings),
-            max_queue=(max_queue, 1, None),
-            decode_steps=(decode_steps, 1, DECODE_STEPS),
-            **{"the number of token_paddings": (len(token_paddings), 0, MAX_PADDINGS)},
-            **{f"token_paddings[{i}]": (width, 1, MAX_TOKENS) for i, width in enumerate(token_paddings[:MAX_PADDINGS])},
-            **{name: setting for name, setting in optional.items() if setting[0] is not None},
-        )
-        if max(token_paddings, default=0) < chunked_prefill_size:
-            raise ValueError(
-                f"token_paddings are {tuple(token_paddings)}, expected one of at least chunked_prefill_size, which is "
-                f"{chunked_prefill_size}"
-            )
-        if not 0 < mem_fraction <= 1:
-            raise ValueError(f"engine settings: mem_fraction is {mem_fraction!r}, expected a number in (0, 1]")
-        if decode_rows is None:
-            decode_rows = min(max_running_requests, 16) if jax.default_backend() == "cpu" else max_running_requests
-        columns = -(-max_model_len // page_size)
-        if num_pages is None:
-            num_pages = pages_that_fit(model, max_running_requests, columns, page_size, float(mem_fraction))
-            num_pages = min(num_pages, MAX_PAGES)
-        else:
-            check_memory(model, max_running_requests, num_pages, page_size)
-        widths = sorted(set(token_paddings))
-        self.settings = {
-            "max_running_requests": max_running_requests,
-            "page_size": page_size,
-            "chunked_prefill_size": chunked_prefill_size,
-            "token_paddings": tuple(widths),
-            "max_model_len": max_model_len,
-            "max_queue": max_queue,
-            "num_pages": num_pages,
-            "decode_rows": decode_rows,
-            "decode_steps": decode_steps,
-            "batch_invariant": batch_invariant,
-        }
-        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        settings = _changed(settings, changes).resolve(model)
+        length, pages, decode_rows = settings.max_model_len, settings.num_pages, settings.decode_rows
+        assert length is not None and pages is not None and decode_rows is not None, "resolved"
+        self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, length
         self._intake = Intake(
             tokenizer=tokenizer,
             vocab=config.vocab_size,
             ends=sorted({*config.eos_token_id, *(tokenizer.eos_token_ids if tokenizer else ())}),
-            room=max_model_len,
-            pages=num_pages,
-            page_size=page_size,
-            max_queue=max_queue,
+            room=length,
+            pages=pages,
+            page_size=settings.page_size,
+            max_queue=settings.max_queue,
         )
+        widths, chunk = settings.token_paddings, settings.chunked_prefill_size
         shapes = Shapes(
-            slots=max_running_requests,
-            pages=num_pages,
-            page_size=page_size,
-            columns=columns,
-            widths=tuple(widths[: widths.index(smallest(widths, chunked_prefill_size)) + 1]),
-            rows=(decode_rows,) if batch_invariant else _doublings(max_running_requests),
+            slots=settings.max_running_requests,
+            pages=pages,
+            page_size=settings.page_size,
+            columns=-(-length // settings.page_size),
+            widths=tuple(width for width in widths if width <= smallest(widths, chunk)),
+            rows=(decode_rows,) if settings.batch_invariant else _doublings(settings.max_running_requests),
         )
         self._guard = Guard()
-        self._loop = Loop(Runner(model, shapes, execution), chunked_prefill_size, decode_steps, self._guard.hand_out)
+        self._loop = Loop(Runner(model, shapes, execution), chunk, settings.decode_steps, self._guard.hand_out)
         self._ids = itertools.count()
         self._outbox: list[Delta] = []
         self._drivers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], dtype: Any = None, *, revision: str | None = None, **settings: Any
+        cls,
+        path: str | os.PathLike[str],
+        dtype: Any = None,
+        settings: EngineSettings | None = None,
+        *,
+        revision: str | None = None,
+        execution: Execution | None = None,
+        **changes: Any,
     ) -> "Engine":
         """The engine over a checkpoint directory, a hub id, or `"nano"`, with its tokenizer, of the same commit.
 
-        `dtype` and `revision` are `ling3.load`'s; `settings` are the constructor's.
+        `dtype` and `revision` are `ling3.load`'s; the others are the constructor's.
         """
+        settings = _changed(settings, changes)
         commit = hub.pin(path, revision)
         tokenizer = load_tokenizer(path, revision=commit)
-        return cls(checkpoint.load(path, dtype, revision=commit), tokenizer, **settings)
+        return cls(checkpoint.load(path, dtype, revision=commit), tokenizer, settings, execution=execution)
 
     # Asking
 
@@ -210,15 +161,7 @@ class Engine:
         checked before the first runs, and as many wait at once as the queue holds. On Ctrl-C every slot is freed;
         `on_interrupt="return"` then returns what there is, with `abort` for what was not finished.
         """
-        prompts = listed(prompts)
-        several = isinstance(params, Sequence)
-        each = list(params) if several else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
-        requests = [
-            self._request(prompt, p, truncate, f"prompt {i}")
-            for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
-        ]
+        requests = self._requests(prompts, params, truncate)
         with held_back() as interrupt, progress("generating", sum(r.params.n for r in requests)) as advance:
             for request in requests:
                 request.deliver = _counted(on_delta, advance)
@@ -270,6 +213,55 @@ class Engine:
                     yield delta
             if request.fault is not None:
                 raise request.fault
+        finally:
+            self._guard.dropped.append(end)  # one call into C: no Ctrl-C comes before it
+            self._guard.sweep()
+
+    def stream_all(
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        arrivals: Sequence[float] | None = None,
+        truncate: Truncate = None,
+    ) -> Generator[tuple[int, Delta], None, None]:
+        """The deltas of many requests as they come, each with the index of its prompt.
+
+        A request's last delta has its output. All prompts are checked when this is called, and as many wait at once as
+        the queue holds. `arrivals[i]`, ascending, is when request i comes, in seconds after the first delta is asked
+        for; without it all come at once. Leaving the iterator aborts what is unfinished.
+        """
+        requests = self._requests(prompts, params, truncate)
+        if arrivals is not None and len(arrivals) != len(requests):
+            raise ValueError(f"{len(arrivals)} arrivals for {len(requests)} prompts, expected one for each")
+        return self._stream_all(requests, [0.0] * len(requests) if arrivals is None else arrivals)
+
+    def _stream_all(
+        self, requests: list[Request], arrivals: Sequence[float]
+    ) -> Generator[tuple[int, Delta], None, None]:
+        deltas: deque[tuple[int, Delta]] = deque()
+        for index, request in enumerate(requests):
+            request.deliver = lambda delta, index=index: deltas.append((index, delta))
+        coming, finished, begin = deque(zip(arrivals, requests, strict=True)), 0, time.perf_counter()
+
+        def end() -> None:
+            for request in requests:
+                self._abort(request)
+
+        try:
+            while finished < len(requests):
+                while coming and coming[0][0] <= time.perf_counter() - begin and self._enqueued(coming[0][1]):
+                    coming.popleft()
+                if self._loop.has_work:
+                    self._move()
+                elif coming:
+                    time.sleep(max(0.0, coming[0][0] - (time.perf_counter() - begin)))
+                while deltas:
+                    finished += deltas[0][1].output is not None
+                    yield deltas.popleft()
+            fault = next((request.fault for request in requests if request.fault is not None), None)
+            if fault is not None:
+                raise fault
         finally:
             self._guard.dropped.append(end)  # one call into C: no Ctrl-C comes before it
             self._guard.sweep()
@@ -408,6 +400,17 @@ class Engine:
         refuse_fork()
         return self._intake.request(next(self._ids), prompt, params, truncate, name)
 
+    def _requests(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None, truncate: Truncate
+    ) -> list[Request]:
+        """The checked requests of some prompts, not yet in the queue."""
+        prompts = listed(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
+        pairs = zip(prompts, each, strict=True)
+        return [self._request(prompt, p, truncate, f"prompt {i}") for i, (prompt, p) in enumerate(pairs)]
+
     def _enqueued(self, request: Request) -> bool:
         """Puts a request in the queue if there is room."""
         with self._guard.books():
@@ -434,6 +437,17 @@ class Engine:
         """Ends what is unfinished of a request with `abort`; whether anything was."""
         with self._guard.books():
             return self._loop.abort(request)
+
+
+def _changed(settings: EngineSettings | None, changes: dict[str, Any]) -> EngineSettings:
+    """The settings with some of them changed; TypeError for a name that none of them has."""
+    if settings is not None and not isinstance(settings, EngineSettings):
+        raise TypeError(f"settings is {shown(settings)}, expected EngineSettings; give single ones by name")
+    names = [field.name for field in dataclasses.fields(EngineSettings)]
+    unknown = [name for name in changes if name not in names]
+    if unknown:
+        raise TypeError(f"no engine setting is called {', '.join(unknown)}; there are {', '.join(names)}")
+    return dataclasses.replace(settings or EngineSettings(), **changes)
 
 
 def _doublings(most: int) -> tuple[int, ...]:

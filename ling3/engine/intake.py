@@ -5,19 +5,11 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 from ling3.engine.request import Request, Run, draw_seed
-from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room, is_whole
+from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
 from ling3.runtime.quoting import shown
+from ling3.runtime.scalars import is_whole
 from ling3.text.detokenizer import StopStrings
 from ling3.text.tokenizer import Tokenizer
-
-MAX_SLOTS = 2**16
-"""The most slots of an engine, and the most rows of its decode call."""
-MAX_PAGES = 2**26
-"""The most pages: each takes some memory of the host's too."""
-MAX_TOKENS = 2**17
-"""The most tokens of a page, and of a prefill call."""
-MAX_PADDINGS = 64
-"""The most widths of a prefill call: each is a program to compile."""
 
 Truncate = Literal["prompt", "output"] | None
 """What gives way where prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
@@ -99,14 +91,3 @@ def listed(prompts: Any) -> list[Any]:
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     one = len(several) > 0 and (is_whole(several[0]) or isinstance(several[0], dict))
     return [several] if one else several
-
-
-def check_settings(**settings: tuple[Any, int, int | None]) -> None:
-    """ValueError for each (value, least, most) that is no whole number between them."""
-    problems = [
-        f"{name} is {shown(value)}, expected a whole number in [{low}, {'∞' if high is None else high}]"
-        for name, (value, low, high) in settings.items()
-        if not (is_whole(value) and low <= value and (high is None or value <= high))
-    ]
-    if problems:
-        raise ValueError("engine settings: " + "; ".join(problems))

@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
 from ling3.engine.sampling import Choice, Sampling, choose, counted, ends
+from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.model import CausalLM
 
-# The most decode steps of one call, and so the most tokens of one row between two looks from the host.
-DECODE_STEPS = 16
 # Pages that travel to or from the host in one call.
 PAGES_MOVED = 8
 

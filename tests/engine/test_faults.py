@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
-from small_engine import answer, balanced, engine, idle, model, reciter, tokenizer
+from small_engine import SETTINGS, answer, balanced, engine, idle, model, reciter, tokenizer
 
 import ling3
 from ling3 import SamplingParams
@@ -175,9 +175,12 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
     [
         ({"max_running_requests": 0}, "max_running_requests is 0, expected a whole number in"),
         ({"max_running_requests": True}, "max_running_requests is True"),
+        ({"max_queue": None}, r"max_queue is None, expected a whole number in \[1, 2147483647\]$"),
+        ({"num_pages": 2.0}, r"num_pages is 2.0, expected a whole number in \[1, 67108864\] or None"),
         ({"page_size": -1}, "page_size is -1"),
         ({"chunked_prefill_size": 0, "max_queue": 0}, "chunked_prefill_size is 0.*max_queue is 0"),
         ({"max_model_len": 257}, r"max_model_len is 257, expected a whole number in \[1, 256\]"),
+        ({"max_model_len": 10**5000}, "max_model_len is a number of 16610 bits, expected"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"num_pages": 0}, "num_pages is 0"),
         ({"decode_rows": 0}, "decode_rows is 0"),
@@ -196,21 +199,49 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
         ({"mem_fraction": 0.0}, r"mem_fraction is 0.0, expected a number in \(0, 1\]"),
         ({"mem_fraction": 1.5}, "mem_fraction is 1.5"),
         ({"mem_fraction": float("nan")}, "mem_fraction is nan"),
+        ({"mem_fraction": "half", "page_size": "16"}, "page_size is '16'.*; mem_fraction is 'half', expected a number"),
+        ({"token_paddings": "512"}, "token_paddings is '512', expected a list of whole numbers"),
+        ({"token_paddings": None}, "token_paddings is None, expected a list"),
+        ({"token_paddings": (32, 512.0)}, r"token_paddings\[1\] is 512.0, expected a whole number"),
+        ({"batch_invariant": 1, "overlap": None}, "batch_invariant is 1, expected True or False; overlap is None"),
         ({"mem_fraction": 1e-12, "num_pages": None}, "lower max_running_requests or raise mem_fraction"),
     ],
 )
 def test_senseless_engines_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         engine(**changes)
-    with pytest.raises(TypeError, match="max_runing_requests"):
+    if changes in ({"max_model_len": 257}, {"mem_fraction": 1e-12, "num_pages": None}):
+        return  # what model and memory decide
+    with pytest.raises(ValueError, match=message):
+        ling3.EngineSettings(**{**SETTINGS, **changes})
+
+
+def test_settings_by_other_names_and_places_are_refused():
+    with pytest.raises(TypeError, match="no engine setting is called max_runing_requests; there are max_running_re"):
         ling3.Engine(model(), max_runing_requests=4)
+    with pytest.raises(TypeError, match="no engine setting is called pages"):
+        ling3.Engine.from_pretrained("no such directory", pages=4)
+    with pytest.raises(TypeError, match="settings"):
+        ling3.Engine(model(), None, 64)
+
+
+def test_settings_are_given_whole_or_by_name():
+    whole = ling3.EngineSettings(**{**SETTINGS, "token_paddings": [np.int64(32), 16, 16]})
+    assert (whole.token_paddings, type(whole.token_paddings[1])) == ((16, 32), int)
+    assert hash(whole) == hash(ling3.EngineSettings(**SETTINGS)) and whole == ling3.EngineSettings(**SETTINGS)
+    given = ling3.Engine(model(), None, whole, num_pages=19)
+    named = ling3.Engine(model(), None, **{**SETTINGS, "num_pages": 19})
+    resolved = dataclasses.replace(whole, num_pages=19, max_model_len=256)
+    assert given.settings == named.settings == resolved and given.max_model_len == 256
+    with pytest.deprecated_call(match=r'engine.settings\["num_pages"\] is now engine.settings.num_pages'):
+        assert given.settings["num_pages"] == 19
 
 
 def test_what_there_is_no_memory_for_is_refused_before_it_is_allocated(monkeypatch):
     """A slot has 8 bytes for each of 400 ids and two KDA states; a page has 20 numbers for each of 16 tokens."""
     slot, page = 8 * 400 + 2 * 4 * (2 * 8 * 8 + 3 * 48), 4 * 16 * 20
-    monkeypatch.setattr("ling3.engine.runner.free_bytes", lambda: 4 * slot + 20 * page)
-    assert engine().settings["num_pages"] == 20
+    monkeypatch.setattr("ling3.engine.memory.free_bytes", lambda: 4 * slot + 20 * page)
+    assert engine().settings.num_pages == 20
     message = r"max_running_requests 4 of 0.0 MB and num_pages 21 of 0.0013 MB take 0 MB, and 0 MB are free: lower one"
     for changes in ({"num_pages": 21}, {"max_running_requests": 5}, {"page_size": 17}):
         with pytest.raises(ValueError, match=message if "num_pages" in changes else "are free: lower one of them"):
@@ -225,7 +256,7 @@ def test_what_there_is_no_memory_for_is_refused_before_it_is_allocated(monkeypat
 def test_a_decode_call_has_no_more_rows_than_there_are_slots():
     for slots, rows in ((1, 1), (5, 5), (64, 16)):
         small = engine(max_running_requests=slots, decode_rows=None)
-        assert (small.settings["decode_rows"], small._loop.runner.shapes.rows) == (rows, (rows,))
+        assert (small.settings.decode_rows, small._loop.runner.shapes.rows) == (rows, (rows,))
     assert engine(max_running_requests=1, batch_invariant=False)._loop.runner.shapes.rows == (1,)
 
 
