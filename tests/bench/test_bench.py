@@ -253,11 +253,11 @@ def test_offline(engine, monkeypatch):
 
 def test_online(engine):
     """Requests come when they are due, even if the queue is too short for all of them."""
-    engine._intake.max_queue, before = 1, engine._intake.max_queue
+    engine._loop.max_queue, before = 1, engine._loop.max_queue
     try:
         found = measure(engine, random_requests(6, 400, (3, 8), (4, 4)), request_rate=200.0, seed=5)
     finally:
-        engine._intake.max_queue = before
+        engine._loop.max_queue = before
     assert found.completed == 6
     assert [request.due for request in found.served] == arrivals(6, 200.0, seed=5).tolist()
     assert all(request.deltas[0][0] > request.due for request in found.served)
