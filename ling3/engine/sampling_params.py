@@ -22,7 +22,7 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 """The most characters of one stop string."""
 LARGEST = 1e9
-"""What no number may exceed: so far float32 can add, multiply and divide without overflow."""
+"""The largest number: float32 can add, multiply and divide such numbers without overflow."""
 MAX_SEED = 2**31 - 1 - MAX_COMPLETIONS
 """The largest seed: the last completion's is an int32 too."""
 
@@ -43,7 +43,7 @@ WHOLE = {
     "logprobs": (0, MAX_LOGPROBS, f"a whole number in [0, {MAX_LOGPROBS}], or None for none", True),
     "seed": (0, MAX_SEED, f"a whole number in [0, {MAX_SEED}]", True),
 }
-"""Least, most, how a message says it, and whether None is allowed."""
+"""Least, most, how a message says it, and True if None is allowed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
