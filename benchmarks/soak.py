@@ -4,7 +4,7 @@
 
 Two engines of the same settings share their compiled programs. The busy one has few slots and too few pages, so that
 requests wait, are preempted, and are aborted wherever they are. Each finished request is then asked of the lonely one,
-which serves nothing else, and both answers must have the same bits. The books are checked after every step.
+which serves nothing else, and both answers must have the same bits. The counts are checked after every step.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ import ling3
 from benchmarks import record
 from benchmarks.soak_report import LOAD, MEMORY, Soak, table
 from ling3.engine.outputs import Completion, Delta, RequestOutput
-from ling3.engine.request import Request, Run
+from ling3.engine.request import Request, TokenSequence
 from ling3.engine.runner import Saved
 from ling3.runtime.progress import progress
 from ling3.text.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ def soak(
     """Lets `requests` requests through an engine of these `settings` over nano in float32, and compares and counts.
 
     A share of `aborts` is aborted on its way. All but the timing follows from `seed`. Raises AssertionError where the
-    engine's books do not add up after a step.
+    engine's counts do not add up after a step.
     """
     model, tokenizer = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
     busy, lonely = (ling3.Engine(model, tokenizer, **settings) for _ in range(2))
@@ -187,19 +187,19 @@ def _request(
     return _Asked(prompt, params)
 
 
-def _stage(run: Run) -> str:
-    """Where an unfinished run is."""
-    if run.slot is None:
-        return "preempted" if run.preemptions else "queued"
-    return "decode" if run.decoding else "prefill"
+def _stage(sequence: TokenSequence) -> str:
+    """Where an unfinished sequence is."""
+    if sequence.slot is None:
+        return "preempted" if sequence.preemptions else "queued"
+    return "decode" if sequence.decoding else "prefill"
 
 
 def _abort_one(engine: ling3.Engine, stage: str, draw: np.random.Generator) -> bool:
-    """Aborts a request that has a run in this stage, if there is one."""
+    """Aborts a request that has a sequence in this stage, if there is one."""
     found = sorted(
         number
         for number, request in engine._loop.requests.items()
-        if any(run.completion is None and _stage(run) == stage for run in request.runs)
+        if any(each.completion is None and _stage(each) == stage for each in request.sequences)
     )
     if not found:
         return False
@@ -260,11 +260,11 @@ def _wrong(got: Completion, alone: Completion) -> list[str]:
 
 
 def _checked(engine: ling3.Engine) -> ling3.Stats:
-    """The engine's books; AssertionError where they do not add up."""
+    """The engine's counts; AssertionError if they do not add up."""
     stats, scheduler = engine.stats(), engine._loop.scheduler
     assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values()), stats
     assert stats.slots == stats.free_slots + stats.running, stats
-    assert stats.pages == stats.free_pages + sum(len(run.pages) for run in scheduler.running), stats
+    assert stats.pages == stats.free_pages + sum(len(sequence.pages) for sequence in scheduler.running), stats
     scheduler.check()
     return stats
 
@@ -291,7 +291,7 @@ def _resident() -> int:
 def _alive() -> Counter[str]:
     """How many arrays, requests and answers the process holds."""
     gc.collect()
-    kinds = (Request, Run, Saved, RequestOutput, Completion, Delta)
+    kinds = (Request, TokenSequence, Saved, RequestOutput, Completion, Delta)
     counts = Counter(type(x).__name__ for x in gc.get_objects() if type(x) in kinds)
     counts["jax.Array"] = len(jax.live_arrays())
     return counts
@@ -307,8 +307,8 @@ def _leaks(busy: ling3.Engine, lonely: ling3.Engine, before: Counter[str]) -> li
         loop = engine._loop
         held = {
             "requests": loop.requests,
-            "calls on their way": loop.in_flight,
-            "waiting runs": loop.scheduler.queued(),
+            "calls in flight": loop.in_flight,
+            "waiting sequences": loop.scheduler.queued(),
             "deltas to return": engine._outbox,
         }
         found += [f"the {name} engine has {len(what)} {kind}" for kind, what in held.items() if what]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ling3.checkpoint import CheckpointError, load, save
     from ling3.engine.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
     from ling3.engine.sampling_params import SamplingParams
+    from ling3.engine.settings import EngineSettings
     from ling3.execution import Execution
     from ling3.families import Family, init, register_family
     from ling3.families.ling3_config import ConfigError, Ling3Config
@@ -34,6 +35,7 @@ __all__ = [
     "DecoderLayer",
     "Delta",
     "Engine",
+    "EngineSettings",
     "Execution",
     "Family",
     "KDAState",
@@ -73,6 +75,7 @@ _MODULES = {
     "model": ("CausalLM", "Decoder", "DecoderLayer", "Mixer"),
     "engine.outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
     "engine.sampling_params": ("SamplingParams",),
+    "engine.settings": ("EngineSettings",),
     "serve": ("Engine", "QueueFull"),
     "text.tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),
     "interpret.trace": ("Trace", "trace"),
@@ -81,7 +84,7 @@ _MODULES = {
 _RENAMED = {"LatentCache": "Paged", "Ling3ForCausalLM": "CausalLM", "Ling3Model": "Decoder"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 # What the command line imports before it knows what to do: no arrays, so no checks of their shapes.
-_WITHOUT_ARRAYS = ("__main__", "cli", "runtime", "version")
+_WITHOUT_ARRAYS = ("__main__", "cli", "engine", "engine.settings", "runtime", "version")
 
 
 class _Package(types.ModuleType):
@@ -98,7 +101,7 @@ class _InstallHook:
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         package, _, module = fullname.partition(".")
-        if package != "ling3" or module.partition(".")[0] in _WITHOUT_ARRAYS:
+        if package != "ling3" or module in _WITHOUT_ARRAYS or module.startswith(("cli.", "runtime.")):
             return None
         sys.meta_path.remove(self)
         # Equinox before the hook: Python keeps separate bytecode for modules that are first imported by a hooked one.
@@ -107,6 +110,8 @@ class _InstallHook:
         import equinox  # noqa: F401, PLC0415
         from jaxtyping import install_import_hook  # noqa: PLC0415
 
+        # Settings too: a type check would come before `__post_init__`, look at one item of a list, and name no remedy.
+        import ling3.engine.settings  # noqa: F401, PLC0415
         from ling3.runtime import checks  # noqa: F401, PLC0415
 
         install_import_hook("ling3", "ling3.runtime.checks.checked")

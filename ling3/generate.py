@@ -8,21 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from ling3.engine.pool import DECODE_STEPS, Pool, Rows, cache_dtype, decode, prefill
+from ling3.engine.pool import Pool, Rows, cache_dtype, decode, prefill
 from ling3.engine.sampling import NOT_A_NUMBER, Sampling
 from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
+from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.ops.attention import BLOCK
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
 
-# Tokens of a prefill call, all rows together. A rest goes by powers of two, rounded up where it is short: below
-# FULL_CHUNK a call's time goes into reading the weights, whatever is padding.
+# Tokens of a prefill call, all rows together. What is left of a prompt goes in calls of a power of two tokens, rounded
+# down from FULL_CHUNK on and up below: there a call's time goes into reading the weights, with or without padding.
 PREFILL_CHUNK = 2048
 FULL_CHUNK = 512
 SMALLEST_CHUNK = 16
-# Stop ids go to the device padded to a power of two from this on, so that their number is no new shape.
+# The stop ids are padded to a power of two, at least this, so that their number changes few compiled shapes.
 FEWEST_STOPS = 8
 
 
@@ -40,14 +41,14 @@ def generate(
     ignore_eos: bool = False,
     execution: Execution | None = None,
 ) -> list[list[int]]:
-    """The new token ids of each prompt, all prompts in one batch, whatever their lengths.
+    """The new token ids of each prompt. All prompts, of any lengths, are one batch.
 
     A row ends after `max_tokens` tokens, or with the first of `stop_token_ids` or of the config's `eos_token_id`
-    (which `ignore_eos` disregards); that token is the last of the row. A checkpoint may name more ends than its config:
-    `stop_token_ids=tokenizer.eos_token_ids` has them all. Temperature 0 is greedy; otherwise row b draws from seed + b.
-    `Engine` does the same for requests that come and go, with text, stop strings, penalties and log-probabilities.
-    `execution` is how the model runs, by default as suits the platform. What is compiled is kept for later processes,
-    as `ling3.runtime.compilation_cache` says.
+    (which `ignore_eos` disregards); that token is the last of the row. A checkpoint's tokenizer may have more end ids
+    than its config: `stop_token_ids=tokenizer.eos_token_ids` are all of them. Temperature 0 is greedy; otherwise row b
+    draws from seed + b. `Engine` serves requests that come and go, with text, stop strings, penalties and
+    log-probabilities. `execution` is how the model runs, by default as suits the platform. What is compiled is kept for
+    later processes, as `ling3.runtime.compilation_cache` says.
 
     Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context, before any work;
     FloatingPointError if the model's logits are not numbers.
@@ -110,7 +111,7 @@ def _run(
 
 
 def _chunk(left: int, batch: int) -> int:
-    """Columns of the next prefill call for a batch whose longest prompt has so many tokens left."""
+    """Columns of the next prefill call of a batch whose longest prompt has `left` tokens left."""
     most = max(SMALLEST_CHUNK, 1 << (max(1, PREFILL_CHUNK // batch).bit_length() - 1))
     if left >= FULL_CHUNK:
         return min(most, 1 << (left.bit_length() - 1))
@@ -118,7 +119,7 @@ def _chunk(left: int, batch: int) -> int:
 
 
 def _append(rows: list[list[int]], tokens: Int32[np.ndarray, "batch steps"]) -> None:
-    """Adds to each row the tokens that it got; FloatingPointError for a row whose logits were no numbers."""
+    """Adds to each row its new tokens; raises FloatingPointError if a row's logits are NaN."""
     broken = np.flatnonzero(np.any(tokens == NOT_A_NUMBER, axis=1)).tolist()
     if broken:
         raise FloatingPointError(
@@ -130,5 +131,5 @@ def _append(rows: list[list[int]], tokens: Int32[np.ndarray, "batch steps"]) -> 
 
 
 def _round_up(length: int, smallest: int) -> int:
-    """The next power of two, so that lengths share few compiled shapes."""
+    """`length` rounded up to a power of two, at least `smallest`, so that few shapes are compiled."""
     return max(smallest, 1 << (length - 1).bit_length())

@@ -4,172 +4,133 @@ What runs when is `loop.py`'s affair, and the device `runner.py`'s; here request
 """
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
 import itertools
+import math
 import os
+import queue
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 
 from ling3 import checkpoint
 from ling3.checkpoint import hub
-from ling3.engine.guard import Guard
-from ling3.engine.intake import (
-    MAX_PADDINGS,
-    MAX_PAGES,
-    MAX_SLOTS,
-    MAX_TOKENS,
-    Intake,
-    Truncate,
-    check_settings,
-    listed,
-)
-from ling3.engine.loop import Loop
+from ling3.engine.actor import Actor, Reader, join_abandoned, result
+from ling3.engine.intake import Intake, Truncate, listed
+from ling3.engine.loop import Loop, QueueFull
 from ling3.engine.outputs import Delta, RequestOutput, Stats
-from ling3.engine.pool import DECODE_STEPS
 from ling3.engine.request import Request
-from ling3.engine.runner import Runner, Shapes, check_memory, pages_that_fit, smallest
+from ling3.engine.runner import Runner, Shapes, smallest
 from ling3.engine.sampling_params import SamplingParams
+from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
-from ling3.runtime.interrupts import held_back
 from ling3.runtime.progress import progress
+from ling3.runtime.quoting import shown
 from ling3.text.tokenizer import Tokenizer, load_tokenizer
 
-
-class QueueFull(RuntimeError):
-    """`max_queue` requests are waiting already: let some finish first."""
+__all__ = ["Engine", "QueueFull"]
 
 
 class Engine:
     """Continuous batching over one model, in this process.
 
-    `max_running_requests` slots hold the running requests' states; pages of `page_size` tokens hold their latents, as
-    many as fit into `mem_fraction` of the memory that the weights leave free, or `num_pages`. Prompts go in by chunks
-    at multiples of `chunked_prefill_size` tokens, padded to the smallest of `token_paddings` that holds them. A request
-    may have `max_model_len` tokens (the config's max_position_embeddings without it), and `max_queue` may wait.
+    Slots hold the running requests' states and pages their paged caches; `settings` says how many, and how prompts and
+    decode steps are batched. Requests have the same bits in any company.
 
-    `decode_rows` requests share a decode call of `decode_steps` tokens: all slots, but at most 16 on a CPU. The last
-    bits of an answer may depend on this number, and engines of different sizes agree where it is given. With
-    `batch_invariant=False` few running requests share a smaller call instead, which is faster for them; then the last
-    bits of an answer may depend on how many there are.
+    Methods may be called from any thread. The engine has a thread of its own, which runs all requests while a caller
+    waits for the deltas of any, and does one turn for each `step`. It calls the callbacks of `submit`, which may submit
+    and abort, but not wait for the thread that calls them (RuntimeError). KeyboardInterrupt or SystemExit raised there
+    is raised in the `step` or `abort` under way, or else in all who wait for deltas.
 
-    Methods may be called from any thread; one at a time moves the loop. A callback may submit and abort, but cannot
-    move the loop that called it. Ctrl-C waits for the end of a turn. A fault of the engine's own, such as a device out
-    of memory, ends every request in `error` and is raised in everyone who waits for one; the engine begins anew.
+    Ctrl-C interrupts a caller's wait at once, and the turn under way is completed, so that no request is lost.
+    A fault of the engine's own, such as a device out of memory, ends every request in `error` and is raised in everyone
+    who waits for one; the engine begins anew. Memory and thread are freed as soon as the engine is dropped, and the
+    interpreter's exit waits for the turn under way.
 
-    `execution` is how the model runs (chunk sizes, kernels), by default as suits the platform.
+    JAX's context managers are local to a thread. The engine takes over `jax.default_device` and
+    `jax.default_matmul_precision` as they are when it is made, and no others; `jax.config.update` holds in all threads.
 
-    What it compiles is kept for later processes, as `ling3.runtime.compilation_cache` says.
+    `settings` may be given whole, by name (`Engine(model, tokenizer, page_size=16)`), or both, where a name changes a
+    single one; `engine.settings` is what it runs with, every None replaced by its number. `execution` is how the model
+    runs (chunk sizes, kernels), by default as suits the platform. Compiled programs are kept for later processes, see
+    `ling3.runtime.compilation_cache`.
 
-    `settings` is what it runs with. Raises ValueError for senseless settings, for more slots and pages than there is
-    memory for, and if tokenizer and model do not fit.
+    Raises TypeError for settings that there are not, ValueError for senseless ones and for more slots and pages than
+    there is memory for, TokenizerError if tokenizer and model do not fit.
     """
 
     def __init__(
         self,
         model: CausalLM,
         tokenizer: Tokenizer | None = None,
-        max_running_requests: int = 64,
-        page_size: int = 256,
-        chunked_prefill_size: int = 512,
-        token_paddings: Sequence[int] = (16, 128, 512),
-        max_model_len: int | None = None,
-        mem_fraction: float = 0.6,
-        max_queue: int = 1024,
-        num_pages: int | None = None,
-        decode_rows: int | None = None,
-        decode_steps: int = 8,
-        batch_invariant: bool = True,
+        settings: EngineSettings | None = None,
+        *,
         execution: Execution | None = None,
+        **changes: Any,
     ):
         refuse_fork()
+        join_abandoned()
         compilation_cache.switch_on()
         config = model.config
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab_size)
-        max_model_len = int(config.max_position_embeddings) if max_model_len is None else max_model_len
-        optional = {"num_pages": (num_pages, 1, MAX_PAGES), "decode_rows": (decode_rows, 1, MAX_SLOTS)}
-        check_settings(
-            max_running_requests=(max_running_requests, 1, MAX_SLOTS),
-            page_size=(page_size, 1, MAX_TOKENS),
-            chunked_prefill_size=(chunked_prefill_size, 1, MAX_TOKENS),
-            max_model_len=(max_model_len, 1, config.max_position_embeddings),
-            max_queue=(max_queue, 1, None),
-            decode_steps=(decode_steps, 1, DECODE_STEPS),
-            **{"the number of token_paddings": (len(token_paddings), 0, MAX_PADDINGS)},
-            **{f"token_paddings[{i}]": (width, 1, MAX_TOKENS) for i, width in enumerate(token_paddings[:MAX_PADDINGS])},
-            **{name: setting for name, setting in optional.items() if setting[0] is not None},
-        )
-        if max(token_paddings, default=0) < chunked_prefill_size:
-            raise ValueError(
-                f"token_paddings are {tuple(token_paddings)}, expected one of at least chunked_prefill_size, which is "
-                f"{chunked_prefill_size}"
-            )
-        if not 0 < mem_fraction <= 1:
-            raise ValueError(f"engine settings: mem_fraction is {mem_fraction!r}, expected a number in (0, 1]")
-        if decode_rows is None:
-            decode_rows = min(max_running_requests, 16) if jax.default_backend() == "cpu" else max_running_requests
-        columns = -(-max_model_len // page_size)
-        if num_pages is None:
-            num_pages = pages_that_fit(model, max_running_requests, columns, page_size, float(mem_fraction))
-            num_pages = min(num_pages, MAX_PAGES)
-        else:
-            check_memory(model, max_running_requests, num_pages, page_size)
-        widths = sorted(set(token_paddings))
-        self.settings = {
-            "max_running_requests": max_running_requests,
-            "page_size": page_size,
-            "chunked_prefill_size": chunked_prefill_size,
-            "token_paddings": tuple(widths),
-            "max_model_len": max_model_len,
-            "max_queue": max_queue,
-            "num_pages": num_pages,
-            "decode_rows": decode_rows,
-            "decode_steps": decode_steps,
-            "batch_invariant": batch_invariant,
-        }
-        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        settings = _changed(settings, changes).resolve(model)
+        length, pages, decode_rows = settings.max_model_len, settings.num_pages, settings.decode_rows
+        assert length is not None and pages is not None and decode_rows is not None, "resolved"
+        self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, length
         self._intake = Intake(
             tokenizer=tokenizer,
             vocab=config.vocab_size,
             ends=sorted({*config.eos_token_id, *(tokenizer.eos_token_ids if tokenizer else ())}),
-            room=max_model_len,
-            pages=num_pages,
-            page_size=page_size,
-            max_queue=max_queue,
+            room=length,
+            pages=pages,
+            page_size=settings.page_size,
+            max_queue=settings.max_queue,
         )
+        widths, chunk = settings.token_paddings, settings.chunked_prefill_size
         shapes = Shapes(
-            slots=max_running_requests,
-            pages=num_pages,
-            page_size=page_size,
-            columns=columns,
-            widths=tuple(widths[: widths.index(smallest(widths, chunked_prefill_size)) + 1]),
-            rows=(decode_rows,) if batch_invariant else _doublings(max_running_requests),
+            slots=settings.max_running_requests,
+            pages=pages,
+            page_size=settings.page_size,
+            columns=-(-length // settings.page_size),
+            buckets=tuple(width for width in widths if width <= smallest(widths, chunk)),
+            rows=(decode_rows,) if settings.batch_invariant else _doublings(settings.max_running_requests),
         )
-        self._guard = Guard()
-        self._loop = Loop(Runner(model, shapes, execution), chunked_prefill_size, decode_steps, self._guard.hand_out)
+        runner = Runner(model, shapes, execution)
+        self._loop = Loop(runner, chunk, settings.decode_steps, settings.max_queue, overlap=settings.overlap)
+        self._actor = Actor(self._loop, owner=self)
         self._ids = itertools.count()
-        self._outbox: list[Delta] = []
-        self._drivers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
+        self._outbox: deque[Delta] = deque()
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], dtype: Any = None, *, revision: str | None = None, **settings: Any
+        cls,
+        path: str | os.PathLike[str],
+        dtype: Any = None,
+        settings: EngineSettings | None = None,
+        *,
+        revision: str | None = None,
+        execution: Execution | None = None,
+        **changes: Any,
     ) -> "Engine":
         """The engine over a checkpoint directory, a hub id, or `"nano"`, with its tokenizer, of the same commit.
 
-        `dtype` and `revision` are `ling3.load`'s; `settings` are the constructor's.
+        `dtype` and `revision` are `ling3.load`'s; the others are the constructor's.
         """
+        settings = _changed(settings, changes)
         commit = hub.pin(path, revision)
         tokenizer = load_tokenizer(path, revision=commit)
-        return cls(checkpoint.load(path, dtype, revision=commit), tokenizer, **settings)
+        return cls(checkpoint.load(path, dtype, revision=commit), tokenizer, settings, execution=execution)
 
-    # Asking
+    # Requests
 
     def submit(
         self,
@@ -182,16 +143,17 @@ class Engine:
         """Puts a request in the queue and returns its id; `step` moves it on and returns its deltas.
 
         `prompt` is a text, a list of token ids, or a list of chat messages (dicts with `role` and `content`). With
-        `on_delta` the deltas go there instead; if it raises, the request ends in `error`. Raises QueueFull, and
-        ValueError for what can never be answered.
+        `on_delta` the deltas go there instead, in the engine's thread; if it raises, the request ends in `error`.
+        Raises QueueFull, and ValueError for what can never be answered.
         """
         request = self._request(prompt, params, truncate, "prompt")
         request.report = self._outbox.append
         request.deliver = request.report if on_delta is None else on_delta
+        withdraw = self._actor.last_message(Loop.abort, request)
         try:
-            self._enqueue(request)
+            self._actor.call(Loop.enqueue, request)
         except BaseException:
-            self._abort(request)
+            withdraw()
             raise
         return request.request_id
 
@@ -207,233 +169,181 @@ class Engine:
         """The answers to prompts, in their order, with a progress bar once it takes over two seconds.
 
         `prompts` is a list of what `submit` takes, or just one of them; `params` are for all, or one for each. All are
-        checked before the first runs, and as many wait at once as the queue holds. On Ctrl-C every slot is freed;
+        checked before the first runs, and as many wait at once as the queue holds. `on_delta` is called with each
+        delta, in the caller's thread; if it raises, that request ends in `error`. On Ctrl-C every slot is freed;
         `on_interrupt="return"` then returns what there is, with `abort` for what was not finished.
         """
-        prompts = listed(prompts)
-        several = isinstance(params, Sequence)
-        each = list(params) if several else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
-        requests = [
-            self._request(prompt, p, truncate, f"prompt {i}")
-            for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
-        ]
-        with held_back() as interrupt, progress("generating", sum(r.params.n for r in requests)) as advance:
-            for request in requests:
-                request.deliver = _counted(on_delta, advance)
-            coming, unfinished = deque(requests), deque(requests)
+        requests = self._requests(listed(prompts), params, truncate)
+        failed = set()
+        with progress("generating", sum(request.params.n for request in requests)) as advance:
+            deltas = self._deltas(requests, itertools.repeat(0.0), whole=on_delta is None)
             try:
-                while unfinished:
-                    while coming and self._enqueued(coming[0]):
-                        coming.popleft()
-                    self._move()
-                    interrupt.pass_on()
-                    while unfinished and unfinished[0].finished:
-                        unfinished.popleft()
+                try:
+                    for i, delta in deltas:
+                        advance(int(delta.finish_reason is not None))
+                        if on_delta is None or i in failed:
+                            continue
+                        try:
+                            on_delta(delta)
+                        except Exception as error:
+                            failed.add(i)
+                            self._actor.call(Loop.give_up, requests[i].sequences[delta.index], error)
+                finally:
+                    deltas.close()
             except KeyboardInterrupt:
                 if on_interrupt == "raise":
                     raise
-            finally:
-                with self._guard.books():
-                    for request in requests:
-                        self._abort(request)
-                    self._guard.forget()
-        fault = next((request.fault for request in requests if request.fault is not None), None)
-        if fault is not None:
-            raise fault
+                self.stats()  # an answer: what was sent before, the end of these requests, has been done
         return [output for request in requests if (output := request.output()) is not None]
 
     def stream(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
     ) -> Iterator[Delta]:
-        """A request's deltas as they come; leaving the loop aborts it. Checked and queued when called."""
-        deltas: deque[Delta] = deque()
+        """A request's deltas as they come; leaving the iterator aborts it. Checked and queued when this is called."""
         request = self._request(prompt, params, truncate, "prompt")
-        request.deliver = deltas.append
-        reader = self._stream(request, deltas)
-        next(reader)  # an iterator that was never begun would not notice that it is dropped
-        self._enqueue(request)
-        return reader
+        deltas = self._deltas([request], (), queued=True)
+        next(deltas)  # a generator that was never begun would not notice that it is dropped
+        self._actor.call(Loop.enqueue, request)
+        return (delta for _, delta in deltas)
 
-    def _stream(self, request: Request, deltas: deque[Delta]) -> Iterator[Any]:
-        end = functools.partial(self._abort, request)
-        try:
-            yield None
-            finished = 0
-            while finished < request.params.n:
-                if not deltas:
-                    self._move()
-                while deltas:
-                    delta = deltas.popleft()
-                    finished += delta.finish_reason is not None
-                    yield delta
-            if request.fault is not None:
-                raise request.fault
-        finally:
-            self._guard.dropped.append(end)  # one call into C: no Ctrl-C comes before it
-            self._guard.sweep()
+    def stream_all(
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        arrivals: Sequence[float] | None = None,
+        truncate: Truncate = None,
+    ) -> Generator[tuple[int, Delta], None, None]:
+        """The deltas of many requests as they come, each with the index of its prompt.
+
+        `prompts`, `params` and `truncate` are as for `generate`, but for a single prompt, which goes into a list. A
+        request's last delta has its output. `arrivals`, ascending, are the times at which the requests are submitted,
+        in seconds after the first delta is asked for; by default that is at once for all. Leaving the iterator aborts
+        what is unfinished.
+        """
+        requests = self._requests(list(prompts), params, truncate)
+        times = [0.0] * len(requests) if arrivals is None else [float(time) for time in arrivals]
+        if len(times) != len(requests) or times != sorted(times) or not all(map(math.isfinite, times)):
+            raise ValueError(
+                f"arrivals are {shown(arrivals)}, expected a time for each of {len(requests)} prompts, ascending"
+            )
+        return self._deltas(requests, times)
 
     async def astream(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
     ) -> AsyncIterator[Delta]:
-        """The same for asyncio, any number of them at once; the loop moves in a thread, and leaving it aborts.
-
-        Checked and queued when the first delta is asked for.
-        """
-        events, news, deltas = asyncio.get_running_loop(), asyncio.Event(), deque[Delta]()
-
-        def deliver(delta: Delta) -> None:
-            deltas.append(delta)
-            events.call_soon_threadsafe(news.set)
-
+        """`stream` for asyncio, any number of them at once. Checked and queued when the first delta is asked for."""
+        events, news = asyncio.get_running_loop(), asyncio.Queue()
         request = self._request(prompt, params, truncate, "prompt")
-        request.deliver = deliver
-        end = functools.partial(self._abort, request)
+        put = functools.partial(events.call_soon_threadsafe, news.put_nowait)
+        reader = Reader([request], put)
+        leave = self._actor.last_message(reader.leave)
         try:
-            await asyncio.to_thread(self._enqueue, request)  # the books may be in use for as long as a program compiles
-            finished, driver = 0, None
-            while finished < request.params.n:
-                if driver is None or driver.done():
-                    driver = self._drive(events)
-                    driver.add_done_callback(lambda _: news.set())
-                await news.wait()
-                news.clear()
-                while deltas:
-                    delta = deltas.popleft()
-                    finished += delta.finish_reason is not None
-                    yield delta
-            if request.fault is not None:
-                raise request.fault
+            self._actor.send(put, Loop.enqueue, request)
+            result(await news.get())
+            while reader.unfinished:
+                if news.empty():
+                    self._actor.wait(reader)
+                yield reader.take(await news.get())[1]
+            if reader.fault is not None:
+                raise reader.fault
         finally:
-            self._guard.dropped.append(end)  # one call into C: no Ctrl-C comes before it
-            self._guard.sweep()
-
-    def _drive(self, events: asyncio.AbstractEventLoop) -> "asyncio.Task[None]":
-        """The task that moves the loop for all streams of an event loop, while there is work."""
-
-        async def drive() -> None:
-            while self._loop.has_work:
-                await asyncio.to_thread(self._move)
-
-        def driven(driver: "asyncio.Task[None]") -> None:
-            if self._drivers.get(events) is driver:
-                del self._drivers[events]
-            if not driver.cancelled():
-                driver.exception()  # every reader raises it
-
-        if events not in self._drivers or self._drivers[events].done():
-            self._drivers[events] = events.create_task(drive())
-            self._drivers[events].add_done_callback(driven)
-        return self._drivers[events]
+            leave()
 
     def abort(self, request_id: int) -> bool:
         """Ends a request with `abort`, wherever it is; False if there is none of this id (any more)."""
-        with self._guard.books():
-            request = self._loop.requests.get(request_id)
-            aborted = request is not None and self._abort(request)
-        self._guard.pass_on()
-        return aborted
-
-    # The loop
+        return self._actor.call(Loop.abort_id, request_id)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, or has anything to return."""
-        with self._guard.books():
-            return bool(self._loop.has_work or self._outbox)
+        """True if there is queued or running work, or `step` has anything to return."""
+        return self._actor.call(lambda loop: loop.has_work) or bool(self._outbox)
 
     def step(self) -> list[Delta]:
         """One turn of the loop; returns the deltas of submitted requests that are new since the last step."""
-        self._move()
-        with self._guard.books():
-            deltas = list(self._outbox)
-            self._outbox.clear()
+        self._actor.turn()
+        deltas = []
+        with contextlib.suppress(IndexError):
+            while True:
+                deltas.append(self._outbox.popleft())
         return deltas
 
-    def _move(self) -> None:
-        """One turn of the loop."""
-        with self._guard.moving():
-            try:
-                with self._guard.books():
-                    before = self._loop.launch()
-                jax.block_until_ready([call.choice for call in before])  # meanwhile others may submit and abort
-                with self._guard.books():
-                    self._loop.read(before)
-            except Exception as error:
-                self._fail(error)
-                raise
-            self._guard.pass_on()
-
-    def _fail(self, error: Exception) -> None:
-        with self._guard.books():
-            self._loop.fail(error)
-
-    # Around it
-
     def warmup(self, first_token: bool = False) -> None:
-        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C waits for those begun.
+        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C leaves out those not begun.
 
         With `first_token` only what a request's first token needs: it comes sooner, and the second waits for the rest.
         """
         shapes = self._loop.runner.shapes
-        total = len(shapes.widths) + (1 if first_token else len(shapes.rows) + 4)
-        with self._guard.moving() as interrupt, progress("compiling", total) as advance:
-            programs, compiled = self._loop.runner.warmup(first_token), ""
-            while compiled is not None:
-                try:
-                    with self._guard.books():
-                        compiled = next(programs, None)
-                except Exception as error:
-                    self._fail(error)
-                    raise
-                advance(int(compiled is not None))
-                interrupt.pass_on()
+        total = len(shapes.buckets) + (1 if first_token else len(shapes.rows) + 4)
+        programs = self._loop.runner.warmup(first_token)
+        close = self._actor.last_message(lambda _: programs.close())
+        with progress("compiling", total) as advance:
+            try:
+                while self._actor.ask(Loop.compile_next, programs) is not None:
+                    advance(1)
+            finally:
+                close()
+
+    def stats(self) -> Stats:
+        """The counts at this moment."""
+        return self._actor.call(Loop.stats)
 
     def __repr__(self) -> str:
-        runner, scheduler = self._loop.runner, self._loop.scheduler  # as they are: the books may be in use for long
+        # Read as they are, without a message: the engine's thread may be compiling.
+        runner, scheduler = self._loop.runner, self._loop.scheduler
         size = sum(leaf.size for leaf in jax.tree.leaves(runner.model))
         return (
             f"<Engine: {size:,} parameters, {len(scheduler.running)} of {scheduler.slots} slots running, "
             f"{scheduler.waiting} waiting, {scheduler.pages - scheduler.free_pages} of {scheduler.pages} pages in use>"
         )
 
-    def stats(self) -> Stats:
-        """The books, at this moment."""
-        with self._guard.books():
-            return self._loop.stats()
-
     def _request(self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str) -> Request:
         """The checked request, not yet in the queue."""
         refuse_fork()
         return self._intake.request(next(self._ids), prompt, params, truncate, name)
 
-    def _enqueued(self, request: Request) -> bool:
-        """Puts a request in the queue if there is room."""
-        with self._guard.books():
-            room = self._has_room(request)
-            if room:
-                self._enqueue(request)
-            return room
+    def _requests(
+        self, prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None, truncate: Truncate
+    ) -> list[Request]:
+        """The checked requests, not yet in the queue."""
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
+        return [self._request(prompts[i], own, truncate, f"prompt {i}") for i, own in enumerate(each)]
 
-    def _enqueue(self, request: Request) -> None:
-        with self._guard.books():
-            if request.finished:  # its reader has left
-                return
-            if not self._has_room(request):
-                raise QueueFull(
-                    f"{self._loop.scheduler.waiting} requests are waiting and max_queue is {self._intake.max_queue}: "
-                    "step until some have finished, or give the engine a larger max_queue"
-                )
-            self._loop.enqueue(request)
+    def _deltas(
+        self, requests: Sequence[Request], times: Iterable[float], *, whole: bool = False, queued: bool = False
+    ) -> Generator[Any, None, None]:
+        """The deltas of requests with their indices, with `whole` only the last of each sequence.
 
-    def _has_room(self, request: Request) -> bool:
-        return self._loop.scheduler.waiting + request.params.n <= self._intake.max_queue
-
-    def _abort(self, request: Request) -> bool:
-        """Ends what is unfinished of a request with `abort`; whether anything was."""
-        with self._guard.books():
-            return self._loop.abort(request)
+        Submits the requests at `times`, unless the caller does: with `queued`, after a first item that is None.
+        """
+        actor, news = self._actor, queue.SimpleQueue()
+        reader = Reader(requests, news.put, whole)
+        leave, coming = actor.last_message(reader.leave), deque(zip(times, requests, strict=False))
+        try:
+            if queued:
+                yield None
+            begin = time.perf_counter()
+            while reader.unfinished:
+                now, due = time.perf_counter() - begin, []
+                while coming and coming[0][0] <= now:
+                    due.append(coming.popleft()[1])
+                if due:
+                    actor.send(None, Loop.enqueue_all, due)
+                try:
+                    item = news.get_nowait()
+                except queue.Empty:
+                    actor.wait(reader)
+                    try:
+                        item = news.get(timeout=coming[0][0] - now if coming else None)
+                    except queue.Empty:
+                        continue
+                yield reader.take(item)
+            if reader.fault is not None:
+                raise reader.fault
+        finally:
+            leave()
 
 
 def _doublings(most: int) -> tuple[int, ...]:
@@ -441,10 +351,12 @@ def _doublings(most: int) -> tuple[int, ...]:
     return tuple(sorted({most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)}))
 
 
-def _counted(on_delta: Callable[[Delta], None] | None, advance: Callable[[int], None]) -> Callable[[Delta], None]:
-    def deliver(delta: Delta) -> None:
-        advance(int(delta.finish_reason is not None))
-        if on_delta is not None:
-            on_delta(delta)
-
-    return deliver
+def _changed(settings: EngineSettings | None, changes: dict[str, Any]) -> EngineSettings:
+    """The settings with some of them changed; TypeError for a name that none of them has."""
+    if settings is not None and not isinstance(settings, EngineSettings):
+        raise TypeError(f"settings is {shown(settings)}, expected EngineSettings; give single ones by name")
+    names = [field.name for field in dataclasses.fields(EngineSettings)]
+    unknown = [name for name in changes if name not in names]
+    if unknown:
+        raise TypeError(f"no engine setting is called {', '.join(unknown)}; there are {', '.join(names)}")
+    return dataclasses.replace(settings or EngineSettings(), **changes)

@@ -349,9 +349,10 @@ print(f"complete questions right: {scores[0]} of {BATCH} in a fresh cache, {scor
 assert min(scores) > 0.8 * BATCH
 
 # %% [markdown]
-# The remedy is one line, and it must run at *every* arrival: in `ling3` a slot is filled by `arrive`
-# (`ling3/engine/pool.py`), which puts a whole `Arrival` in the row, zeros for a request that begins and its own saved
-# states for one that goes on. Whatever was there before is gone, so nobody has to remember to clean up at departure:
+# The remedy is one line, and it must run *every* time a slot is filled: in `ling3` that is `swap_in`
+# (`ling3/engine/pool.py`), which puts whole `SlotContents` in the row, zeros for a new sequence and its own saved
+# states for one that was swapped out. Nothing of what was there before stays, so a slot need not be cleaned up when its
+# sequence ends:
 
 # %%
 engine = ling3.Engine(nano, tok, max_running_requests=1, num_pages=2, decode_rows=1, token_paddings=(64,),

@@ -99,13 +99,13 @@ def watch(engine, arrivals):
         before = engine.stats()
         deltas = engine.step()
         running, scheduler = {}, engine._loop.scheduler  # a look inside: what `stats` counts, by name
-        for run in scheduler.running:
-            number = run.request.request_id - first_id
-            waits = "decode" if run.decoding else "ready"
-            phase = "prefill" if run.prefilled > prefilled.get(number, 0) else waits
-            running[run.slot] = (number, phase, len(run.pages))
-            prefilled[number] = run.prefilled
-        waiting = [(run.request.request_id - first_id, run.preemptions > 0) for run in scheduler.queued()]
+        for sequence in scheduler.running:
+            number = sequence.request.request_id - first_id
+            waits = "decode" if sequence.decoding else "ready"
+            phase = "prefill" if sequence.prefilled > prefilled.get(number, 0) else waits
+            running[sequence.slot] = (number, phase, len(sequence.pages))
+            prefilled[number] = sequence.prefilled
+        waiting = [(each.request.request_id - first_id, each.preemptions > 0) for each in scheduler.queued()]
         outputs |= {d.request_id - first_id: d.output for d in deltas if d.output is not None}
         log.append({"running": running, "waiting": waiting, "before": before, "stats": engine.stats()})
     return log, outputs

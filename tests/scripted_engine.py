@@ -21,13 +21,13 @@ class Script:
     error: str | None = None
     """What the first request ends with after its first step."""
     interrupt: BaseException | None = None
-    """Raised once, by the second step."""
+    """Raised once, by an engine's second step."""
     settings: list = dataclasses.field(default_factory=list)
     prompts: list = dataclasses.field(default_factory=list)
     params: list = dataclasses.field(default_factory=list)
     engines: list = dataclasses.field(default_factory=list)
 
-    def engine(self, model, tokenizer, **settings):
+    def engine(self, model, tokenizer, settings):
         """In the place of `ling3.serve.Engine`."""
         self.settings.append(settings)
         self.engines.append(ScriptedEngine(self, model, tokenizer, settings))
@@ -36,7 +36,6 @@ class Script:
 
 @dataclasses.dataclass
 class Saying:
-    deliver: object
     rest: list[int]
     decoder: object
     prompt: list[int]
@@ -48,8 +47,8 @@ class Saying:
 class ScriptedEngine:
     def __init__(self, script, model, tokenizer, settings):
         self.script, self.model, self.tokenizer = script, model, tokenizer
-        self.max_model_len = settings["max_model_len"]
-        self.running, self.outbox, self.aborted, self.steps, self.warm = {}, [], [], 0, False
+        self.max_model_len = settings.max_model_len
+        self.steps, self.aborted, self.warm = 0, 0, False
 
     def warmup(self, first_token=False):
         self.warm = True
@@ -57,8 +56,15 @@ class ScriptedEngine:
     def stats(self):
         return types.SimpleNamespace(compile_seconds=0.0)
 
-    def submit(self, prompt, params, *, truncate=None, on_delta=None):
+    def stream(self, prompt, params, *, truncate=None):
+        deltas = self.stream_all([prompt], [params], truncate=truncate)
+        return (delta for _, delta in deltas)
+
+    def stream_all(self, prompts, params, *, truncate=None):
         assert self.warm, "the first token is not to wait for what else is compiled"
+        return self._stream([self._asked(*each, truncate) for each in zip(prompts, params, strict=True)])
+
+    def _asked(self, prompt, params, truncate):
         script = self.script
         number = len(script.prompts)
         room = self.max_model_len - len(prompt)
@@ -67,42 +73,34 @@ class ScriptedEngine:
         ids = [*self.tokenizer.encode(script.texts[number % len(script.texts)]), *([END] if script.end else [])]
         script.prompts.append(prompt)
         script.params.append(params)
-        deliver = self.outbox.append if on_delta is None else on_delta
-        self.running[number] = Saying(deliver, ids[: params.max_tokens], self.tokenizer.stream(prompt), prompt, params)
-        return number
+        return number, Saying(ids[: params.max_tokens], self.tokenizer.stream(prompt), prompt, params)
 
-    @property
-    def has_work(self):
-        return bool(self.running or self.outbox)
+    def _stream(self, asked):
+        running = dict(enumerate(asked))
+        try:
+            while running:
+                self.steps += 1
+                if self.script.interrupt is not None and self.steps == 2:
+                    error, self.script.interrupt = self.script.interrupt, None
+                    raise error
+                for index, (number, saying) in list(running.items()):
+                    delta = self._step(number, saying)
+                    if delta.output is not None:
+                        del running[index]
+                    yield index, delta
+        finally:
+            self.aborted += len(running)
 
-    def step(self):
-        self.steps += 1
-        if self.script.interrupt is not None and self.steps == 2:
-            error, self.script.interrupt = self.script.interrupt, None
-            raise error
-        for number, saying in list(self.running.items()):
-            new, saying.rest = saying.rest[: self.script.size], saying.rest[self.script.size :]
-            reason = None if saying.rest else "stop" if [*saying.said, *new][-1:] == [END] else "length"
-            if self.script.error is not None and number == 0:
-                reason = "error"
-            self._say(number, saying, new, reason)
-        deltas, self.outbox[:] = list(self.outbox), []
-        return deltas
-
-    def abort(self, number):
-        self.aborted.append(number)
-        if number not in self.running:
-            return False
-        self._say(number, self.running[number], [], "abort")
-        return True
-
-    def _say(self, number, saying, new, reason):
+    def _step(self, number, saying):
+        new, saying.rest = saying.rest[: self.script.size], saying.rest[self.script.size :]
+        reason = None if saying.rest else "stop" if [*saying.said, *new][-1:] == [END] else "length"
+        if self.script.error is not None and number == 0:
+            reason = "error"
         text = saying.decoder.feed([token for token in new if token != END])
         text += "" if reason is None else saying.decoder.flush()
         saying.said, saying.text = saying.said + new, saying.text + text
         output = None
         if reason is not None:
-            del self.running[number]
             logprobs = None
             if saying.params.logprobs is not None:
                 logprobs = [Logprob(token, -0.5, {token: -0.5, 0: -1.0}) for token in saying.said]
@@ -110,4 +108,4 @@ class ScriptedEngine:
             timings = Timings(0.0, 0.0, None, 0.0, 0)
             completion = Completion(0, saying.text, saying.said, logprobs, reason, None, error, 0, timings)
             output = RequestOutput(number, None, saying.prompt, [completion])
-        saying.deliver(Delta(number, 0, text, new, None, reason, output))
+        return Delta(number, 0, text, new, None, reason, output)

@@ -71,15 +71,15 @@ def answer(completion):
 
 
 def idle(engine):
-    """Nothing waits, runs or is to be told, and everything is free, once the last calls are read."""
+    """True if nothing waits or runs, no delta is left, and everything is free, once the last calls are read."""
     for _ in range(3):
         assert not engine.step()
-    books = engine.stats()
+    stats = engine.stats()
     engine._loop.scheduler.check()
-    return not engine.has_work and balanced(books) and (books.free_slots, books.free_pages) == (SLOTS, PAGES)
+    return not engine.has_work and balanced(stats) and (stats.free_slots, stats.free_pages) == (SLOTS, PAGES)
 
 
-def balanced(books):
-    """Whether every completion is in one place, and every slot."""
-    accounted = books.waiting + books.running + sum(books.finished.values())
-    return books.submitted == accounted and books.running == books.slots - books.free_slots
+def balanced(stats):
+    """True if every completion is waiting, running or finished, and every slot free or in use."""
+    accounted = stats.waiting + stats.running + sum(stats.finished.values())
+    return stats.submitted == accounted and stats.running == stats.slots - stats.free_slots

@@ -134,8 +134,8 @@ def pool(module):
     module.prefill(real, rows, tokens, WHOLE.length, jnp.ones(BATCH, bool), own, PLAIN)
     module.decode(real, rows, jnp.asarray(2, jnp.int32), own, PLAIN)
     slot, one = jnp.asarray(0, jnp.int32), jax.tree.map(lambda x: x[:1], sampling)
-    arrival = module.Arrival(module.depart(slot, own), slot, slot, slot, jnp.asarray(False), one)
-    module.arrive(slot, arrival, own)
+    contents = module.SlotContents(module.swap_out(slot, own), slot, slot, slot, jnp.asarray(False), one)
+    module.swap_in(slot, contents, own)
     module.write_pages(slots, module.read_pages(slots, own), own)
 
 

@@ -15,7 +15,7 @@ LATER = ("huggingface_hub", "matplotlib", "optax", "rich", "torch", "transformer
 ARRAYS = ("beartype", "equinox", "jax", "jaxtyping", "numpy", "tokenizers")
 
 FACE = f"""
-import sys, ling3, ling3.cli.generate
+import sys, ling3, ling3.cli.generate, ling3.cli.bench, ling3.cli.eval
 assert not [name for name in {ARRAYS!r} if name in sys.modules]
 import ling3.interpret.trace, ling3.generate
 for name in ling3.__all__:

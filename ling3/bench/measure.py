@@ -1,8 +1,7 @@
-"""Measures an engine in its own process, in the words of vLLM's and SGLang's `bench_serving`.
+"""Measures an engine in its own process, in the terms of vLLM's and SGLang's `bench_serving`.
 
-Offline all requests are there at once, and throughput is what counts. Online they come as a Poisson process, each at
-its due time whether the engine keeps up or not, and every latency is measured from that time: a request that had to
-wait because the engine was busy has waited.
+Offline all requests arrive at once, and throughput counts. Online they arrive as a Poisson process, whether the engine
+keeps up or not, and every latency is measured from the due time: waiting for a busy engine counts.
 """
 
 import contextlib
@@ -11,21 +10,20 @@ import math
 import os
 import pathlib
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
 
 from ling3.bench.report import Report, Served, machine
-from ling3.engine.outputs import Delta
+from ling3.engine.outputs import Delta, RequestOutput
 from ling3.engine.sampling_params import SamplingParams
 from ling3.runtime import strict_json
 from ling3.runtime.progress import progress
-from ling3.serve import Engine, QueueFull
+from ling3.serve import Engine
 
-# What an engine's books count for a report.
+# The engine's counts that a report has.
 TURNS = ("steps", "prefill_calls", "decode_calls", "preemptions")
 
 
@@ -34,7 +32,7 @@ class SampleRequest:
     """One request of a workload."""
 
     prompt: Any
-    """What `Engine.submit` takes: a text, token ids, or chat messages."""
+    """A text, token ids, or chat messages, as for `Engine.submit`."""
     max_tokens: int
 
 
@@ -53,8 +51,8 @@ def read_requests(
 ) -> list[SampleRequest]:
     """The prompts of a file: a text a line, or in `*.jsonl` an object a line with a request's `prompt`.
 
-    `count` takes so many, from the top again where the file ends; empty lines are passed over. Raises ValueError for
-    what is no prompt, with its line, and OSError for what cannot be read.
+    `count` takes that many, from the top again after the last; empty lines are skipped. Raises ValueError, with the
+    line, for anything else, and OSError for a file that cannot be read.
     """
     path = pathlib.Path(path)
     try:
@@ -75,14 +73,14 @@ def read_requests(
 
 
 def check_lengths(name: str, bounds: tuple[int, int]) -> None:
-    """Raises ValueError unless `bounds` are the first and the last of possible lengths."""
+    """ValueError unless `bounds` are the smallest and the largest length of a range."""
     low, high = bounds
     if not 1 <= low <= high:
         raise ValueError(f"{name} is from {low} to {high} tokens, expected at least 1, and no less at the end")
 
 
 def check_count(count: int) -> None:
-    """Raises ValueError unless there is anything to measure."""
+    """ValueError if there is nothing to measure."""
     if count < 1:
         raise ValueError(f"the number of requests is {count}, expected at least 1")
 
@@ -122,9 +120,9 @@ def measure(
 ) -> Report:
     """Serves the requests and reports how long everything took; `about` goes into the report as it is.
 
-    Compiles first, and serves one short request, neither of which counts. With `ignore_eos` each output has its full
-    length, so that the work is the same whatever the model says. `seed` draws the arrivals, and request i samples from
-    `seed + i`. A request that finds the engine's queue full is held back, and its clock runs.
+    Compiles first, encodes texts, and serves one short request, none of which counts. With `ignore_eos` each output has
+    its full length, so that the work is the same whatever the model says. `seed` draws the arrivals, and request i
+    samples from `seed + i`. While the engine's queue is full, a request that is due waits, and its clock runs.
 
     Raises ValueError, before anything is measured, for requests that the engine could not answer.
     """
@@ -134,13 +132,13 @@ def measure(
         for i, request in enumerate(requests)
     ]
     due = arrivals(len(requests), request_rate, seed).tolist()
-    clients = [_Client(*each) for each in zip(requests, params, due, strict=True)]
-    for i, client in enumerate(clients):
-        _check(engine, client, f"request {i}")
+    clients = [_Client(when) for when in due]
+    # Checked before anything is compiled or measured; the clock starts with the first delta that is asked for.
+    deltas = engine.stream_all([request.prompt for request in requests], params, arrivals=due)
     engine.warmup()
     engine.generate([requests[0].prompt], dataclasses.replace(params[0], max_tokens=min(2, requests[0].max_tokens)))
     where, before = machine(), engine.stats()
-    served = _serve(engine, clients)
+    served = _serve(deltas, clients)
     after = engine.stats()
     workload = {"requests": len(requests), "seed": seed, "ignore_eos": ignore_eos, "temperature": temperature}
     return Report(
@@ -148,7 +146,7 @@ def measure(
         duration=max(request.end for request in served),
         request_rate=request_rate,
         about={**(about or {}), "workload": workload},
-        engine={**engine.settings, "tokenizer": engine.tokenizer is not None},
+        engine={**dataclasses.asdict(engine.settings), "tokenizer": engine.tokenizer is not None},
         turns={name: getattr(after, name) - getattr(before, name) for name in TURNS},
         machine=where,
     )
@@ -156,66 +154,30 @@ def measure(
 
 @dataclasses.dataclass
 class _Client:
-    """Sends a request, and notes when its deltas come."""
+    """Notes when the deltas of its request come, in seconds from the beginning of the measurement."""
 
-    request: SampleRequest
-    params: SamplingParams
     due: float
-    begin: float = 0.0
     deltas: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-    last: Delta | None = None
     end: float = 0.0
+    output: RequestOutput | None = None
 
-    def send(self, engine: Engine) -> int:
-        return engine.submit(self.request.prompt, self.params, on_delta=self.take)
-
-    def take(self, delta: Delta) -> None:
-        now = time.perf_counter() - self.begin
+    def take(self, delta: Delta, now: float) -> None:
         if delta.token_ids:
             self.deltas.append((now, len(delta.token_ids)))
-        if delta.finish_reason is not None:
-            self.last, self.end = delta, now
+        if delta.output is not None:
+            self.output, self.end = delta.output, now
 
     def served(self) -> Served:
-        assert self.last is not None and self.last.output is not None and self.last.finish_reason is not None
-        prompt_tokens = len(self.last.output.prompt_token_ids)
-        return Served(self.due, prompt_tokens, tuple(self.deltas), self.end, self.last.finish_reason)
+        assert self.output is not None, "every request has ended"
+        prompt_tokens = len(self.output.prompt_token_ids)
+        return Served(self.due, prompt_tokens, tuple(self.deltas), self.end, self.output.finish_reason)
 
 
-def _check(engine: Engine, client: _Client, name: str) -> None:
-    """Has the engine check a request, which is then withdrawn. Raises ValueError, with its `name`."""
-    try:
-        engine.abort(engine.submit(client.request.prompt, client.params, on_delta=lambda _: None))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _serve(engine: Engine, clients: Sequence[_Client]) -> list[Served]:
-    """Sends each request when it is due and moves the engine until all are answered."""
-    waiting, sent = deque(clients), []
-    with _aborting(engine, sent), progress("measuring", len(clients)) as advance:
-        begin, finished = time.perf_counter(), 0
-        for client in clients:
-            client.begin = begin
-        while waiting or engine.has_work:
-            with contextlib.suppress(QueueFull):
-                while waiting and waiting[0].due <= time.perf_counter() - begin:
-                    sent.append(waiting[0].send(engine))
-                    waiting.popleft()
-            if engine.has_work:
-                engine.step()
-                before, finished = finished, sum(client.last is not None for client in clients)
-                advance(finished - before)
-            else:
-                time.sleep(max(0.0, waiting[0].due - (time.perf_counter() - begin)))
+def _serve(deltas: Generator[tuple[int, Delta], None, None], clients: Sequence[_Client]) -> list[Served]:
+    """Takes the deltas as they come until every request has ended; what is unfinished after Ctrl-C is aborted."""
+    with contextlib.closing(deltas), progress("measuring", len(clients)) as advance:
+        begin = time.perf_counter()
+        for index, delta in deltas:
+            clients[index].take(delta, time.perf_counter() - begin)
+            advance(int(delta.output is not None))
     return [client.served() for client in clients]
-
-
-@contextlib.contextmanager
-def _aborting(engine: Engine, ids: Sequence[int]) -> Iterator[None]:
-    """Aborts whatever of the requests is left at the end of the block, as after Ctrl-C."""
-    try:
-        yield
-    finally:
-        for request_id in ids:
-            engine.abort(request_id)

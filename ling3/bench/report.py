@@ -1,4 +1,4 @@
-"""What a measurement found: the requests as their clients saw them, and numbers, table, JSON and picture of that."""
+"""The report of a measurement: requests as their clients saw them, and their numbers as table, JSON and plot."""
 
 import dataclasses
 import datetime
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
-# Okabe and Ito's colours, told apart by the colour-blind; dashes tell them apart in print.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes tell them apart in print.
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How a quantity is spread over requests or tokens: percentiles are numpy's, linear between two values."""
+    """Mean and percentiles of a quantity over requests or tokens; percentiles are numpy's, linear between values."""
 
     mean: float
     p50: float
@@ -38,7 +38,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> "Spread | None":
-        """None where there are no values."""
+        """None without values."""
         if not values:
             return None
         return Spread(float(np.mean(values)), *map(float, np.percentile(values, (50, 90, 99))))
@@ -49,16 +49,16 @@ class Served:
     """One request as its client saw it; times in seconds from the beginning of the measurement."""
 
     due: float
-    """When the client wanted to send it; all that follows is counted from here."""
+    """When it was due; its latencies count from here."""
     prompt_tokens: int
     deltas: Sequence[tuple[float, int]]
-    """When tokens came, and how many."""
+    """When tokens came, and their number."""
     end: float
     finish_reason: FinishReason
 
     @property
     def completed(self) -> bool:
-        """Whether it came to its own end."""
+        """True if it ended by itself."""
         return self.finish_reason in ("stop", "length")
 
     @property
@@ -94,7 +94,7 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One measurement; times in seconds, and of completed requests alone, as are token counts."""
+    """One measurement. Times are in seconds; they and token counts are those of completed requests."""
 
     served: Sequence[Served]
     duration: float
@@ -111,12 +111,12 @@ class Report:
 
     @property
     def completed(self) -> int:
-        """Requests that came to their own end."""
+        """Requests that ended by themselves."""
         return len(self._good)
 
     @property
     def failed(self) -> int:
-        """Requests that did not."""
+        """Requests that ended in an error or were aborted."""
         return len(self.served) - self.completed
 
     @property
@@ -146,7 +146,7 @@ class Report:
 
     @property
     def concurrency(self) -> float:
-        """How many requests were on their way at once, on average."""
+        """How many requests were in flight, on average."""
         return sum(request.latency for request in self._good) / self.duration
 
     @property
@@ -206,7 +206,7 @@ class Report:
         facts.add_row("model", ", ".join(parts))
         facts.add_row("on", where)
         facts.add_row("requests", f"{self.completed} finished, {self.failed} failed; {online}")
-        facts.add_row("duration", f"{self.duration:.2f} s; {self.concurrency:.1f} requests on their way on average")
+        facts.add_row("duration", f"{self.duration:.2f} s; {self.concurrency:.1f} requests in flight on average")
         facts.add_row("tokens", f"{self.prompt_tokens:,} of prompts, {self.output_tokens:,} of output")
         rates = Table("throughput", box=None, pad_edge=False, header_style="bold")
         rates.add_column("", justify="right")
@@ -243,7 +243,7 @@ class Report:
         times, requests, tokens = in_flight(self.served)
         load.step(times, requests, where="post", color=BLUE)
         load.set(xlabel="time, s", ylim=(0, None))
-        load.set_ylabel("requests on their way", color=BLUE)
+        load.set_ylabel("requests in flight", color=BLUE)
         held = load.twinx()
         held.step(times, tokens, where="post", color=ORANGE, linestyle="--", linewidth=1.2)
         held.set_ylabel("tokens of running requests (dashed)", color=ORANGE)
@@ -266,13 +266,13 @@ LABELS = {
     "delta_gap": "between two deltas",
     "e2el": "E2EL, to the last token",
 }
-"""The latencies of a report, and what they count."""
+"""The latencies of a report."""
 
 
 def in_flight(
     served: Sequence[Served],
 ) -> tuple[Float64[np.ndarray, " times"], Float64[np.ndarray, " times"], Float64[np.ndarray, " times"]]:
-    """Times, and the requests on their way and the tokens held (prompt and output) by those that run, from each on."""
+    """Times, and from each on the requests in flight and the tokens (prompt and output) of those that run."""
     events: list[tuple[float, int, int]] = []
     for request in served:
         events += [(request.due, 1, 0), (request.end, -1, 0)]
@@ -287,7 +287,7 @@ def in_flight(
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on, how busy it was, and with what."""
+    """The machine that was measured on, its load, and the versions."""
     device = jax.devices()[0]
     affinity = getattr(os, "sched_getaffinity", None)
     return {
@@ -304,7 +304,7 @@ def machine() -> dict[str, Any]:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError where `Report.plot` could not draw: another suffix, or no such directory."""
+    """ValueError if `Report.plot` could not draw there: another suffix, or no such directory."""
     path = pathlib.Path(path)
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"plot: {path} ends in {path.suffix!r}, expected one of {', '.join(PLOT_SUFFIXES)}")

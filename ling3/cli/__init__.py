@@ -1,4 +1,4 @@
-"""The `ling3` command: a module for each of its commands. Results go to stdout, all else to stderr."""
+"""The `ling3` command line, a module for each command. Results go to stdout, everything else to stderr."""
 
 import io
 import os
@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 # ruff: noqa: PLC0415
-# Everything is imported when it is needed: first Ctrl-C is seen to, then the options are read, then JAX is imported.
+# Imports wait until they are needed: Ctrl-C is handled first, then the options are read, then JAX is imported.
 
-
-# Characters of an error: a screen of 24 lines.
+# Characters of an error message: a screen of 24 lines.
 LONGEST_ERROR = 24 * 80
 
 
 def process() -> int:
-    """`main` as a process of its own: Ctrl-C ends it at once, and no character that stdout cannot encode does."""
+    """`main` as a process: Ctrl-C ends it at once; characters that stdout cannot encode are escaped."""
     from ling3.cli import interruption
 
     interruption.end_process()
@@ -32,10 +31,10 @@ def process() -> int:
 
 
 def _settle(debug: bool) -> None:
-    """Imports what commands need, in a way that brings the first token sooner.
+    """Imports what commands need, so that the first token comes sooner.
 
-    What is imported stays, so the garbage collector need not look through it again. And the package's functions do not
-    check the types of each other's arguments, except with --debug: what a user types is checked by the commands.
+    The garbage collector skips what is imported here. The package's functions do not check the types of each other's
+    arguments, except with --debug: the commands check what a user types.
     """
     import gc
 
@@ -51,8 +50,8 @@ def _settle(debug: bool) -> None:
 def main(argv: Sequence[str] | None = None, before: Callable[[bool], Any] | None = None) -> int:
     """Runs the command line; `before` is called with --debug's value once the options are read.
 
-    The exit code is 2 for what the user can mend, 1 for any other error, 130 after Ctrl-C and 141 where the reader of
-    stdout has gone. An error is one line on stderr; with --debug it is raised instead.
+    The exit code is 2 for what the user can mend, 1 for any other error, 130 after Ctrl-C and 141 if the reader of
+    stdout has closed it. An error is one line on stderr; with --debug it is raised instead.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None, before: Callable[[bool], Any] | None
             raise
         return _failed(2, str(error) or type(error).__name__)
     except BaseException as error:
-        # Whatever it is, and Rust's panics are not even an Exception.
+        # Rust's panics are no Exception.
         if "--debug" in argv:
             raise
         lines = str(error).strip().splitlines()
@@ -96,15 +95,18 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
         prog="ling3",
         description="Ling-3 in JAX.",
         args=argv,
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
+        config=(
+            *(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
+            *(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        ),
     )
     if before is not None:
-        before(command.debug)
+        before("--debug" in argv)
     sys.modules[type(command).__module__].run(command)
 
 
 def _failed(code: int, message: str) -> int:
-    """Says what went wrong, in one line that is no longer than a screen; the exit code."""
+    """Prints an error in one line, at most a screen long, and returns the exit code."""
     from ling3.runtime.quoting import printable
 
     print(f"ling3: error: {printable(' '.join(message.splitlines()), LONGEST_ERROR)}", file=sys.stderr)
@@ -112,7 +114,7 @@ def _failed(code: int, message: str) -> int:
 
 
 def _flush() -> None:
-    """Writes what stdout still holds, and drops it where nobody takes it, as after `| head`."""
+    """Flushes stdout, or drops what it holds if the reader has closed it, as after `| head`."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -11,26 +11,21 @@ from rich.text import Text
 from ling3.cli import interruption
 from ling3.cli.conversation import Conversation, Unanswered, changed, written
 from ling3.cli.options import (
-    Dtype,
-    Model,
+    Command,
+    Loading,
     Sampling,
-    SamplingOptions,
     TextOption,
     Thinking,
-    Weights,
-    WeightsOptions,
     WholeNumber,
     chat_ids,
     compiling,
-    introduce,
-    load,
 )
 from ling3.cli.terminal import show
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
 
-# The longest conversation unless --max-model-len allows more: memory is set aside for all of it.
+# Tokens of the longest conversation, unless --max-model-len says otherwise: memory for all of it is reserved.
 CONTEXT = 32_768
 
 HELP = """\
@@ -45,14 +40,13 @@ LEAVE = "Ctrl-D or /quit leaves, /help says more."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chat:
+class Chat(Command):
     """Talk with a model; in the conversation, /help says what can be done.
 
     Piped to standard input, each line is a question, and the answers go to standard output.
     """
 
-    model: Model
-    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    common: Loading
     system: TextOption = None
     """The system's message, which begins the conversation."""
     thinking: Thinking = "auto"
@@ -63,42 +57,35 @@ class Chat:
     """The most tokens of the whole conversation. Without it, the model's context, but at most 32,768."""
     seed: WholeNumber = None
     """The same seed draws the same answers; without it each is drawn anew."""
-    sampling: SamplingOptions = dataclasses.field(default_factory=Sampling)
-    dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
-    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
-    debug: bool = False
-    """Show the traceback of an error, and check the types of what functions are given."""
+    sampling: Sampling
 
 
 def run(command: Chat) -> None:
-    """Talks until the input ends; ValueError then, if questions from a pipe found no answer."""
+    """Talks until the input ends; then ValueError if questions from a pipe found no answer."""
+    from ling3.engine.settings import EngineSettings
     from ling3.serve import Engine
 
     most = CONTEXT if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed)
-    source = command.weights.of(command.model)
+    source = command.common.source(command.model)
     tokenizer = source.tokenizer()
     chat_ids(tokenizer, [{"role": "user", "content": ""}], command.thinking)  # without a template, an error at once
-    model = load(source, command.dtype, tokenizer)
+    model = source.load(tokenizer)
     context = command.max_model_len
     if context is None:
         context = min(CONTEXT, model.config.max_position_embeddings)
-    # One reader: few tokens to a call, so that text flows, and the fewest rows that a decode call is quick with.
+    # For one reader: few tokens to a call, so that text flows, and the fewest rows with which a decode call is fast.
     engine = Engine(
         model,
         tokenizer,
-        max_running_requests=1,
-        max_model_len=context,
-        chunked_prefill_size=512,
-        token_paddings=(128, 512),
-        decode_rows=2,
-        decode_steps=4,
+        EngineSettings(
+            max_running_requests=1, max_model_len=context, token_paddings=(128, 512), decode_rows=2, decode_steps=4
+        ),
     )
     if command.max_tokens is None:
         params = dataclasses.replace(params, max_tokens=context)
     console = Console(stderr=True, highlight=False)
-    introduce(source, model, console)
+    source.introduce(model, console)
     with compiling(console):
         engine.warmup()
     _talk(Conversation(engine, tokenizer, params, command.system, command.thinking), console)
@@ -121,7 +108,7 @@ def _talk(conversation: Conversation, console: Console) -> None:
 
 
 def _typed(console: Console) -> Iterator[str]:
-    """The lines from a terminal, until its end; Ctrl-C drops the line and says how to leave."""
+    """The lines typed at a terminal; Ctrl-C drops the line and says how to leave."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its line editing
 
@@ -144,7 +131,7 @@ def _piped() -> Iterator[str]:
 
 
 def _line() -> str:
-    """What is typed next; EOFError at the end. The prompt goes where the person looks."""
+    """The next line typed; EOFError at the end. The prompt goes to stdout if that is a terminal, else to stderr."""
     if sys.stdout.isatty():
         return input("> ")
     print("> ", end="", file=sys.stderr, flush=True)
@@ -155,7 +142,7 @@ def _line() -> str:
 
 
 def _obey(line: str, conversation: Conversation, console: Console) -> None:
-    """Does what a line with a slash says."""
+    """Runs a command of the conversation."""
     name, _, rest = line.strip().partition(" ")
     if name == "/params":
         try:
@@ -170,11 +157,11 @@ def _obey(line: str, conversation: Conversation, console: Console) -> None:
     elif name == "/help" and not rest:
         _note(console, HELP)
     else:
-        _error(console, f"{line.strip()!r} is no command: /help shows them")
+        _error(console, f"{line.strip()!r} is not a command: /help lists them")
 
 
 def _answer(question: str, conversation: Conversation, console: Console, typed: bool) -> bool:
-    """Shows the answer as it comes; whether there was one. At a terminal, Ctrl-C stops it and no more."""
+    """Shows the answer as it comes; True if there was one. At a terminal, Ctrl-C stops the answer alone."""
     reason, error, begun = None, None, False
     try:
         with contextlib.closing(conversation.ask(question)) as deltas:

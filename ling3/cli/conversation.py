@@ -1,4 +1,4 @@
-"""A conversation with a model: what was said, and how the next answer is drawn. Nothing here knows a terminal."""
+"""A conversation with a model, apart from any terminal: its turns, and how the next answer is sampled."""
 
 import dataclasses
 import shlex
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
 
-# The model's thoughts end with this token.
+# The token that ends the model's thoughts.
 THOUGHTS_END = "</think>"
-# What may change between answers, in the order in which it is shown, and what its value is.
+# The parameters that may change between answers, in the order in which they are shown, and their kinds.
 SETTABLE = {
     "temperature": "a number",
     "top_p": "a number",
@@ -43,7 +43,7 @@ READ: dict[str, Callable[[str], Any]] = {
 
 
 class Unanswered(ValueError):
-    """A question finds no answer; the conversation is as it was before."""
+    """A question found no answer; the conversation is as it was before it."""
 
 
 @dataclasses.dataclass
@@ -57,51 +57,46 @@ class Conversation:
     thinking: Thinking = "auto"
     turns: list[dict[str, str]] = dataclasses.field(default_factory=list)
     tokens: int = 0
-    """Of the last prompt and its answer."""
+    """Tokens of the last prompt and its answer."""
 
     @property
     def full(self) -> bool:
-        """Whether the last answer ended where the context does."""
+        """True if the last answer filled the context."""
         return self.tokens >= self.engine.max_model_len
 
     def ask(self, question: str) -> Generator["Delta", None, None]:
         """The answer's deltas as they come.
 
-        The turn is kept once the answer has ended, without the thoughts that came before it. If the caller leaves the
-        loop early, or Ctrl-C does, what the answer had said stays; if it had said nothing, the question goes too.
+        The turn is kept once the answer has ended, without the thoughts before it. If the caller leaves early, or
+        Ctrl-C is pressed, the text so far stays; if there is none, the question goes too.
         Raises Unanswered if the context has no room, the template refuses the messages, or model or engine fails.
         """
         from jax.errors import JaxRuntimeError
 
         asked = [*self.turns, {"role": "user", "content": question}]
         ids = self._prompt(asked)
-        news: list[Delta] = []
         text, answer = "", []
         reason: FinishReason | None = None
         try:
-            request = self.engine.submit(ids, self.params, truncate="output", on_delta=news.append)
+            deltas = self.engine.stream(ids, self.params, truncate="output")
         except ValueError as error:
             raise Unanswered(str(error)) from error
         try:
-            while reason is None:
-                self.engine.step()
-                while news:
-                    delta = news.pop(0)
-                    text, reason = text + delta.text, delta.finish_reason
-                    answer.extend(delta.token_ids)
-                    if reason == "error" and delta.output is not None:
-                        raise Unanswered(delta.output.error or "the engine gave up")
-                    yield delta
+            for delta in deltas:
+                text, reason = text + delta.text, delta.finish_reason
+                answer.extend(delta.token_ids)
+                if reason == "error" and delta.output is not None:
+                    raise Unanswered(delta.output.error or "the engine gave up")
+                yield delta
         except JaxRuntimeError as error:
             raise Unanswered(f"the engine failed: {error}") from error
         finally:
-            self.engine.abort(request)
             self.tokens = len(ids) + len(answer)
             if reason in ("stop", "length") or (reason is None and text):
                 self.turns = [*asked, {"role": "assistant", "content": self._without_thoughts(text, answer)}]
 
     def reset(self) -> None:
-        """Forgets the turns, but not the system's message."""
+        """Forgets the turns, but not the system message."""
         self.turns, self.tokens = [], 0
 
     def _prompt(self, turns: list[dict[str, str]]) -> list[int]:
@@ -129,17 +124,17 @@ class Conversation:
 
 
 def changed(params: "SamplingParams", words: str) -> "SamplingParams":
-    r"""The parameters with `name=value` pairs from a line of text put in.
+    r"""The parameters, changed by the `name=value` pairs of a line.
 
-    `stop` may stand several times, with \n for a new line, and `stop=` is none.
-    Raises ValueError, naming what is wrong, for anything that is not settable and for senseless values.
+    `stop` may be given several times, with \n for a newline, and `stop=` clears it. Raises ValueError for names that
+    cannot be set and for senseless values.
     """
     values: dict[str, Any] = {}
     stops: list[str] = []
     for word in _words(words):
         name, equals, value = word.partition("=")
         if not equals or name not in SETTABLE:
-            raise ValueError(f"{word!r} is no name=value with one of the names {', '.join(SETTABLE)}")
+            raise ValueError(f"{word!r} is not name=value with one of the names {', '.join(SETTABLE)}")
         try:
             values[name] = READ[SETTABLE[name]](value)
         except (ValueError, KeyError) as error:
@@ -151,7 +146,7 @@ def changed(params: "SamplingParams", words: str) -> "SamplingParams":
 
 
 def written(params: "SamplingParams") -> str:
-    """The line of text from which `changed` makes these parameters."""
+    """The line from which `changed` makes these parameters."""
     words = []
     for name in SETTABLE:
         value = getattr(params, name)
@@ -163,7 +158,7 @@ def written(params: "SamplingParams") -> str:
 
 
 def _words(line: str) -> Iterator[str]:
-    """As a shell splits it, but a backslash is just a backslash."""
+    """The words of a line, split as by a shell except that a backslash escapes nothing."""
     lexer = shlex.shlex(line, posix=True)
     lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""
     return iter(lexer)

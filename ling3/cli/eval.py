@@ -1,4 +1,4 @@
-"""`ling3 eval`: how right a model is, and how well it predicts a text."""
+"""`ling3 eval`: accuracy on questions, and perplexity on a text."""
 
 import contextlib
 import dataclasses
@@ -9,16 +9,12 @@ import tyro
 from rich.console import Console
 
 from ling3.cli.options import (
-    Dtype,
+    Command,
     FileOption,
-    Model,
+    Loading,
     Thinking,
-    Weights,
-    WeightsOptions,
     WholeNumber,
     check_directory,
-    introduce,
-    load,
     read_text,
 )
 from ling3.cli.terminal import print_json
@@ -26,24 +22,17 @@ from ling3.cli.terminal import print_json
 if TYPE_CHECKING:
     from ling3.evals.answers import Parser
     from ling3.evals.prompts import Question
-    from ling3.evals.run import Asked, Score
-    from ling3.model import CausalLM
-    from ling3.serve import Engine
-    from ling3.text.tokenizer import Tokenizer
+    from ling3.evals.run import Score
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
 
-# A prefill call has the first of these widths that holds the longest prompt; longer ones go in by chunks.
-WIDTHS = (16, 128, 512)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asking:
-    """What both examinations have in common."""
+class Asking(Command):
+    """Options of both examinations."""
 
-    model: Model
-    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    common: Loading
     prompts: FileOption = None
     """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
     questions: FileOption = None
@@ -53,11 +42,11 @@ class Asking:
     shots: WholeNumber = None
     """With --questions: how many of them before each question; 4 without it."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")]
-    """Where the predictions go, a JSON line for each. A run that was broken off goes on where it was."""
+    """Where the predictions go, a JSON line for each. An interrupted run is resumed."""
     limit: WholeNumber = None
-    """Ask only the first so many."""
+    """Ask only the first of them."""
     max_tokens: int = 2000
-    """The most new tokens of an answer; fewer where the model's context has no room for so many."""
+    """The most new tokens of an answer; fewer if the model's context has no room for them."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """End an answer before this string; may be given several times. With --questions, "Question:" is one."""
     temperature: float = 0.0
@@ -68,15 +57,13 @@ class Asking:
     """Each prompt is a user's message, put into the checkpoint's chat template."""
     thinking: Thinking = "auto"
     """The template's thinking mode, with --chat; auto is the template's own choice."""
-    dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
-    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
     max_running_requests: int = 64
     """Questions that are answered at once."""
+    overlap: bool = False
+    """Plan the next turn while the device works on this one: faster, with the same answers. Without it the engine's
+    settings are those of Ling-3's own evaluation."""
     json: bool = False
     """Print the result as one JSON object."""
-    debug: bool = False
-    """Show the traceback of an error, and check the types of what functions are given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,30 +83,23 @@ class MmluPro(Asking):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Perplexity:
+class Perplexity(Command):
     """Measure how well the model predicts a text: each token once, with as much before it as a window holds.
 
     ling3 eval perplexity MODEL TEXT
     """
 
-    model: Model
-    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    common: Loading
     text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """The file of the text, in UTF-8; - for standard input."""
     context: WholeNumber = None
     """Tokens of a window; without it, 4096 or what the model's context has room for."""
     stride: WholeNumber = None
     """How far the next window moves, and how many tokens it scores; without it, half a window."""
-    dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
-    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
     json: bool = False
     """Print one JSON object."""
-    debug: bool = False
-    """Show the traceback of an error, and check the types of what functions are given."""
 
 
-@tyro.conf.configure(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eval:
     """Evaluate a model: word problems, questions of choice, perplexity."""
@@ -129,11 +109,6 @@ class Eval:
         | Annotated[MmluPro, tyro.conf.subcommand("mmlu-pro")]
         | Annotated[Perplexity, tyro.conf.subcommand("perplexity")]
     )
-
-    @property
-    def debug(self) -> bool:
-        """Whether the traceback of an error is to be shown."""
-        return self.task.debug
 
 
 def run(command: Eval) -> None:
@@ -154,7 +129,8 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
     from ling3.engine.sampling_params import SamplingParams
     from ling3.evals.predictions import fingerprint
     from ling3.evals.public import STOP
-    from ling3.evals.run import check_seeds, evaluate, prepare
+    from ling3.evals.run import PROTOCOL, check_seeds, evaluate, prepare
+    from ling3.serve import Engine
 
     _check(command)
     params = SamplingParams(
@@ -163,18 +139,18 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
         seed=command.seed,
         stop=(*command.stop, *(() if command.questions is None else STOP)),
     )
+    settings = dataclasses.replace(PROTOCOL, max_running_requests=command.max_running_requests, overlap=command.overlap)
     questions = _questions(command, parse, build)
     check_seeds(command.seed, len(questions[: command.limit]))
-    source = command.weights.of(command.model)
+    source = command.common.source(command.model)
     tokenizer = source.tokenizer()
     asked = prepare(tokenizer, questions, command.thinking if command.chat else None)
-    model = load(source, command.dtype, tokenizer)
+    model = source.load(tokenizer)
     console = Console(stderr=True, highlight=False)
-    introduce(source, model, console)
-    engine = _engine(model, tokenizer, asked, command)
+    source.introduce(model, console)
     with _bar(console) as shown:
         score = evaluate(
-            engine,
+            Engine(model, tokenizer, settings),
             asked,
             parse,
             command.out,
@@ -187,20 +163,19 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
     low, high = score.interval
     if command.json:
         counts = {"right": score.right, "total": score.total, "accuracy": score.accuracy}
-        print_json({"model": command.model, "predictions": command.out, **counts, "wilson_95": [low, high]})
+        print_json({"model": source.name, "predictions": command.out, **counts, "wilson_95": [low, high]})
         return
     print(f"95 % (Wilson): {low:.4f} to {high:.4f}")
     print(score)
 
 
 def _check(command: Asking) -> None:
-    """ValueError for options that make no sense together, before any work."""
+    """ValueError for senseless options, before any work."""
     if (command.prompts is None) == (command.questions is None):
         raise ValueError("give either --prompts, questions ready to be asked, or --questions, those of the data set")
-    if command.examples is not None and command.questions is None:
-        raise ValueError("--examples is for --questions: the prompts of --prompts have theirs in them")
-    if command.shots is not None and command.questions is None:
-        raise ValueError("--shots is for --questions: the prompts of --prompts have their examples in them")
+    for name in ("examples", "shots"):
+        if getattr(command, name) is not None and command.questions is None:
+            raise ValueError(f"--{name} is for --questions: the prompts of --prompts have their examples in them")
     if command.shots is not None and command.shots < 0:
         raise ValueError(f"--shots is {command.shots}, expected at least 0")
     if command.limit is not None and command.limit < 1:
@@ -219,25 +194,9 @@ def _questions(command: Asking, parse: "Parser", build: "Callable[..., list[Ques
     return build(command.questions, command.examples, SHOTS if command.shots is None else command.shots)
 
 
-def _engine(model: "CausalLM", tokenizer: "Tokenizer", asked: "list[Asked]", command: Asking) -> "Engine":
-    """An engine whose shapes depend on the prompts and not on which of them are still to be answered."""
-    from ling3.serve import Engine
-
-    longest = max(len(question.ids) for question in asked)
-    width = next(width for width in WIDTHS if width >= min(longest, WIDTHS[-1]))
-    return Engine(
-        model,
-        tokenizer,
-        max_running_requests=command.max_running_requests,
-        chunked_prefill_size=width,
-        token_paddings=WIDTHS if longest > WIDTHS[-1] else (width,),
-        max_model_len=min(model.config.max_position_embeddings, longest + command.max_tokens),
-    )
-
-
 @contextlib.contextmanager
 def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
-    """A bar on stderr with the accuracy so far, on a terminal; it is called with each score."""
+    """A progress bar with the accuracy so far, on a terminal; it is called with each score."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -262,10 +221,10 @@ def _perplexity(command: Perplexity) -> None:
     from ling3.evals.perplexity import perplexity
 
     text = read_text(command.text)
-    source = command.weights.of(command.model)
+    source = command.common.source(command.model)
     tokenizer = source.tokenizer()
-    model = load(source, command.dtype, tokenizer)
-    introduce(source, model, Console(stderr=True, highlight=False))
+    model = source.load(tokenizer)
+    source.introduce(model, Console(stderr=True, highlight=False))
     found = perplexity(model, tokenizer, text, command.context, command.stride)
     if command.json:
         names = ("nats_per_token", "bits_per_byte", "perplexity")

@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -11,25 +10,19 @@ from rich.console import Console
 from rich.text import Text
 
 from ling3.cli.options import (
-    Dtype,
-    Model,
+    Command,
+    Loading,
     Sampling,
-    SamplingOptions,
     TextOption,
     Thinking,
-    Weights,
-    WeightsOptions,
     WholeNumber,
     chat_ids,
     compiling,
-    introduce,
-    load,
 )
 from ling3.cli.terminal import print_json, show
 
 if TYPE_CHECKING:
-    from ling3.engine.outputs import Completion, Delta, Logprob
-    from ling3.engine.sampling_params import SamplingParams
+    from ling3.engine.outputs import Completion, Delta
     from ling3.serve import Engine
     from ling3.text.tokenizer import Tokenizer
 
@@ -39,21 +32,20 @@ if TYPE_CHECKING:
 MAX_TOKENS = 256
 # Prompts that run at once; the others wait.
 MOST_SLOTS = 64
-# Rows of a decode call: one is slower to no gain, and more than these slow a CPU down.
+# Rows of a decode call: one gains nothing over two, and more than 16 slow a CPU down.
 FEWEST_ROWS, MOST_ROWS = 2, 16
 # A prefill call has the first of these widths that holds the longest prompt, or its chunks.
 WIDTHS = (16, 128, 512)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate:
+class Generate(Command):
     """Continue prompts, all at once, and show the text as it comes.
 
     ling3 generate nano --chat -p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
     """
 
-    model: Model
-    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    common: Loading
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(aliases=["-p"], metavar="TEXT")] = ()
     """A text to continue; may be given several times. Without one, standard input is the prompt."""
     chat: bool = False
@@ -66,21 +58,16 @@ class Generate:
     """The most new tokens for each prompt. Without it, 256 or what the model's context has room for."""
     seed: int = 0
     """Prompt i samples from seed + i."""
-    sampling: SamplingOptions = dataclasses.field(default_factory=Sampling)
-    dtype: Dtype = "auto"
-    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
-    weights: WeightsOptions = dataclasses.field(default_factory=Weights)
+    sampling: Sampling
     json: bool = False
     """Print one JSON object per prompt, as each is done, instead of the text."""
     logprobs: WholeNumber = None
-    """With --json: the log-probability of each token, and those of so many most likely tokens beside it."""
-    debug: bool = False
-    """Show the traceback of an error, and check the types of what functions are given."""
+    """With --json: the log-probability of each token, and of this many most likely tokens."""
 
 
 @dataclasses.dataclass
 class _Row:
-    """One prompt and what has come of it."""
+    """One prompt and its continuation."""
 
     name: str
     prompt: str
@@ -95,14 +82,9 @@ class _Row:
         if delta.output is not None:
             self.completion = delta.output.outputs[0]
 
-    def show(self) -> None:
-        """Writes what is new of the text."""
-        show(self.text[self.shown :])
-        self.shown = len(self.text)
-
 
 def run(command: Generate) -> None:
-    """Prints each prompt's continuation; FloatingPointError, after all of them, for those that the model broke off."""
+    """Prints each prompt's continuation; FloatingPointError, after all of them, for those that ended in an error."""
     from ling3.engine.sampling_params import check_prompt, check_room
 
     if command.logprobs is not None and not command.json:
@@ -110,11 +92,11 @@ def run(command: Generate) -> None:
     most = MAX_TOKENS if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed, logprobs=command.logprobs)
     prompts = command.prompt or (_from_stdin(),)
-    source = command.weights.of(command.model)
+    source = command.common.source(command.model)
     tokenizer = source.tokenizer()
     names = [f"prompt {i + 1}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
     rows = [_Row(name, prompt, _encode(tokenizer, prompt, command)) for name, prompt in zip(names, prompts)]
-    model = load(source, command.dtype, tokenizer)
+    model = source.load(tokenizer)
     context, longest = model.config.max_position_embeddings, max(len(row.ids) for row in rows)
     if command.max_tokens is None:
         params = dataclasses.replace(params, max_tokens=max(1, min(MAX_TOKENS, context - longest)))
@@ -123,16 +105,17 @@ def run(command: Generate) -> None:
         check_room(row.ids, params.max_tokens, context, row.name)
 
     console = Console(stderr=True, highlight=False)
-    introduce(source, model, console)
-    clock = _Clock()
+    source.introduce(model, console)
     with compiling(console):
         engine = _engine(model, tokenizer, len(rows), longest, params.max_tokens)
-    clock.start(engine.stats().compile_seconds)
-    for row in _finished_in_order(rows, clock.watch(_news(engine, rows, params)), console, command):
-        if command.json:
-            print_json(_result(row))
-        else:
-            print()
+    clock = _Clock(engine.stats().compile_seconds)
+    own = [dataclasses.replace(params, seed=command.seed + i) for i in range(len(rows))]
+    current = 0
+    _head(rows, current, console, command)
+    for index, delta in engine.stream_all([row.ids for row in rows], own):
+        clock.take(delta)
+        rows[index].take(delta)
+        current = _show(rows, current, console, command)
     console.print(Text(clock.summary(engine.stats().compile_seconds), "dim"), soft_wrap=True)
     broken = [f"{row.name}: {row.completion.error}" for row in rows if row.completion and row.completion.error]
     if broken:
@@ -141,55 +124,45 @@ def run(command: Generate) -> None:
 
 def _engine(model: Any, tokenizer: "Tokenizer", prompts: int, longest: int, max_tokens: int) -> "Engine":
     """An engine of just the size for these prompts, compiled as far as the first token needs it."""
+    from ling3.engine.settings import EngineSettings
     from ling3.serve import Engine
 
     width = next(width for width in WIDTHS if width >= min(longest, WIDTHS[-1]))
     engine = Engine(
         model,
         tokenizer,
-        max_running_requests=min(prompts, MOST_SLOTS),
-        chunked_prefill_size=width,
-        token_paddings=(width,),
-        max_model_len=longest + max_tokens,
-        max_queue=prompts,
-        decode_rows=max(FEWEST_ROWS, prompts) if prompts < MOST_ROWS else None,
+        EngineSettings(
+            max_running_requests=min(prompts, MOST_SLOTS),
+            chunked_prefill_size=width,
+            token_paddings=(width,),
+            max_model_len=longest + max_tokens,
+            decode_rows=max(FEWEST_ROWS, prompts) if prompts < MOST_ROWS else None,
+        ),
     )
     engine.warmup(first_token=True)
     return engine
 
 
-def _news(engine: "Engine", rows: Sequence[_Row], params: "SamplingParams") -> Iterator[list["Delta"]]:
-    """Hands each row what is new of it; the deltas of each step that has any."""
-    requests = {}
-    for i, row in enumerate(rows):
-        requests[engine.submit(row.ids, dataclasses.replace(params, seed=(params.seed or 0) + i))] = row
-    while engine.has_work:
-        deltas = engine.step()
-        for delta in deltas:
-            requests[delta.request_id].take(delta)
-        if deltas:
-            yield deltas
-
-
-def _finished_in_order(
-    rows: list[_Row], news: Iterator[list["Delta"]], console: Console, command: Generate
-) -> Iterator[_Row]:
-    """Each row when it and all before it are finished, the first unfinished one being shown as its text comes."""
-    current = 0
-    _head(rows, current, console, command)
-    for _ in news:
-        while current < len(rows):
-            if not command.json:
-                rows[current].show()
-            if rows[current].completion is None:
-                break
-            yield rows[current]
-            current += 1
-            _head(rows, current, console, command)
+def _show(rows: list[_Row], current: int, console: Console, command: Generate) -> int:
+    """Shows what is new of the first unfinished row, and those after it that have finished; the unfinished one then."""
+    while current < len(rows):
+        row = rows[current]
+        if not command.json:
+            show(row.text[row.shown :])
+            row.shown = len(row.text)
+        if row.completion is None:
+            break
+        if command.json:
+            print_json(_result(row, row.completion))
+        else:
+            print()
+        current += 1
+        _head(rows, current, console, command)
+    return current
 
 
 def _head(rows: list[_Row], index: int, console: Console, command: Generate) -> None:
-    """Shows the prompt, which its continuation follows on the same line where both are seen."""
+    """Shows a prompt, which its continuation follows on the same line if both are on a terminal."""
     if index < len(rows) and not command.json:
         if len(rows) > 1:
             console.print(Text(f"\nprompt {index + 1} of {len(rows)}", "bold"))
@@ -197,9 +170,7 @@ def _head(rows: list[_Row], index: int, console: Console, command: Generate) -> 
         console.print(Text(rows[index].prompt, "dim"), end=end, soft_wrap=True)
 
 
-def _result(row: _Row) -> dict[str, Any]:
-    completion = row.completion
-    assert completion is not None, "only a finished row has a result"
+def _result(row: _Row, completion: "Completion") -> dict[str, Any]:
     result = {
         "prompt": row.prompt,
         "text": row.text,
@@ -208,15 +179,17 @@ def _result(row: _Row) -> dict[str, Any]:
         "token_ids": list(completion.token_ids),
     }
     if completion.logprobs is not None:
-        result["logprobs"] = [_logprob(each) for each in completion.logprobs]
+        result["logprobs"] = [
+            {
+                "token_id": each.token_id,
+                "logprob": each.logprob,
+                "top": [{"token_id": token, "logprob": logprob} for token, logprob in each.top.items()],
+            }
+            for each in completion.logprobs
+        ]
     if completion.error is not None:
         result["error"] = completion.error
     return result
-
-
-def _logprob(each: "Logprob") -> dict[str, Any]:
-    top = [{"token_id": token, "logprob": logprob} for token, logprob in each.top.items()]
-    return {"token_id": each.token_id, "logprob": each.logprob, "top": top}
 
 
 def _encode(tokenizer: "Tokenizer", prompt: str, command: Generate) -> list[int]:
@@ -238,26 +211,21 @@ def _from_stdin() -> str:
 
 
 class _Clock:
-    """Times the new tokens, without what is compiled between them."""
+    """Times the new tokens, without what is compiled between them; `compiled` seconds were before."""
 
-    def __init__(self) -> None:
-        self.begin = self.compiled = self.first = self.last = 0.0
+    def __init__(self, compiled: float) -> None:
+        self.begin, self.compiled = time.perf_counter(), compiled
+        self.first = self.last = 0.0
         self.total = 0
 
-    def start(self, compiled: float) -> None:
-        """The prompts begin here, after so many seconds of compiling."""
-        self.begin, self.compiled = time.perf_counter(), compiled
-
-    def watch(self, news: Iterator[list["Delta"]]) -> Iterator[list["Delta"]]:
-        """The same, counted."""
-        for deltas in news:
-            self.last = time.perf_counter() - self.begin
-            self.first = self.first or self.last
-            self.total += sum(len(delta.token_ids) for delta in deltas)
-            yield deltas
+    def take(self, delta: "Delta") -> None:
+        """Counts what is new."""
+        self.last = time.perf_counter() - self.begin
+        self.first = self.first or self.last
+        self.total += len(delta.token_ids)
 
     def summary(self, compiled: float) -> str:
-        """The rate is over everything but the compiling, `compiled` seconds in all: the prompts' reading is in it."""
+        """The rate is over everything but compiling, `compiled` seconds in all: prefill is in it."""
         seconds = self.last - (compiled - self.compiled)
         return (
             f"{self.total} tokens in {seconds:.2f} s, the first after {self.first:.2f} s: "

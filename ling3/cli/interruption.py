@@ -1,4 +1,4 @@
-"""Ctrl-C in a process of its own: it ends at once, whatever it does, with status 130 and no traceback."""
+"""Ctrl-C for the command line: the process ends at once with status 130 and no traceback."""
 
 import _thread
 import os
@@ -14,8 +14,8 @@ _ending = _thread.allocate_lock()
 def end_process() -> None:
     """From now on Ctrl-C ends the process, also while C++ code imports, loads or compiles something.
 
-    A KeyboardInterrupt would have to wait for that code, crash in it, or be swallowed by a callback of the garbage
-    collector. Where Ctrl-C is ignored, as under nohup, it stays ignored.
+    A KeyboardInterrupt would wait for that code, crash in it, or be swallowed by a callback of the garbage collector.
+    If Ctrl-C is ignored, as under nohup, it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return

@@ -1,7 +1,8 @@
-"""What the commands have in common: options, and the checkpoint and files that these name."""
+"""What the commands share: options, and the checkpoint and files that they name."""
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import sys
 import threading
@@ -12,12 +13,14 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from ling3.cli.terminal import count
+from ling3.cli.terminal import count, print_json
 
 if TYPE_CHECKING:
     from jaxtyping import DTypeLike
 
+    from ling3.bench.report import Report
     from ling3.engine.sampling_params import SamplingParams
+    from ling3.interpret.ablation_report import Report as AblationReport
     from ling3.model import CausalLM
     from ling3.text.tokenizer import Tokenizer
 
@@ -29,9 +32,9 @@ PATIENCE = 2.0
 
 
 def _optional(metavar: str, read: Callable[[str], Any]) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
-    """How an option that may be left out is read; the help text says what happens without it.
+    """How an optional value is read; the help text says what happens without it.
 
-    tyro's own reading of `int | None` shows its users a NoneType, and takes the text "None" for none.
+    tyro's own form of `int | None` shows NoneType in its help and accepts the text "None".
     """
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
@@ -55,7 +58,6 @@ TextOption = Annotated[str | None, _optional("TEXT", str), NO_DEFAULT]
 FileOption = Annotated[str | None, _optional("FILE", str), NO_DEFAULT]
 WholeNumber = Annotated[int | None, _optional("INT", _whole), NO_DEFAULT]
 Thinking = Literal["auto", "on", "off"]
-Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class Sampling:
     top_p: float = 1.0
     """Sample from the fewest tokens that together are at least this likely."""
     top_k: WholeNumber = None
-    """Sample from so many most likely tokens."""
+    """Sample from this many most likely tokens."""
     min_p: float = 0.0
     """Leave out tokens less likely than this share of the most likely one."""
     repetition_penalty: float = 1.0
@@ -77,50 +79,62 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Taken off the logit of a token for each time that the text has it."""
     min_tokens: int = 0
-    """Nothing ends a text before it has so many tokens."""
+    """No text ends before it has this many tokens."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """End a text before this string; may be given several times."""
     ignore_eos: bool = False
-    """Go on to the most tokens, whatever the model says."""
+    """Go on to --max-tokens, past the model's own end."""
 
     def params(self, **others: Any) -> "SamplingParams":
-        """The engine's form of these options, with its `others`; ValueError for senseless values."""
+        """These options and `others` as SamplingParams; ValueError for senseless values."""
         from ling3.engine.sampling_params import SamplingParams
 
         return SamplingParams(**dataclasses.asdict(self), **others)
 
 
-SamplingOptions = tyro.conf.OmitArgPrefixes[Sampling]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """What is common to all commands."""
+
+    model: Model
+    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Which weights the model has."""
+class Common:
+    """Which version of the checkpoint, and how errors are shown."""
 
     revision: TextOption = None
     """A branch, a tag or a commit, where MODEL is a hub id; the branch main without it."""
+    debug: bool = False
+    """Show the traceback of an error, and check the types of what functions are given."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loading(Common):
+    """Which weights, and how errors are shown."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
     random_weights: bool = False
     """Draw weights at random. MODEL may then be a directory without weights, or a config.json."""
     weights_seed: WholeNumber = None
     """With --random-weights: what they are drawn from; 0 without it."""
 
-    def of(self, path: str) -> "Source":
-        """These weights of the model at `path`; a branch of the hub is what it is now."""
+    def source(self, model: str) -> "Source":
+        """Where MODEL and its tokenizer come from; a branch of the hub is resolved to a commit now."""
         from ling3.checkpoint import hub
 
-        if not self.random_weights:
-            if self.weights_seed is not None:
-                raise ValueError("--weights-seed is for --random-weights")
-            return Source(path, path, hub.pin(path, self.revision), None)
-        seed = self.weights_seed or 0
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"--weights-seed is {seed}, expected a whole number in [0, 2**32)")
-        file = pathlib.Path(path)
-        directory = str(file.parent) if file.is_file() else path
-        return Source(path, directory, hub.pin(directory, self.revision), seed)
-
-
-WeightsOptions = tyro.conf.OmitArgPrefixes[Weights]
+        path, seed = model, None
+        if self.random_weights:
+            seed = self.weights_seed or 0
+            if not 0 <= seed < 2**32:
+                raise ValueError(f"--weights-seed is {seed}, expected a whole number in [0, 2**32)")
+            file = pathlib.Path(path)
+            path = str(file.parent) if file.is_file() else path
+        elif self.weights_seed is not None:
+            raise ValueError("--weights-seed is for --random-weights")
+        return Source(model, path, hub.pin(path, self.revision), self.dtype, seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,73 +144,111 @@ class Source:
     name: str
     """MODEL, as it was given."""
     path: str
-    """`ling3.load`'s path; the directory where a config.json was given."""
+    """`ling3.load`'s path; the directory if a config.json was given."""
     revision: str | None
-    """The commit, where that is a hub id."""
+    """The commit, for a hub id."""
+    dtype: str
     seed: int | None
     """What random weights are drawn from; None for the checkpoint's own."""
 
+    def config(self) -> Any:
+        """The model's configuration, without its weights."""
+        from ling3.checkpoint import hub
+        from ling3.families import read_config
+
+        given = pathlib.Path(self.name)
+        return read_config(given if given.is_file() else hub.resolve(self.path, ("config.json",), self.revision))
+
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer; FileNotFoundError where there is none."""
+        """The tokenizer; FileNotFoundError if there is none."""
         from ling3.text.tokenizer import load_tokenizer
 
         return load_tokenizer(self.path, revision=self.revision)
 
+    def load(self, tokenizer: "Tokenizer | None") -> "CausalLM":
+        """The model, which has to fit the tokenizer."""
+        import jax.numpy as jnp
 
-def load(source: Source, dtype: Dtype, tokenizer: "Tokenizer | None") -> "CausalLM":
-    """The model of `source`, which has to fit the tokenizer."""
-    import jax.numpy as jnp
+        from ling3 import checkpoint
+        from ling3.runtime import compilation_cache
 
-    from ling3 import checkpoint
-    from ling3.runtime import compilation_cache
+        compilation_cache.switch_on()
+        dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
+        if self.seed is None:
+            model = checkpoint.load(self.path, dtype, revision=self.revision)
+        else:
+            model = self._random(self.seed, jnp.dtype(jnp.bfloat16) if dtype is None else dtype)
+        if tokenizer is not None:
+            tokenizer.check_fits(model.config.vocab_size)
+        return model
 
-    compilation_cache.switch_on()
-    wanted = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[dtype]
-    if source.seed is None:
-        model = checkpoint.load(source.path, wanted, revision=source.revision)
-    else:
-        model = _random(source, source.seed, jnp.bfloat16 if wanted is None else wanted)
-    if tokenizer is not None:
-        tokenizer.check_fits(model.config.vocab_size)
-    return model
+    def _random(self, seed: int, dtype: "DTypeLike") -> "CausalLM":
+        """A model of random weights; ValueError if they do not fit into the free memory."""
+        import jax
+
+        from ling3.checkpoint.names import structure
+        from ling3.engine.memory import free_bytes
+        from ling3.families import init
+
+        config = self.config()
+        arrays = jax.tree.leaves(structure(config, dtype))
+        # Each array is drawn in float32: its random bits, their values, and these scaled are there at once.
+        needed = sum(array.size * array.dtype.itemsize for array in arrays) + 12 * max(array.size for array in arrays)
+        if needed > (free := free_bytes()):
+            raise ValueError(
+                f"{self.name}: drawing {count(sum(array.size for array in arrays))} weights in "
+                f"{dtype} takes {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free: give a smaller "
+                "config.json, or a narrower --dtype"
+            )
+        return init(config, key=jax.random.key(seed), dtype=dtype)
+
+    def introduce(self, model: "CausalLM", console: Console) -> None:
+        """Says which model runs where."""
+        import jax
+
+        size = sum(leaf.size for leaf in jax.tree.leaves(model))
+        kind = "parameters" if self.seed is None else "random parameters"
+        facts = f"{self.name}: {count(size)} {kind}, {model.dtype.name}, on {jax.default_backend()}"
+        console.print(Text(facts, "bold"), soft_wrap=True)
 
 
-def _random(source: Source, seed: int, dtype: "DTypeLike") -> "CausalLM":
-    """A model of random weights; ValueError where they do not fit into the free memory."""
-    import jax
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where the numbers go besides, or instead of, the table."""
 
-    from ling3.checkpoint import hub
-    from ling3.checkpoint.names import structure
-    from ling3.engine.runner import free_bytes
-    from ling3.families import init, read_config
+    json: FileOption = None
+    """Write the numbers there as JSON; - prints them instead of the table."""
+    plot: FileOption = None
+    """Draw them there (PNG, PDF or SVG)."""
 
-    given = pathlib.Path(source.name)
-    config = read_config(given if given.is_file() else hub.resolve(source.path, ("config.json",), source.revision))
-    arrays = jax.tree.leaves(structure(config, dtype))
-    # Each array is drawn in float32: its random bits, their values, and these scaled are there at once.
-    needed = sum(array.size * array.dtype.itemsize for array in arrays) + 12 * max(array.size for array in arrays)
-    if needed > (free := free_bytes()):
-        raise ValueError(
-            f"{source.name}: drawing {count(sum(array.size for array in arrays))} weights in "
-            f"{jax.numpy.dtype(dtype).name} takes {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free: "
-            "give a smaller config.json, or a narrower --dtype"
-        )
-    return init(config, key=jax.random.key(seed), dtype=dtype)
+    def check(self) -> None:
+        """ValueError for files that could not be written, before any work."""
+        from ling3.bench.report import check_plot
 
+        if self.json not in (None, "-"):
+            check_directory("--json", self.json)
+        if self.plot is None:
+            return
+        check_plot(self.plot)
+        if self.json is not None and pathlib.Path(self.plot).absolute() == pathlib.Path(self.json).absolute():
+            raise ValueError(f"--json and --plot name the same file, {self.json}: give two")
 
-def introduce(source: Source, model: "CausalLM", console: Console) -> None:
-    """Says what runs where."""
-    import jax
-
-    size = sum(leaf.size for leaf in jax.tree.leaves(model))
-    kind = "parameters" if source.seed is None else "random parameters"
-    facts = f"{source.name}: {count(size)} {kind}, {model.dtype.name}, on {jax.default_backend()}"
-    console.print(Text(facts, "bold"), soft_wrap=True)
+    def write(self, report: "Report | AblationReport", width: int) -> None:
+        """Prints the table, of at least `width` columns since rich leaves out what does not fit, or JSON; the files."""
+        if self.json == "-":
+            print_json(report.to_dict(), indent=1)
+        else:
+            Console(width=max(width, Console().width)).print(report)
+        if self.json not in (None, "-"):
+            numbers = json.dumps(report.to_dict(), indent=1, ensure_ascii=False)
+            pathlib.Path(self.json).write_text(numbers + "\n", encoding="utf-8")
+        if self.plot is not None:
+            report.plot(self.plot)
 
 
 @contextlib.contextmanager
 def compiling(console: Console) -> Iterator[None]:
-    """Says on stderr that programs are being compiled, once that has taken `PATIENCE`."""
+    """Says on stderr that programs are being compiled, once that has taken `PATIENCE` seconds."""
     timer = threading.Timer(PATIENCE, console.print, ["compiling (first time)…"], {"style": "dim", "markup": False})
     timer.daemon = True
     timer.start()
@@ -214,7 +266,7 @@ def chat_ids(tokenizer: "Tokenizer", messages: list[dict[str, str]], thinking: T
 
 
 def check_directory(option: str, path: str) -> None:
-    """ValueError where `option` names no file, or one in no directory, before the work is done that would go there."""
+    """ValueError if `option` names no file, or one in no directory: before the work whose result would go there."""
     if not path:
         raise ValueError(f"{option}: it is empty, expected the name of a file")
     if pathlib.Path(path).is_dir():
@@ -225,7 +277,7 @@ def check_directory(option: str, path: str) -> None:
 
 
 def read_text(path: str) -> str:
-    """The text of a file in UTF-8, or of standard input for -; ValueError where it is no UTF-8."""
+    """The text of a file in UTF-8, or of standard input for -; ValueError if it is not UTF-8."""
     content = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
     try:
         return content.decode("utf-8")

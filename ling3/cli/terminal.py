@@ -1,10 +1,10 @@
-"""How text and numbers are shown."""
+"""Text, JSON and numbers on a terminal."""
 
 import json
 import sys
 from typing import Any
 
-# On a terminal control characters are shown, not obeyed: a model may write any bytes.
+# Control characters as visible ones: a model may write any bytes to a terminal.
 VISIBLE = {**{code: 0x2400 + code for code in range(32)}, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 del VISIBLE[ord("\t")], VISIBLE[ord("\n")]
 

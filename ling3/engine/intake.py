@@ -1,38 +1,30 @@
-"""What may be asked of an engine: prompts and settings, checked before any work is done."""
+"""Checks prompts and settings before any work is done, and makes requests of prompts."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
-from ling3.engine.request import Request, Run, draw_seed
-from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room, is_whole
+from ling3.engine.request import Request, TokenSequence, draw_seed
+from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
 from ling3.runtime.quoting import shown
+from ling3.runtime.scalars import is_whole
 from ling3.text.detokenizer import StopStrings
 from ling3.text.tokenizer import Tokenizer
 
-MAX_SLOTS = 2**16
-"""The most slots of an engine, and the most rows of its decode call."""
-MAX_PAGES = 2**26
-"""The most pages: each takes some memory of the host's too."""
-MAX_TOKENS = 2**17
-"""The most tokens of a page, and of a prefill call."""
-MAX_PADDINGS = 64
-"""The most widths of a prefill call: each is a program to compile."""
-
 Truncate = Literal["prompt", "output"] | None
-"""What gives way where prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
+"""What is cut if prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
 
 
 @dataclasses.dataclass
 class Intake:
-    """Makes requests of what callers ask, or raises ValueError for what can never be answered."""
+    """Makes requests of prompts and sampling parameters. Raises ValueError for what can never be answered."""
 
     tokenizer: Tokenizer | None
     vocab: int
     ends: Sequence[int]
-    """The model's own."""
+    """The end ids of model and tokenizer."""
     room: int
-    """Tokens of the longest request."""
+    """The most tokens of a request."""
     pages: int
     page_size: int
     max_queue: int
@@ -40,7 +32,7 @@ class Intake:
     def request(
         self, request_id: int, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
     ) -> Request:
-        """The checked request, whose deltas go nowhere yet; errors call the prompt by `name`."""
+        """The checked request; errors call the prompt by `name`."""
         params = SamplingParams() if params is None else params
         if params.n > self.max_queue:
             raise ValueError(f"n is {params.n}, but max_queue is {self.max_queue}")
@@ -55,7 +47,9 @@ class Intake:
         request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
         for index in range(params.n):
             decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
-            request.runs.append(Run(request, index, -1, seed + index, ends, decoder, StopStrings(params.stop)))
+            request.sequences.append(
+                TokenSequence(request, index, -1, seed + index, ends, decoder, StopStrings(params.stop))
+            )
         return request
 
     def _encoded(self, prompt: Any, name: str) -> Any:
@@ -99,14 +93,3 @@ def listed(prompts: Any) -> list[Any]:
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     one = len(several) > 0 and (is_whole(several[0]) or isinstance(several[0], dict))
     return [several] if one else several
-
-
-def check_settings(**settings: tuple[Any, int, int | None]) -> None:
-    """ValueError for each (value, least, most) that is no whole number between them."""
-    problems = [
-        f"{name} is {shown(value)}, expected a whole number in [{low}, {'∞' if high is None else high}]"
-        for name, (value, low, high) in settings.items()
-        if not (is_whole(value) and low <= value and (high is None or value <= high))
-    ]
-    if problems:
-        raise ValueError("engine settings: " + "; ".join(problems))

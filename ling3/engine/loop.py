@@ -1,38 +1,42 @@
-"""Continuous batching: who runs next, on what memory, and what has come of it. One thread at a time.
+"""Continuous batching: which sequences run next, in which memory, and what they got. Belongs to one thread.
 
-One turn, `launch` and then `read` of what the turn before it launched:
+One turn is `launch`, and then `read` for the calls that it returns:
 
-    make room   for the next tokens of all who decode; when pages run out, the youngest gives up its slot
-    admit       the oldest waiting runs, while there are slots and pages: first come, first served
+    make room   for the next tokens of all decoding sequences; if pages run out, the youngest is preempted
+    admit       the oldest waiting sequences, while there are slots and pages: first come, first served
     prefill     the next chunks of their prompts, up to `chunk` tokens
-    decode      `decode_steps` tokens for every run past its prompt, as many runs to a call as it has rows
-    read        the tokens of the *last* turn, while the device works on this one
+    decode      `decode_steps` tokens for every sequence whose prompt is done, one row of a call each
+    read        the tokens of the *previous* turn, while the device works on this one (without `overlap`: of this turn)
 
-Every call has a fixed shape, and a row's result depends on its own inputs alone. So a run's tokens and
-log-probabilities are bit for bit the same whoever runs beside it, whenever it comes, and after being preempted.
+Every call has a fixed shape, and a row's result depends on its own inputs alone. So the tokens and log-probabilities
+of a sequence are bit for bit the same in any company, at any time, and after being preempted.
 """
 
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import no_type_check
 
 import numpy as np
 
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
-from ling3.engine.request import Request, Run
+from ling3.engine.request import Request, TokenSequence
 from ling3.engine.runner import Runner, smallest
 from ling3.engine.sampling import Choice
 from ling3.engine.scheduler import Scheduler
 
 
+class QueueFull(RuntimeError):
+    """`max_queue` requests are waiting already: let some finish first."""
+
+
 @dataclasses.dataclass
 class Call:
-    """Work on its way: whose it is and in which rows, the most tokens each can get, and what will come of it."""
+    """A call in flight: its sequences, their rows, the most tokens that each can get, and the results to come."""
 
     choice: Choice
-    runs: Sequence[Run]
+    sequences: Sequence[TokenSequence]
     rows: Sequence[int]
     most: Sequence[int]
 
@@ -42,89 +46,144 @@ class Call:
 class Loop:
     """The requests of an engine, from the queue to their ends.
 
-    `hand_out` gives a delta to who asked, and returns what that raised.
+    `max_queue` sequences may wait. With `overlap` the host reads the results of a turn while the device works on the
+    next; without it, each turn waits for its own results. Either way the answers have the same bits.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        chunk: int,
-        decode_steps: int,
-        hand_out: Callable[[Request, Delta], Exception | None],
-    ):
-        self.runner, self.chunk, self.decode_steps, self.hand_out = runner, chunk, decode_steps, hand_out
+    def __init__(self, runner: Runner, chunk: int, decode_steps: int, max_queue: int, overlap: bool = True):
+        self.runner, self.chunk, self.decode_steps = runner, chunk, decode_steps
+        self.max_queue, self.overlap = max_queue, overlap
         self.scheduler = Scheduler(runner.shapes.slots, runner.shapes.pages, runner.shapes.page_size)
         self.requests: dict[int, Request] = {}
         self.in_flight: list[Call] = []
+        self._backlog: deque[Request] = deque()
+        self._raised: list[BaseException] = []
         self._order = itertools.count()
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do anything."""
-        return bool(self.requests or self.in_flight)
+        """True if there is queued or running work, or a call whose results are still to be read."""
+        return bool(self.requests or self.in_flight or self._backlog)
+
+    def has_room(self, request: Request) -> bool:
+        """True if the queue has room for a request."""
+        return self.scheduler.waiting + request.params.n <= self.max_queue
 
     def enqueue(self, request: Request) -> None:
-        """Puts a request's runs in the queue."""
+        """Puts a request's sequences in the queue; raises QueueFull if there is no room."""
+        if not self.has_room(request):
+            raise QueueFull(
+                f"{self.scheduler.waiting} requests are waiting and max_queue is {self.max_queue}: step until some "
+                "have finished, or give the engine a larger max_queue"
+            )
         self.requests[request.request_id] = request
-        for run in request.runs:
-            run.order = next(self._order)
-            run.submitted()
-            self.scheduler.enqueue(run)
-        self._counts["submitted"] += len(request.runs)
+        for sequence in request.sequences:
+            sequence.order = next(self._order)
+            sequence.submitted()
+            self.scheduler.enqueue(sequence)
+        self._counts["submitted"] += len(request.sequences)
+
+    def enqueue_all(self, requests: Iterable[Request]) -> None:
+        """Puts requests in the queue in their order, each as soon as there is room for it."""
+        self._backlog.extend(requests)
+        self._refill()
 
     def abort(self, request: Request) -> bool:
-        """Ends what is unfinished of a request with `abort`; whether anything was."""
+        """Ends what is unfinished of a request with `abort`; True if anything was."""
         aborted = False
-        for run in request.runs:
-            if run.completion is None:
-                aborted, last = True, run.finish("abort")
-                if request.request_id in self.requests:  # else it never came into the queue
-                    self._settle(run, last)
+        for sequence in request.sequences:
+            if sequence.completion is None:
+                aborted, last = True, sequence.finish("abort")
+                if request.request_id in self.requests:  # otherwise it was never in the queue
+                    self._settle(sequence, last)
         return aborted
 
-    def launch(self) -> list[Call]:
-        """Dispatches a turn's work; returns that of the turn before, to be read.
+    def abort_id(self, request_id: int) -> bool:
+        """The same for the request of an id; False if there is none (any more)."""
+        request = self.requests.get(request_id)
+        return request is not None and self.abort(request)
 
-        It waits for the turn before only where there is no room otherwise.
+    def give_up(self, sequence: TokenSequence, error: Exception) -> None:
+        """Ends a request whose callback raised: this sequence in `error`, even if it was finished, and the others."""
+        request, text = sequence.request, f"the callback for its deltas raised {error!r}"
+        request.deliver = request.report
+        if (completion := sequence.completion) is not None:
+            self._finished[completion.finish_reason] -= 1
+            self._finished["error"] += 1
+            self._hand_out(request, sequence.fail(text))
+        for other in request.sequences:
+            if other.completion is None:
+                self._settle(other, other.fail(text))
+
+    def launch(self) -> list[Call]:
+        """Dispatches a turn's work; returns the calls to read.
+
+        It waits for the previous turn only where there is no room otherwise.
         """
         self._counts["steps"] += 1
+        self._refill()
         self._make_room()
         self._admit()
         calls = self._prefill()
-        # Who has just been prefilled goes on at once if there is room.
-        ready = [run for run in self.scheduler.running if run.decoding and run.left > 0]
-        ready = [run for run in ready if self.scheduler.reserve(run, self._goal(run))]
+        # A sequence whose prompt has just been completed goes on at once if there is room.
+        ready = [sequence for sequence in self.scheduler.running if sequence.decoding and sequence.left > 0]
+        ready = [sequence for sequence in ready if self.scheduler.reserve(sequence, self._goal(sequence))]
         before, self.in_flight = self.in_flight, calls
         if not (self.runner.decode_waits and (before or calls)):
             self.in_flight = calls + self._decode(ready)
+        if not self.overlap:
+            before, self.in_flight = before + self.in_flight, []
         return before
 
     def read(self, calls: Sequence[Call]) -> None:
-        """Takes in what calls have brought, waiting for them if need be."""
+        """Takes in the results of calls, waiting for them if need be."""
         for call in calls:
-            for run, most in zip(call.runs, call.most, strict=True):
-                run.ahead -= most
-            if any(most and run.completion is None for run, most in zip(call.runs, call.most, strict=True)):
+            for sequence, most in zip(call.sequences, call.most, strict=True):
+                sequence.ahead -= most
+            wanted = zip(call.sequences, call.most, strict=True)
+            if any(most and sequence.completion is None for sequence, most in wanted):
                 self._take(call)
 
-    def fail(self, error: Exception) -> None:
-        """After a fault of the engine's own: every request ends in `error`, and all begins anew."""
-        requests, self.requests, self.in_flight = list(self.requests.values()), {}, []
-        shapes = self.runner.shapes
+    def fail(self, error: Exception) -> Exception:
+        """After a fault of the engine's own: ends every request in `error`, and begins anew with an empty pool.
+
+        Returns what is to be raised: the fault, or what has come of beginning anew.
+        """
+        requests, shapes = [*self.requests.values(), *self._backlog], self.runner.shapes
+        self.requests, self.in_flight = {}, []
+        self._backlog.clear()
         self.scheduler = Scheduler(shapes.slots, shapes.pages, shapes.page_size)
         for request in requests:
             request.fault = error
-            for run in request.runs:
-                if run.completion is None:
-                    run.slot, run.pages = None, []
-                    self._finished["error"] += 1
-                    self.hand_out(request, run.finish("error", error=f"the engine failed: {error!r}"))
-        self.runner.reset()
+            for sequence in request.sequences:
+                if sequence.completion is None:
+                    self._finished["error"] += (
+                        sequence.order >= 0
+                    )  # `submitted` counts it only once it was in the queue
+                    sequence.slot, sequence.pages = None, []
+                    self._hand_out(request, sequence.finish("error", error=f"the engine failed: {error!r}"))
+        try:
+            self.runner.reset()
+        except Exception as second:
+            return second
+        return error
+
+    def compile_next(self, programs: Iterator[str]) -> str | None:
+        """The name of the next program of a warm-up once it is compiled; None after the last."""
+        try:
+            return next(programs, None)
+        except Exception as error:
+            raise self.fail(error) from None
+
+    def take_raised(self) -> BaseException | None:
+        """What a callback has raised that does not end its request, such as KeyboardInterrupt; None if nothing."""
+        raised, self._raised = self._raised, []
+        return raised[0] if raised else None
 
     def stats(self) -> Stats:
-        """The books, at this moment."""
+        """The counts at this moment."""
         scheduler = self.scheduler
         counts = ("submitted", "prompt_tokens", "output_tokens", "preemptions")
         turns = ("steps", "prefill_calls", "decode_calls")
@@ -141,110 +200,117 @@ class Loop:
             **{name: self._counts[name] for name in (*counts, *turns)},
         )
 
-    def _goal(self, run: Run) -> int:
-        """Tokens that the run's caches may have to hold after the next decode call."""
-        return len(run.prompt) + len(run.token_ids) + run.ahead - 1 + min(self.decode_steps, run.left)
+    def _goal(self, sequence: TokenSequence) -> int:
+        """Tokens that the sequence's caches may have to hold after the next decode call."""
+        known = len(sequence.prompt) + len(sequence.token_ids) + sequence.ahead
+        return known - 1 + min(self.decode_steps, sequence.left)
+
+    def _refill(self) -> None:
+        """Moves requests from the backlog into the queue while there is room."""
+        while self._backlog and (self._backlog[0].finished or self.has_room(self._backlog[0])):
+            request = self._backlog.popleft()
+            if not request.finished:  # its reader has not left
+                self.enqueue(request)
 
     def _make_room(self) -> None:
-        """Gives every decoding run pages for its next call, the oldest first, by preempting the youngest."""
-        for run in list(self.scheduler.running):
-            while run.slot is not None and run.decoding and run.left > 0:
-                if self.scheduler.reserve(run, self._goal(run)):
+        """Gives every decoding sequence pages for its next call, the oldest first, by preempting the youngest."""
+        for sequence in list(self.scheduler.running):
+            while sequence.slot is not None and sequence.decoding and sequence.left > 0:
+                if self.scheduler.reserve(sequence, self._goal(sequence)):
                     break
-                if self.in_flight:  # some may have finished, and the books must be exact before a run is moved
+                if self.in_flight:  # some may have finished, and a sequence is swapped out with all its tokens
                     calls, self.in_flight = self.in_flight, []
                     self.read(calls)
                 else:
                     self._preempt(self.scheduler.running[-1])
 
-    def _preempt(self, run: Run) -> None:
-        """Puts a run back into the queue, its states and pages kept on the host bit for bit."""
-        run.saved = self.runner.depart(run) if run.held else None
-        run.preemptions += 1
+    def _preempt(self, sequence: TokenSequence) -> None:
+        """Puts a sequence back into the queue, its states and pages kept on the host bit for bit."""
+        sequence.saved = self.runner.swap_out(sequence) if sequence.held else None
+        sequence.preemptions += 1
         self._counts["preemptions"] += 1
-        self.scheduler.release(run)
-        self.scheduler.enqueue(run)
+        self.scheduler.release(sequence)
+        self.scheduler.enqueue(sequence)
 
     def _admit(self) -> None:
-        while (run := self.scheduler.head()) is not None and self.scheduler.admit(self._goal(run)) is not None:
-            run.admitted()
-            self.runner.arrive(run)
+        while (head := self.scheduler.head()) is not None and self.scheduler.admit(self._goal(head)) is not None:
+            head.admitted()
+            self.runner.swap_in(head)
 
     def _prefill(self) -> list[Call]:
-        """The next chunks, the oldest run's first, up to `chunk` padded tokens in all."""
+        """The next chunks, the oldest sequence's first, up to `chunk` padded tokens in all."""
         calls, spent = [], 0
-        for run in self.scheduler.running:
-            while not run.decoding:
-                size = min(self.chunk - run.prefilled % self.chunk, len(run.prompt) - run.prefilled)
-                spent += smallest(self.runner.shapes.widths, size)
+        for sequence in self.scheduler.running:
+            while not sequence.decoding:
+                start = sequence.prefilled
+                size = min(self.chunk - start % self.chunk, len(sequence.prompt) - start)
+                spent += smallest(self.runner.shapes.buckets, size)
                 if calls and spent > self.chunk:
                     return calls
-                choice = self.runner.prefill(run, run.prompt[run.prefilled : run.prefilled + size])
-                run.prefilled += size
+                choice = self.runner.prefill(sequence, sequence.prompt[start : start + size])
+                sequence.prefilled += size
                 self._counts["prefill_calls"] += 1
                 self._counts["prompt_tokens"] += size
-                calls.append(Call(choice, [run], [0], [int(run.decoding)]))
-                run.ahead += int(run.decoding)
+                calls.append(Call(choice, [sequence], [0], [int(sequence.decoding)]))
+                sequence.ahead += int(sequence.decoding)
         return calls
 
-    def _decode(self, runs: Sequence[Run]) -> list[Call]:
-        """The next tokens of the runs, as many to a call as its rows."""
+    def _decode(self, sequences: Sequence[TokenSequence]) -> list[Call]:
+        """The next tokens of the sequences, as many to a call as its rows."""
         calls, rows = [], self.runner.shapes.rows[-1]
-        for start in range(0, len(runs), rows):
-            some = runs[start : start + rows]
-            most = [min(self.decode_steps, run.left) for run in some]
+        for start in range(0, len(sequences), rows):
+            some = sequences[start : start + rows]
+            most = [min(self.decode_steps, sequence.left) for sequence in some]
             choice, places = self.runner.decode(some, max(most))
             calls.append(Call(choice, some, places, most))
             self._counts["decode_calls"] += 1
-            for run, tokens in zip(some, most, strict=True):
-                run.ahead += tokens
+            for sequence, tokens in zip(some, most, strict=True):
+                sequence.ahead += tokens
         return calls
 
     def _take(self, call: Call) -> None:
-        """Gives each run of a call its tokens, and settles what ends with them."""
+        """Gives each sequence of a call its tokens, and settles those that end with them."""
         rows = call.choice.token.shape[0]
         tokens, logprobs = (np.asarray(x).reshape(rows, -1) for x in (call.choice.token, call.choice.logprob))
         shape = (*tokens.shape, -1)
         tops = (call.choice.top_ids, call.choice.top_logprobs)
-        if any(run.params.logprobs for run in call.runs):
+        if any(sequence.params.logprobs for sequence in call.sequences):
             top_ids, top_logprobs = (np.asarray(x).reshape(shape) for x in tops)
-        else:  # nobody looks at them: they stay on the device
+        else:  # not asked for: they stay on the device
             top_ids, top_logprobs = (np.zeros((*tokens.shape, 0), x.dtype) for x in tops)
-        for row, run, most in zip(call.rows, call.runs, call.most, strict=True):
-            if run.completion is None and most:
-                held = len(run.token_ids)
-                delta = run.take(tokens[row], logprobs[row], top_ids[row], top_logprobs[row])
-                self._counts["output_tokens"] += len(run.token_ids) - held
-                self._settle(run, delta)
+        for row, sequence, most in zip(call.rows, call.sequences, call.most, strict=True):
+            if sequence.completion is None and most:
+                held = len(sequence.token_ids)
+                delta = sequence.take(tokens[row], logprobs[row], top_ids[row], top_logprobs[row])
+                self._counts["output_tokens"] += len(sequence.token_ids) - held
+                self._settle(sequence, delta)
 
-    def _settle(self, run: Run, delta: Delta | None) -> None:
-        """Frees what a finished run held, and hands out its delta."""
-        if run.completion is not None:
-            self._retire(run)
-        if delta is not None and (error := self.hand_out(run.request, delta)) is not None:
-            self._give_up(run, f"the callback for its deltas raised {error!r}")
+    def _settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
+        """Frees what a finished sequence held, and hands out its delta."""
+        if sequence.completion is not None:
+            self._retire(sequence)
+        if delta is not None and (error := self._hand_out(sequence.request, delta)) is not None:
+            self.give_up(sequence, error)
 
-    def _give_up(self, run: Run, error: str) -> None:
-        """Ends the request of a run whose callback failed: the run in `error`, however it had ended, and the others."""
-        request = run.request
-        request.deliver = request.report
-        if (completion := run.completion) is not None:
-            self._finished[completion.finish_reason] -= 1
-            self._finished["error"] += 1
-            self.hand_out(request, run.fail(error))
-        for other in request.runs:
-            if other.completion is None:
-                self._settle(other, other.fail(error))
+    def _hand_out(self, request: Request, delta: Delta) -> Exception | None:
+        """Delivers a delta; returns the exception if that raised one, and keeps others for `take_raised`."""
+        try:
+            request.deliver(delta)
+        except Exception as error:
+            return error
+        except BaseException as error:
+            self._raised.append(error)
+        return None
 
-    def _retire(self, run: Run) -> None:
-        """Takes a finished run off the books."""
-        assert run.completion is not None, "only a finished run retires"
-        self._finished[run.completion.finish_reason] += 1
-        if run.slot is None:
-            self.scheduler.withdraw(run)
+    def _retire(self, sequence: TokenSequence) -> None:
+        """Frees the slot, the pages and the place in the queue of a finished sequence."""
+        assert sequence.completion is not None, "only a finished sequence retires"
+        self._finished[sequence.completion.finish_reason] += 1
+        if sequence.slot is None:
+            self.scheduler.withdraw(sequence)
         else:
-            if run.completion.finish_reason == "error":
-                self.runner.scrub(run)
-            self.scheduler.release(run)
-        if run.request.finished:
-            del self.requests[run.request.request_id]
+            if sequence.completion.finish_reason == "error":
+                self.runner.scrub(sequence)
+            self.scheduler.release(sequence)
+        if sequence.request.finished:
+            del self.requests[sequence.request.request_id]

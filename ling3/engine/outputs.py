@@ -116,7 +116,7 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """The engine's books. `submitted` completions are waiting, running or finished, and pages and slots add up."""
+    """Counts of an engine. All `submitted` completions are waiting, running or finished, and pages and slots add up."""
 
     submitted: int
     waiting: int

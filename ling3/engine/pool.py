@@ -1,7 +1,8 @@
-"""The requests that are running, as arrays on the device, and the compiled programs that move them on.
+"""The memory of the running sequences, as arrays on the device, and the compiled programs over it.
 
-Every request has a slot: its KDA states, its newest token and how it is sampled lie in row `slot` of the pool. Its MLA
-latents lie in pages that a table names. A program takes some slots' rows out, continues them, and puts them back.
+Every running sequence has a slot: its per-slot states, its newest token and its sampling parameters are row `slot` of
+the pool. Its paged entries are in pages that a block table lists. A program takes some rows out of the pool, continues
+them, and puts them back.
 
 Programs are compiled by `jax.jit`: Equinox's `filter_jit` would wait for each call's end before the next is dispatched.
 """
@@ -17,22 +18,22 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
 from ling3.engine.sampling import Choice, Sampling, choose, counted, ends
+from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.model import CausalLM
 
-# The most decode steps of one call, and so the most tokens of one row between two looks from the host.
-DECODE_STEPS = 16
-# Pages that travel to or from the host in one call.
+# Pages that one call copies to or from the host.
 PAGES_MOVED = 8
 
 
 class Rows(eqx.Module):
-    """The rows of one call: their slots (None: every slot, in order) and the pages of each, first to last.
+    """The rows of one call: their slots (None: every slot, in order), and the block table with the pages of each.
 
-    A slot past the pool's last is a row without a request; a page past the last is no page. With `in_place` there is a
-    row for every slot and each of them is its own slot's or nobody's: then no state is taken out and put back, which
-    accelerators gain by. The slot of a row that is nobody's stays as it is, whoever it belongs to: its newest token is
-    computed for nothing, and leaves a state unchanged wherever that token's numbers are finite.
+    Slot indices >= the pool's number of slots mark unused rows, and page indices >= its number of pages mark unused
+    columns. With `in_place` there are as many rows as slots, and row i is slot i or unused: then no state is taken out
+    and put back, which is faster on accelerators. The slot of an unused row keeps its contents, also if it belongs to a
+    sequence: the row computes that slot's newest token for nothing, which leaves a state unchanged as long as the
+    token's numbers are finite.
     """
 
     slots: Int32[Array, " rows"] | None
@@ -41,9 +42,9 @@ class Rows(eqx.Module):
 
 
 class Pool(eqx.Module):
-    """Everything that the running requests remember. Donated to every call, so that each updates it in place."""
+    """The memory of all slots. Donated to every call, so that each updates it in place."""
 
-    layers: tuple[State, ...]  # with a row per slot, or paged
+    layers: tuple[State, ...]  # arrays with a row per slot, or paged
     length: Int32[Array, " slots"]  # tokens in the caches
     token: Int32[Array, " slots"]  # the newest token, not yet in the caches
     until: Int32[Array, " slots"]  # tokens of prompt and output together at which the row ends
@@ -52,19 +53,19 @@ class Pool(eqx.Module):
 
     @staticmethod
     def empty(model: CausalLM, sampling: Sampling, pages: int, page_size: int, dtype: DTypeLike) -> "Pool":
-        """A pool with a slot for each row of `sampling`, all of them without a request."""
+        """A pool with a free slot for each row of `sampling`."""
         slots = sampling.temperature.shape[0]
         length, token, until = (jnp.asarray(np.zeros(slots, np.int32)) for _ in range(3))
         layers = new_memory(model, slots, pages, page_size, dtype)
         return Pool(layers, length, token, until, jnp.asarray(np.ones(slots, bool)), sampling)
 
     def take(self, rows: Rows) -> "Pool":
-        """The slots of these rows; the pages stay where they are."""
+        """The pool of these rows alone; the pages stay where they are."""
         slots, size = rows.slots, self.length.shape[0]
         if slots is None:
             return self
         if rows.in_place:
-            # Nobody's row attends to nothing, and gets no token and no expert.
+            # An unused row attends to nothing, and gets no token and no expert.
             length, done = jnp.where(slots < size, self.length, 0), self.done | (slots >= size)
             return Pool(self.layers, length, self.token, self.until, done, self.sampling)
         kept = jnp.minimum(slots, size - 1)
@@ -73,7 +74,7 @@ class Pool(eqx.Module):
         return Pool(layers, length, token, until, done | (slots >= size), sampling)
 
     def put(self, rows: Rows, view: "Pool") -> "Pool":
-        """The pool with `view`, of what was taken, in its place."""
+        """The pool with the rows of `view`, which `take` gave, in their places."""
         slots = rows.slots
         if slots is None:
             return view
@@ -94,11 +95,11 @@ class Pool(eqx.Module):
         return Pool(layers, length, token, self.until, done, sampling)
 
     def cache(self, table: Int32[Array, "slots columns"]) -> Cache:
-        """What the model's forward pass takes."""
+        """The cache for the model's forward pass."""
         return Cache(self.layers, self.length, table)
 
     def after(self, cache: Cache, token: Int32[Array, " slots"], chosen: Bool[Array, " slots"]) -> "Pool":
-        """The pool with the forward pass's memory, and where one was `chosen` the row's next token."""
+        """The pool after a forward pass, with the next token of the rows in which one was `chosen`."""
         done = ends(token, self.sampling, cache.length) | (cache.length + 1 >= self.until)
         return Pool(
             cache.layers,
@@ -110,10 +111,10 @@ class Pool(eqx.Module):
         )
 
 
-class Arrival(eqx.Module):
-    """What a slot is filled with: a request that begins, or one that goes on where it was."""
+class SlotContents(eqx.Module):
+    """What a slot is filled with: a new sequence, or one that was swapped out."""
 
-    states: tuple[State, ...]  # one row of each, and nothing paged; zeros at the beginning
+    states: tuple[State, ...]  # one row of each, and nothing paged; zeros for a new sequence
     length: Int32[Array, ""]
     token: Int32[Array, ""]
     until: Int32[Array, ""]
@@ -123,12 +124,12 @@ class Arrival(eqx.Module):
 
 @eqx.filter_jit
 def new_memory(model: CausalLM, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> tuple[State, ...]:
-    """What a pool's layers hold before the first request."""
+    """The layers of an empty pool."""
     return model.empty_states(slots, pages, page_size, dtype)
 
 
 def cache_dtype(model: CausalLM) -> jnp.dtype:
-    """What latents and convolution tails are kept in: the weights' dtype, but float32 on the CPU.
+    """The dtype of the caches: the weights' dtype, but float32 on the CPU.
 
     There XLA copies a whole bfloat16 cache to write one entry into it. The values are those of the narrower dtype.
     """
@@ -146,7 +147,7 @@ def _next(
     *,
     last: bool,
 ) -> tuple[Choice, Cache]:
-    """What follows each row's next `lengths` tokens, and the caches with these in them."""
+    """The token after each row's next `lengths` tokens, and the caches with these in them."""
     logits, cache = model.step(tokens, view.cache(table), lengths, last=last, execution=execution)
     return choose(logits[:, 0], view.sampling, cache.length), cache
 
@@ -161,7 +162,7 @@ def prefill(
     pool: Pool,
     execution: Execution,
 ) -> tuple[Choice, Pool]:
-    """Bring each row's next `lengths` prompt tokens into the caches; the rows that `end` their prompt get a token."""
+    """Adds each row's next `lengths` prompt tokens to the caches; rows whose prompt `end`s with them get a token."""
     view = pool.take(rows)
     choice, cache = _next(model, view, rows.table, tokens, lengths, execution, last=True)
     return choice, pool.put(rows, view.after(cache, choice.token, end))
@@ -193,28 +194,28 @@ def decode(
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
-def arrive(slot: Int32[Array, ""], arrival: Arrival, pool: Pool) -> Pool:
-    """Fill a slot; whatever an earlier request left in it is gone."""
-    layers = map_slots(lambda x, y: x.at[slot].set(y[0].astype(x.dtype)), pool.layers, arrival.states)
+def swap_in(slot: Int32[Array, ""], contents: SlotContents, pool: Pool) -> Pool:
+    """Fills a slot; nothing of what was in it stays."""
+    layers = map_slots(lambda x, y: x.at[slot].set(y[0].astype(x.dtype)), pool.layers, contents.states)
     return Pool(
         layers,
-        pool.length.at[slot].set(arrival.length),
-        pool.token.at[slot].set(arrival.token),
-        pool.until.at[slot].set(arrival.until),
-        pool.done.at[slot].set(arrival.done),
-        jax.tree.map(lambda x, y: x.at[slot].set(y[0]), pool.sampling, arrival.sampling),
+        pool.length.at[slot].set(contents.length),
+        pool.token.at[slot].set(contents.token),
+        pool.until.at[slot].set(contents.until),
+        pool.done.at[slot].set(contents.done),
+        jax.tree.map(lambda x, y: x.at[slot].set(y[0]), pool.sampling, contents.sampling),
     )
 
 
 @jax.jit
-def depart(slot: Int32[Array, ""], pool: Pool) -> tuple[State, ...]:
-    """The states of a slot, one row each, for an `Arrival` later."""
+def swap_out(slot: Int32[Array, ""], pool: Pool) -> tuple[State, ...]:
+    """The states of a slot, one row each, for a later `swap_in`."""
     return jax.tree.map(lambda x: x[slot][None], slots_of(pool.layers))
 
 
 @jax.jit
 def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Float[Array, "moved page *entry"], ...]:
-    """What lies in some pages of every paged array; a number past the last page reads anything."""
+    """The entries of some pages of every paged array; page indices past the last read arbitrary ones."""
     return tuple(paged.entries.at[pages].get(mode="clip") for paged in pages_of(pool.layers))
 
 
@@ -222,7 +223,7 @@ def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Float[Array, 
 def write_pages(
     pages: Int32[Array, " moved"], contents: tuple[Float[Array, "moved page *entry"], ...], pool: Pool
 ) -> Pool:
-    """And back, into these pages; a number past the last page is dropped."""
+    """Writes entries that `read_pages` gave into pages; those for page indices past the last are dropped."""
     new = iter(contents)
     layers = map_pages(lambda x: x.at[pages].set(next(new).astype(x.dtype), mode="drop"), pool.layers)
     return eqx.tree_at(lambda p: p.layers, pool, layers)

@@ -1,4 +1,4 @@
-"""One request on its way: what it was, what has come of it, and when."""
+"""A request and its sequences while the engine works on them: what was asked, the output so far, and the times."""
 
 import dataclasses
 import time
@@ -23,7 +23,7 @@ NOT_FINITE = (
 @no_type_check
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and its `n` runs."""
+    """A prompt and its `n` sequences."""
 
     request_id: int
     prompt: str | None
@@ -32,19 +32,19 @@ class Request:
     deliver: Callable[[Delta], None] = lambda delta: None
     """Where its deltas go."""
     report: Callable[[Delta], None] = lambda delta: None
-    """Where the last ones go once `deliver` has raised."""
+    """Where its last ones go once `deliver` has raised."""
     fault: Exception | None = None
-    """The engine's own, if that was its end."""
-    runs: list["Run"] = dataclasses.field(default_factory=list)
+    """The fault of the engine that ended it, if one did."""
+    sequences: list["TokenSequence"] = dataclasses.field(default_factory=list)
 
     @property
     def finished(self) -> bool:
-        """Whether all its runs are."""
-        return all(run.completion is not None for run in self.runs)
+        """True if all its sequences are finished."""
+        return all(sequence.completion is not None for sequence in self.sequences)
 
     def output(self) -> RequestOutput | None:
-        """The whole, once every run is finished."""
-        outputs = [run.completion for run in self.runs]
+        """The completions, once every sequence is finished; None before."""
+        outputs = [sequence.completion for sequence in self.sequences]
         whole = [output for output in outputs if output is not None]
         if len(whole) < len(outputs):
             return None
@@ -53,26 +53,26 @@ class Request:
 
 @no_type_check
 @dataclasses.dataclass(eq=False)
-class Run:
-    """One completion in the making."""
+class TokenSequence:
+    """One completion in the making: a sequence of prompt and output tokens."""
 
     request: Request
     index: int
     order: int
     seed: int
     ends: Sequence[int]
-    """Ids that end it."""
+    """The token ids that end it."""
     decoder: StreamDecoder | None
     stops: StopStrings
 
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     saved: Any = None
-    """Its states and pages on the host, while it waits to go on."""
+    """Its states and pages on the host, while it is swapped out."""
     prefilled: int = 0
-    """Prompt tokens in the caches, or on their way there."""
+    """Prompt tokens in the caches, counting those of calls in flight."""
     ahead: int = 0
-    """The most tokens that calls on their way may still bring."""
+    """The most tokens that calls in flight may bring."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprob] = dataclasses.field(default_factory=list)
@@ -90,35 +90,35 @@ class Run:
 
     @property
     def params(self) -> SamplingParams:
-        """How it is sampled."""
+        """The request's sampling parameters."""
         return self.request.params
 
     @property
     def decoding(self) -> bool:
-        """Whether its whole prompt is in the caches."""
+        """True if its whole prompt is in the caches."""
         return self.prefilled == len(self.prompt)
 
     @property
     def until(self) -> int:
-        """Tokens of prompt and output at which it ends at the latest."""
+        """The most tokens of prompt and output."""
         return len(self.prompt) + self.params.max_tokens
 
     @property
     def held(self) -> int:
-        """Tokens in its caches, once no call is on its way: all but the newest of the output."""
+        """Tokens in its caches once no call is in flight: all but the newest of the output."""
         return self.prefilled + max(len(self.token_ids) - 1, 0)
 
     @property
     def left(self) -> int:
-        """Tokens it may still get beyond those that are on their way."""
+        """Tokens that it may get beyond those of the calls in flight."""
         return self.params.max_tokens - len(self.token_ids) - self.ahead
 
     def submitted(self) -> None:
-        """Marks the time at which it came into the queue."""
+        """Notes the time at which it was queued."""
         self._submitted = time.perf_counter()
 
     def admitted(self) -> None:
-        """Marks the time at which it first got a slot."""
+        """Notes the time at which it first got a slot."""
         self._admitted = time.perf_counter() if self._admitted is None else self._admitted
 
     def take(
@@ -128,7 +128,7 @@ class Run:
         top_ids: Int32[np.ndarray, "steps top"],
         top_logprobs: Float32[np.ndarray, "steps top"],
     ) -> Delta | None:
-        """Adds tokens (negative ones are none) up to its end; the delta, if anything is new."""
+        """Adds tokens up to its end, without negative ones, which stand for none; the delta, if anything is new."""
         before, text = len(self.token_ids), ""
         reason, stop_reason, error = None, None, None
         for place, token in enumerate(tokens.tolist()):
@@ -158,7 +158,7 @@ class Run:
         text: str = "",
         before: int | None = None,
     ) -> Delta:
-        """Ends it, with the text that was held back; the last delta."""
+        """Ends it, and releases the text that was held back; returns the last delta."""
         if self.decoder is not None and not self.stops.stopped:
             text += self.stops.feed(self.decoder.flush())
             if self.stops.stopped and reason == "length":
@@ -182,14 +182,14 @@ class Run:
         return self._delta(text, before)
 
     def fail(self, error: str) -> Delta:
-        """Ends it in `error`, even if it had ended well; the last delta."""
+        """Ends it in `error`, even if it was finished otherwise; returns the last delta."""
         if self.completion is None:
             return self.finish("error", error=error)
         self.completion = dataclasses.replace(self.completion, finish_reason="error", stop_reason=None, error=error)
         return self._delta("", len(self.token_ids))
 
     def _read(self, token: int) -> tuple[FinishReason | None, int | str | None, str]:
-        """Why the text ends with this token, if it does, and what the token shows of it."""
+        """Why the sequence ends with this token, if it does, and the text that the token adds."""
         count = len(self.token_ids)
         if token in self.ends and count > self.params.min_tokens:
             return "stop", token, ""

@@ -1,14 +1,11 @@
-"""The device's side of the engine: the pool, the programs over it, and nothing about who runs when."""
+"""The device's side of the engine: the pool and the compiled programs over it. What runs when is the loop's."""
 
 import dataclasses
-import os
-import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Array, Float
@@ -16,19 +13,18 @@ from jaxtyping import Array, Float
 from ling3.cache import State, pages_of, slots_of
 from ling3.engine.pool import (
     PAGES_MOVED,
-    Arrival,
     Pool,
     Rows,
-    arrive,
+    SlotContents,
     cache_dtype,
     decode,
-    depart,
-    new_memory,
     prefill,
     read_pages,
+    swap_in,
+    swap_out,
     write_pages,
 )
-from ling3.engine.request import Run
+from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import IN_PROMPT, Adjustments, Choice, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
 from ling3.execution import Execution
@@ -36,41 +32,39 @@ from ling3.model import CausalLM
 
 # Programs compiled at once. XLA spreads some of the work on one over more cores.
 COMPILED_AT_ONCE = 4
-# Where Linux says what memory there is.
-MEMORY = pathlib.Path("/proc/meminfo")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What the compiled programs are compiled for."""
+    """The sizes that the programs are compiled for."""
 
     slots: int
     pages: int
     page_size: int
     columns: int
     """Pages of the longest request."""
-    widths: tuple[int, ...]
-    """Tokens of a prefill call, padded to the smallest that holds them."""
+    buckets: tuple[int, ...]
+    """Prefill buckets: a prefill call's tokens are padded to the smallest that holds them."""
     rows: tuple[int, ...]
-    """Rows of a decode call, padded likewise."""
+    """Decode buckets: rows of a decode call, padded likewise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A preempted run's memory, on the host."""
+    """The states and pages of a preempted sequence, on the host."""
 
     states: tuple[State, ...]
     pages: tuple[tuple[Float[np.ndarray, "moved page *entry"], ...], ...]
 
 
 class Runner:
-    """Owns the pool. Every method returns at once; what it returns is awaited by reading it."""
+    """Owns the pool. Methods dispatch work and return; reading what they return waits for it."""
 
     def __init__(self, model: CausalLM, shapes: Shapes, execution: Execution | None = None):
         self.model, self.shapes = model, shapes
         self.execution = Execution.default() if execution is None else execution
-        self.compile_seconds = 0.0  # that calls and `warmup` have waited for
-        self.decode_waits = False  # for being compiled, until there is nothing else to do
+        self.compile_seconds = 0.0  # waited for, by calls and `warmup`
+        self.decode_waits = False  # True: decode is not compiled yet, and a turn that has other work leaves it out
         self.dtype = cache_dtype(model)
         self.reset()
 
@@ -84,67 +78,69 @@ class Runner:
         self._fresh = jax.tree.map(lambda x: _zeros(x, 1), slots_of(self.pool.layers))
         self._no_pages = tuple(_zeros(paged.entries, PAGES_MOVED) for paged in pages_of(self.pool.layers))
 
-    def arrive(self, run: Run) -> None:
-        """Fills the run's slot: from nothing, or from what was saved of it."""
-        saved = run.saved
+    def swap_in(self, sequence: TokenSequence) -> None:
+        """Fills the sequence's slot, from what was saved of it if it was swapped out."""
+        saved = sequence.saved
         states = self._fresh if saved is None else jax.device_put(saved.states)
-        newest = run.token_ids[-1] if run.token_ids else 0
+        newest = sequence.token_ids[-1] if sequence.token_ids else 0
         sampling = Sampling.build(
-            [(run.params, run.seed, len(run.prompt), run.ends)], self.model.config.vocab_size, MAX_STOP_IDS
+            [(sequence.params, sequence.seed, len(sequence.prompt), sequence.ends)],
+            self.model.config.vocab_size,
+            MAX_STOP_IDS,
         )
-        sampling = dataclasses.replace(sampling, adjustments=self._adjustments_of(run))
-        done = jax.device_put(np.asarray(not run.decoding))
-        arrival = Arrival(states, _int(run.held), _int(newest), _int(run.until), done, sampling)
-        self.pool = arrive(_int(run.slot), arrival, self.pool)
-        for pages, contents in zip(self._moves(run.pages), () if saved is None else saved.pages, strict=False):
-            self.pool = write_pages(pages, jax.device_put(contents), self.pool)
-        run.saved = None
+        sampling = dataclasses.replace(sampling, adjustments=self._adjustments_of(sequence))
+        done = jax.device_put(np.asarray(not sequence.decoding))
+        contents = SlotContents(states, _int(sequence.held), _int(newest), _int(sequence.until), done, sampling)
+        self.pool = swap_in(_int(sequence.slot), contents, self.pool)
+        for pages, entries in zip(self._moves(sequence.pages), () if saved is None else saved.pages, strict=False):
+            self.pool = write_pages(pages, jax.device_put(entries), self.pool)
+        sequence.saved = None
 
-    def depart(self, run: Run) -> Saved:
-        """What must be kept of a run that gives up its slot; waits for the device."""
-        used = run.pages[: -(-run.held // self.shapes.page_size)]
-        states = jax.device_get(depart(_int(run.slot), self.pool))
+    def swap_out(self, sequence: TokenSequence) -> Saved:
+        """The states and pages of a sequence, copied to the host; waits for the device."""
+        used = sequence.pages[: -(-sequence.held // self.shapes.page_size)]
+        states = jax.device_get(swap_out(_int(sequence.slot), self.pool))
         return Saved(states, tuple(jax.device_get(read_pages(pages, self.pool)) for pages in self._moves(used)))
 
-    def scrub(self, run: Run) -> None:
-        """Zeros in the run's slot and pages."""
-        for pages in self._moves(run.pages):
+    def scrub(self, sequence: TokenSequence) -> None:
+        """Zeros the sequence's slot and pages, so that no NaN stays in them."""
+        for pages in self._moves(sequence.pages):
             self.pool = write_pages(pages, self._no_pages, self.pool)
-        self._clear(run.slot)
+        self.pool = swap_in(_int(sequence.slot), self._empty_contents(), self.pool)
 
-    def prefill(self, run: Run, tokens: Sequence[int]) -> Choice:
-        """Brings the run's next prompt tokens into its caches; a token for it, if they are its last."""
-        width = smallest(self.shapes.widths, len(tokens))
+    def prefill(self, sequence: TokenSequence, tokens: Sequence[int]) -> Choice:
+        """Adds the sequence's next prompt tokens to its caches; with the last of them it gets its first new token."""
+        width = smallest(self.shapes.buckets, len(tokens))
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(tokens)] = tokens
-        end = run.prefilled + len(tokens) == len(run.prompt)
+        end = sequence.prefilled + len(tokens) == len(sequence.prompt)
         inputs = jax.device_put((padded, np.asarray([len(tokens)], np.int32), np.asarray([end])))
-        choice, self.pool = prefill(self.model, self._rows([run], 1), *inputs, self.pool, self.execution)
+        choice, self.pool = prefill(self.model, self._rows([sequence], 1), *inputs, self.pool, self.execution)
         return choice
 
-    def decode(self, runs: Sequence[Run], steps: int) -> tuple[Choice, Sequence[int]]:
-        """Up to `steps` more tokens for each run, `[rows, DECODE_STEPS]`, and which row is whose."""
-        rows = smallest(self.shapes.rows, len(runs))
+    def decode(self, sequences: Sequence[TokenSequence], steps: int) -> tuple[Choice, Sequence[int]]:
+        """Up to `steps` more tokens for each sequence, `[rows, DECODE_STEPS]`, and the row of each sequence."""
+        rows = smallest(self.shapes.rows, len(sequences))
         begin = time.perf_counter()
-        choice, self.pool = decode(self.model, self._rows(runs, rows), _int(steps), self.pool, self.execution)
+        choice, self.pool = decode(self.model, self._rows(sequences, rows), _int(steps), self.pool, self.execution)
         if self.decode_waits:
             self.decode_waits = False
             self.compile_seconds += time.perf_counter() - begin
-        return choice, self._places(runs, rows)
+        return choice, self._places(sequences, rows)
 
-    def warmup(self, first_token: bool = False) -> Iterator[str]:
-        """Compiles every program, several at once, and runs it on nothing; one an item.
+    def warmup(self, first_token: bool = False) -> Generator[str, None, None]:
+        """Compiles every program, several at once, and runs it on empty rows; yields the name of each.
 
         With `first_token` only what a request's first token needs: the others are compiled when they are needed.
         """
         begin = time.perf_counter()
         compilers = ThreadPoolExecutor(COMPILED_AT_ONCE)
         try:
-            # The compiled program stays with the lowered one, where the call finds it.
+            # JAX keeps the compiled program where the call finds it.
             programs = [
                 (name, function, inputs, compilers.submit(function.lower(*inputs, self.pool, *how).compile), how)
-                for name, function, inputs, *how in self._nothing()
-                if not first_token or function in (prefill, arrive)
+                for name, function, inputs, *how in self._empty_calls()
+                if not first_token or function in (prefill, swap_in)
             ]
             for name, function, inputs, compiled, how in programs:
                 compiled.result()
@@ -155,12 +151,12 @@ class Runner:
             compilers.shutdown(cancel_futures=True)
             self.compile_seconds += time.perf_counter() - begin
 
-    def _nothing(self) -> Iterator[tuple[Any, ...]]:
+    def _empty_calls(self) -> Iterator[tuple[Any, ...]]:
         """Each program's name, the program, inputs that change no slot and no page, and the execution if it takes one.
 
         Those that compile longest come first.
         """
-        for width in reversed(self.shapes.widths):
+        for width in reversed(self.shapes.buckets):
             inputs = (np.zeros((1, width), np.int32), np.zeros(1, np.int32), np.zeros(1, bool))
             yield (
                 f"prefill of {width}",
@@ -171,13 +167,13 @@ class Runner:
         for rows in reversed(self.shapes.rows):
             yield f"decode of {rows}", decode, (self.model, self._rows([], rows), _int(0)), self.execution
         nowhere = jax.device_put(np.full(PAGES_MOVED, self.shapes.pages, np.int32))
-        yield "arrive", arrive, (_int(self.shapes.slots), self._nobody())
+        yield "swap in", swap_in, (_int(self.shapes.slots), self._empty_contents())
         yield "write pages", write_pages, (nowhere, self._no_pages)
-        yield "depart", depart, (_int(0),)
+        yield "swap out", swap_out, (_int(0),)
         yield "read pages", read_pages, (nowhere,)
 
     def _run(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> None:
-        """Runs a program for nothing but the pool, and waits for it."""
+        """Runs a program on such inputs, and waits for it."""
         done = function(*inputs, self.pool, *how)
         if function in (prefill, decode):
             done = done[1]
@@ -187,32 +183,29 @@ class Runner:
 
     @property
     def programs(self) -> int:
-        """How many compiled programs the process holds of those the engine runs."""
-        functions: tuple[Any, ...] = (prefill, decode, arrive, depart, read_pages, write_pages)
+        """How many compiled forms of the engine's programs the process holds."""
+        functions: tuple[Any, ...] = (prefill, decode, swap_in, swap_out, read_pages, write_pages)
         return sum(function._cache_size() for function in functions)
 
-    def _rows(self, runs: Sequence[Run], rows: int) -> Rows:
+    def _rows(self, sequences: Sequence[TokenSequence], rows: int) -> Rows:
         slots = np.full(rows, self.shapes.slots, np.int32)
         table = np.full((rows, self.shapes.columns), self.shapes.pages, np.int32)
-        for row, run in zip(self._places(runs, rows), runs, strict=True):
-            assert run.slot is not None, "a run without a slot has no row"
-            slots[row] = run.slot
-            table[row, : len(run.pages)] = run.pages
+        for row, sequence in zip(self._places(sequences, rows), sequences, strict=True):
+            assert sequence.slot is not None, "a sequence without a slot is in no call"
+            slots[row] = sequence.slot
+            table[row, : len(sequence.pages)] = sequence.pages
         return Rows(*jax.device_put((slots, table)), in_place=rows == self.shapes.slots)
 
-    def _places(self, runs: Sequence[Run], rows: int) -> Sequence[int]:
-        """The row of each run: in a call of as many rows as there are slots its slot, so that no state has to move."""
-        slots = [run.slot for run in runs if run.slot is not None]
-        return slots if rows == self.shapes.slots else range(len(runs))
+    def _places(self, sequences: Sequence[TokenSequence], rows: int) -> Sequence[int]:
+        """The row of each sequence: its slot in a call with a row for every slot, so that no state has to be moved."""
+        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        return slots if rows == self.shapes.slots else range(len(sequences))
 
-    def _clear(self, slot: int | None) -> None:
-        self.pool = arrive(_int(slot), self._nobody(), self.pool)
-
-    def _nobody(self) -> Arrival:
-        """No request: what a slot holds that waits for one."""
+    def _empty_contents(self) -> SlotContents:
+        """The contents of a free slot."""
         sampling = Sampling.build([(SamplingParams(), 0, 0, ())], self.model.config.vocab_size, MAX_STOP_IDS)
         sampling = dataclasses.replace(sampling, adjustments=self._unadjusted)
-        return Arrival(self._fresh, _int(0), _int(0), _int(0), jax.device_put(np.asarray(True)), sampling)
+        return SlotContents(self._fresh, _int(0), _int(0), _int(0), jax.device_put(np.asarray(True)), sampling)
 
     def _moves(self, pages: Sequence[int]) -> Iterator[Array]:
         for start in range(0, len(pages), PAGES_MOVED):
@@ -221,8 +214,8 @@ class Runner:
             moved[: len(some)] = some
             yield jax.device_put(moved)
 
-    def _adjustments_of(self, run: Run) -> Adjustments:
-        params = run.params
+    def _adjustments_of(self, sequence: TokenSequence) -> Adjustments:
+        params = sequence.params
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         if penalties == (1.0, 0.0, 0.0) and not params.logit_bias:
             return self._unadjusted
@@ -230,53 +223,10 @@ class Runner:
         bias, counts = np.zeros((1, vocab), np.float32), np.zeros((1, vocab), np.int32)
         for token, value in (params.logit_bias or {}).items():
             bias[0, token] = value
-        counts[0, list(set(run.prompt))] = IN_PROMPT
-        np.add.at(counts[0], run.token_ids, 1)
+        counts[0, list(set(sequence.prompt))] = IN_PROMPT
+        np.add.at(counts[0], sequence.token_ids, 1)
         numbers = (np.asarray([value], np.float32) for value in penalties)
         return Adjustments(*jax.device_put((np.asarray([True]), *numbers, bias, counts)))
-
-
-def pages_that_fit(model: CausalLM, slots: int, columns: int, page_size: int, mem_fraction: float) -> int:
-    """As many pages as fit into `mem_fraction` of the free memory beside the slots, or as could ever be used.
-
-    Raises ValueError if that is not one.
-    """
-    (slot, page), free = _bytes(model, page_size), free_bytes()
-    fit = int(mem_fraction * free - slots * slot) // max(page, 1)
-    if fit < 1:
-        raise ValueError(
-            f"{slots} slots of {slot / 1e6:.1f} MB and one page of {page / 1e6:.1f} MB do not fit into mem_fraction "
-            f"{mem_fraction} of the {free / 1e6:,.0f} MB free: lower max_running_requests or raise mem_fraction"
-        )
-    return min(fit, slots * columns)
-
-
-def check_memory(model: CausalLM, slots: int, pages: int, page_size: int) -> None:
-    """ValueError if there is no memory for so many slots and pages."""
-    (slot, page), free = _bytes(model, page_size), free_bytes()
-    if slots * slot + pages * page > free:
-        raise ValueError(
-            f"max_running_requests {slots} of {slot / 1e6:.1f} MB and num_pages {pages} of {page / 1e6:.2g} MB take "
-            f"{(slots * slot + pages * page) / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free: lower one of them"
-        )
-
-
-def _bytes(model: CausalLM, page_size: int) -> tuple[int, int]:
-    """What a slot takes, and what a page does."""
-    memory = eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
-    parts = (slots_of(memory), pages_of(memory))
-    state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in parts)
-    return state + 8 * model.config.vocab_size, page  # a slot's states, and a bias and a count of each token
-
-
-def free_bytes() -> int:
-    """What the default device has free; for the CPU, what the machine has, with the files that it would forget."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats is not None and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    if MEMORY.exists():
-        return 1024 * int(MEMORY.read_text().partition("MemAvailable:")[2].split()[0])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:
@@ -285,14 +235,14 @@ def smallest(sizes: Sequence[int], needed: int) -> int:
 
 
 def _adjustments(rows: int, vocab: int) -> Adjustments:
-    """None for any of the rows."""
+    """Adjustments that change no row."""
     ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
     bias, counts = np.zeros((rows, vocab), np.float32), np.zeros((rows, vocab), np.int32)
     return Adjustments(*jax.device_put((np.zeros(rows, bool), ones, zeros, zeros.copy(), bias, counts)))
 
 
 def _int(value: int | None) -> Array:
-    assert value is not None, "a run without a slot has no row"
+    assert value is not None, "a sequence without a slot is in no call"
     return jax.device_put(np.asarray(value, np.int32))
 
 

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from ling3.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
-# What stands for a token where there are no finite logits to choose by.
+# Stands for a token where there are no finite logits to choose from.
 NOT_A_NUMBER = -2
 # In `Adjustments.counts`: the prompt has this token. The bits below count it in the output.
 IN_PROMPT = 1 << 30
-# Logits that are reduced together before the segments are: XLA's CPU backend is slow over rows as long as a vocabulary.
+# Logits are reduced in segments of this size first: XLA's CPU backend is slow over rows as long as a vocabulary.
 SEGMENT = 256
 # Logits over a lower temperature would overflow float32, and two infinities tie.
 COLDEST = 1e-30
@@ -33,7 +33,7 @@ class Adjustments(eqx.Module):
 
 
 class Sampling(eqx.Module):
-    """How each row of a batch is sampled. A row's seed is its own, so its draws do not depend on its neighbours."""
+    """How each row of a batch is sampled. Each row has its own seed, so its draws do not depend on the other rows."""
 
     temperature: Float32[Array, " batch"]  # 0: greedy
     top_k: Int32[Array, " batch"]  # keep the k likeliest; the vocabulary's size keeps all
@@ -42,7 +42,7 @@ class Sampling(eqx.Module):
     seed: Int32[Array, " batch"]
     stops: Int32[Array, "batch stops"]  # ids that end the row; -1 is none
     least: Int32[Array, " batch"]  # no stop before the row has so many tokens, prompt and all
-    alternatives: Bool[Array, " batch"]  # whether the likeliest tokens are reported
+    alternatives: Bool[Array, " batch"]  # True where the likeliest tokens are reported
     adjustments: Adjustments | None  # None where no row wants any
 
     @staticmethod
@@ -122,7 +122,7 @@ def counted(sampling: Sampling, token: Int32[Array, " batch"], chosen: Bool[Arra
 
 
 def ends(token: Int32[Array, " batch"], sampling: Sampling, positions: Int32[Array, " batch"]) -> Bool[Array, " batch"]:
-    """Whether each row ends with its token, the one after `positions` others."""
+    """True for each row that ends with its token, the one after `positions` others."""
     stop = jnp.any(token[:, None] == sampling.stops, axis=-1) & (positions >= sampling.least)
     return stop | (token == NOT_A_NUMBER)
 
@@ -200,7 +200,7 @@ def filtered_logits(logits: Float32[Array, "batch vocab"], sampling: Sampling) -
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     logits = logits / temperature[:, None]
     narrow = (sampling.top_k < logits.shape[1]) | (sampling.top_p < 1)
-    # Sorting changes no bit of a row that keeps all its tokens, so that a row does not depend on its neighbours' wants.
+    # Sorting changes no bit of a row that keeps all its tokens, so a row does not depend on the filters of others.
     logits = lax.cond(jnp.any(narrow), lambda: _top_k_top_p(logits, sampling), lambda: logits)
     floor = jnp.max(logits, axis=-1) + jnp.log(sampling.min_p)
     return jnp.where(logits >= floor[:, None], logits, -jnp.inf)

@@ -2,14 +2,12 @@
 
 import dataclasses
 import math
-import numbers
 import operator
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, no_type_check
-
-import numpy as np
+from typing import Any
 
 from ling3.runtime.quoting import shown
+from ling3.runtime.scalars import is_real, is_whole
 
 MAX_LOGPROBS = 20
 """The most alternatives that are reported per token."""
@@ -24,7 +22,7 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 """The most characters of one stop string."""
 LARGEST = 1e9
-"""What no number may exceed: so far float32 can add, multiply and divide without overflow."""
+"""The largest number: float32 can add, multiply and divide such numbers without overflow."""
 MAX_SEED = 2**31 - 1 - MAX_COMPLETIONS
 """The largest seed: the last completion's is an int32 too."""
 
@@ -45,7 +43,7 @@ WHOLE = {
     "logprobs": (0, MAX_LOGPROBS, f"a whole number in [0, {MAX_LOGPROBS}], or None for none", True),
     "seed": (0, MAX_SEED, f"a whole number in [0, {MAX_SEED}]", True),
 }
-"""Least, most, how a message says it, and whether None is allowed."""
+"""Least, most, how a message says it, and True if None is allowed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +122,7 @@ class SamplingParams:
         return [
             f"{name} is {shown(value)}, expected {expected}"
             for name, (low, high, expected) in REAL.items()
-            if not (_is_real(value := getattr(self, name)) and low <= value <= high)
+            if not (is_real(value := getattr(self, name)) and low <= value <= high)
         ]
 
     def _whole_numbers(self) -> list[str]:
@@ -152,7 +150,7 @@ class SamplingParams:
         bias = self.logit_bias
         if bias is not None and not (
             isinstance(bias, Mapping)
-            and all(is_whole(token) and _is_real(value) and abs(value) <= LARGEST for token, value in bias.items())
+            and all(is_whole(token) and is_real(value) and abs(value) <= LARGEST for token, value in bias.items())
         ):
             problems.append(f"logit_bias is {shown(bias)}, expected numbers in [-1e9, 1e9] by token id")
         elif bias is not None and len(bias) > MAX_BIASES:
@@ -171,21 +169,6 @@ class SamplingParams:
                 f"sampling parameters: {len(stops)} stop ids with the model's own, expected at most {MAX_STOP_IDS}"
             )
         return tuple(sorted(stops))
-
-
-# Asked of every token of a prompt: checking types would take longer than the answer.
-@no_type_check
-def is_whole(value: Any) -> bool:
-    """Whether `value` is a whole number; a bool is none."""
-    if type(value) is int:
-        return True
-    if isinstance(value, (bool, np.bool_)):
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
 
 
 def check_prompt(prompt: Any, vocab: int, name: str = "prompt") -> list[int]:
@@ -219,10 +202,6 @@ def check_room(prompt: Any, max_tokens: int, context: int, name: str = "prompt")
             f"but there is room for {context} (the model's max_position_embeddings, or a smaller max_model_len); "
             "shorten one or the other"
         )
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
 def _is_list(value: Any) -> bool:

@@ -38,19 +38,18 @@ logger = logging.getLogger(__name__)
 DTYPES = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
 THINKING = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
 
-# Continuations are scored in calls of so many sequences, padded to a power of two from the smallest width on; fewer
-# where the logits of a call would be more than this (1 GiB of float32).
+# Continuations are scored in calls of ROWS sequences, padded to a power of two of at least SMALLEST_WIDTH tokens, or of
+# fewer if the logits would be more than LOGITS numbers (1 GiB of float32).
 ROWS, SMALLEST_WIDTH, LOGITS = 16, 16, 2**28
 
 
 @register_model("ling3")
 class Ling3LM(TemplateLM):
-    """A checkpoint as the harness asks it: log-likelihoods by `model(tokens)`, texts by the engine.
+    """A checkpoint for the harness: log-likelihoods by `model(tokens)`, texts by the engine.
 
     `pretrained` and `revision` are `ling3.load`'s; `max_length` the most tokens of prompt and answer (the model's
     context without it); `thinking` the chat template's mode with the harness's `--apply_chat_template`. The harness's
-    own `batch_size`, `max_batch_size` and `device` are passed over: the engine batches by itself, and runs where JAX
-    does.
+    own `batch_size`, `max_batch_size` and `device` are ignored: the engine batches by itself, on JAX's device.
     """
 
     def __init__(
@@ -88,11 +87,11 @@ class Ling3LM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before a text that has no context, as the token that ends the one before."""
+        """The token before a text without context."""
         return start_token(self.tokenizer)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
-        """The ids of a text, without what the tokenizer may put around it."""
+        """The ids of a text, without special tokens by default."""
         return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
 
     @property
@@ -107,7 +106,7 @@ class Ling3LM(TemplateLM):
         )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source, for the record; the checkpoint has one, whatever the name."""
+        """The template's source, for the harness's record."""
         if not chat_template or self.tokenizer.chat_template is None:
             return None
         return self.tokenizer.chat_template.source
@@ -117,9 +116,9 @@ class Ling3LM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **others: Any
     ) -> list[tuple[float, bool]]:
-        """ln p(continuation | context) of each (texts, context, continuation), and whether it is the greedy one.
+        """ln p(continuation | context) of each (texts, context, continuation), and True if it is the greedy one.
 
-        Where both are longer than `max_length`, the context loses its beginning.
+        If both are longer than `max_length`, the context loses its beginning.
         """
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         by_width: dict[int, list[int]] = {}
@@ -179,8 +178,8 @@ class Ling3LM(TemplateLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The model's text after each context, up to the first of its `until` strings or `max_gen_toks` tokens.
 
-        Where both do not fit, the context loses its beginning, with a warning. ValueError for an option that the engine
-        has not, and for a `max_gen_toks` that leaves no room.
+        A context that is too long loses its beginning, with a warning. ValueError for an option that the engine does
+        not have, and for a `max_gen_toks` that leaves no room.
         """
         if self._engine is None:
             self._engine = Engine(
@@ -214,14 +213,14 @@ class Ling3LM(TemplateLM):
                 **{"temperature": 0.0, "seed": 0, **named},
             )
         except TypeError as error:
-            raise ValueError(f"generation_kwargs: {error}; SamplingParams has the names that there are") from error
+            raise ValueError(f"generation_kwargs: {error}; the names are those of SamplingParams") from error
 
 
 @eqx.filter_jit
 def _scored(
     model: CausalLM, tokens: Int32[Array, "batch seq"], targets: Int32[Array, "batch seq"]
 ) -> tuple[Float32[Array, "batch seq"], Bool[Array, "batch seq"]]:
-    """ln p of the targets, and whether each is the likeliest token."""
+    """ln p of the targets, and True where one is the likeliest token."""
     logits = model(tokens)
     return log_likelihood(logits, targets), jnp.argmax(logits, axis=2) == targets
 

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: each token's log-likelihood, over windows that slide along it."""
+"""Perplexity of a text: each token's log-likelihood, over sliding windows."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ ROWS, CHUNK = 4, 128
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """What a text costs: `nats`, the sum of -ln p over its `tokens`, which are `nbytes` of UTF-8."""
+    """`nats`, the sum of -ln p over a text's `tokens`, which are `nbytes` of UTF-8."""
 
     nats: float
     tokens: int
@@ -38,7 +38,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """exp(nats per token): among so many equally likely tokens the model is in doubt."""
+        """exp(nats per token)."""
         return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
 
     @property
@@ -54,7 +54,7 @@ def perplexity(
     context: int | None = None,
     stride: int | None = None,
 ) -> Perplexity:
-    """The cost of `text`, every token of it, the first one after the token that ends a text (`start_token`).
+    """The perplexity of `text`, over every token of it; the first one follows `start_token`.
 
     `context` and `stride` are those of `log_likelihoods`. Raises ValueError for an empty text.
     """
@@ -66,7 +66,7 @@ def perplexity(
 
 
 def start_token(tokenizer: Tokenizer) -> int:
-    """What stands before a text's first token: the tokenizer's eos_token, as in lm-evaluation-harness."""
+    """The token before a text's first one: the tokenizer's eos_token, as in lm-evaluation-harness."""
     token = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
     ends = tokenizer.eos_token_ids if token is None else (token,)
     if not ends:

@@ -1,10 +1,9 @@
-"""The file of a run: a JSON line for each question, written as it is answered, so that a run can be taken up again."""
+"""The predictions file: a JSON line for each question, written as it is answered, so that a run can be resumed."""
 
 import hashlib
 import json
 import os
 import pathlib
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -30,15 +29,15 @@ ANOTHER = "give another file to write to (--out)"
 
 
 class Predictions:
-    """The answers of one run, in the JSONL file `path`: those it has already, and each further one as it comes.
+    """The answers of one run in the JSONL file `path`: those that it has already, and those that are appended.
 
-    A line has its question's `index` and `prompt_sha256`, its `expected` answer, and the run's `settings`: a file can
-    only be taken up with the same. A line that a killed process left half written (without its newline) is dropped.
-    Within `with` the file is open and, where the system has `flock`, no other run's; Ctrl-C waits while a line is being
-    written, and a written line has reached the disk.
+    A line has its question's `index` and `prompt_sha256`, its `expected` answer, and the run's `settings`, which must
+    be the same for a run to be resumed. A line that a killed process left without its newline is dropped. Within
+    `with` the file is open and, if the system has `flock`, locked; Ctrl-C waits while a line is being written, and a
+    written line has reached the disk.
 
-    `with` raises BlockingIOError while another run has the file, and ValueError, naming the line, for a file of other
-    questions or settings, and for one that is no such file.
+    `with` raises BlockingIOError while another run has locked the file, and ValueError, naming the line, for a file of
+    other questions or settings and for any other file.
     """
 
     def __init__(
@@ -51,13 +50,13 @@ class Predictions:
         self._questions = questions
         self._settings = json.loads(json.dumps(settings))  # as it is read back: tuples are lists
         self.lines: dict[int, dict[str, Any]] = {}
-        """What is answered, by the question's index."""
+        """The lines by their questions' indices."""
 
     def __enter__(self) -> "Predictions":
         self._file = self.path.open("a+b")
         try:
             _lock(self._file)
-            # Not before the lock is held: another run may have written until then.
+            # After the lock: another run may have written until then.
             self._file.seek(0)
             whole, end = self._whole_lines(self._file.read())
             self.lines.clear()
@@ -69,16 +68,11 @@ class Predictions:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def append(self, index: int, answer: Mapping[str, Any]) -> None:
-        """Writes the line of question `index`: the question, the `answer`, the settings."""
+        """Writes the line of question `index`: the question, its `answer`, the settings."""
         line = {**self._questions[index], **answer, "settings": self._settings}
         with held_back():
             self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
@@ -87,11 +81,11 @@ class Predictions:
             self.lines[index] = line
 
     def _whole_lines(self, content: bytes) -> tuple[list[bytes], int]:
-        """The lines that end with a newline, and how many bytes they are; the rest has to be a beginning of one."""
+        """The lines that end with a newline, and their size in bytes; the rest must be the beginning of a line."""
         end = content.rfind(b"\n") + 1
         if content[end:][: len(BEGINNING)] != BEGINNING[: len(content) - end]:
             raise ValueError(
-                f"{self.path}: its last line, {content[end:][:60]!r}, is no beginning of a line of predictions; "
+                f"{self.path}: its last line, {content[end:][:60]!r}, is not the beginning of a line of predictions; "
                 f"{ANOTHER}"
             )
         return content[:end].split(b"\n")[:-1], end
@@ -101,45 +95,53 @@ class Predictions:
         line = strict_json.parse_line(text, where, f"remove the line, or {ANOTHER}")
         index = line.get("index") if isinstance(line, dict) else None
         if type(index) is not int or not isinstance(line.get("right"), bool):
-            raise ValueError(f"{where}: this is no line of predictions; {ANOTHER}")
+            raise ValueError(f"{where}: this is not a line of predictions; {ANOTHER}")
         if line.get("settings") != self._settings:
             raise ValueError(
-                f"{where} was written with other settings: {self._differences(line.get('settings'))}; take the run up "
+                f"{where} was written with other settings: {self._differences(line.get('settings'))}; resume "
                 f"with the same, or {ANOTHER}"
             )
         asked = self._questions[index] if 0 <= index < len(self._questions) else {}
         other = [name for name in ("prompt_sha256", "expected") if line.get(name) != asked.get(name)]
         if not asked or other:
             raise ValueError(
-                f"{where} answers question {index}, which is another one in these prompts ({', '.join(other)}): take "
-                f"the run up with the same prompts, or {ANOTHER}"
+                f"{where} answers question {index}, which is another one in these prompts ({', '.join(other)}): resume "
+                f"with the same prompts, or {ANOTHER}"
             )
         if index in self.lines:
             raise ValueError(f"{where} answers question {index} a second time; remove this line")
         self.lines[index] = line
 
     def _differences(self, settings: Any) -> str:
-        there = settings if isinstance(settings, dict) else {}
+        there, now = (_flat(each) if isinstance(each, dict) else {} for each in (settings, self._settings))
         return "; ".join(
-            f"{name} is {shown(there.get(name))} there and {shown(self._settings.get(name))} now"
-            for name in sorted({*there, *self._settings})
-            if there.get(name) != self._settings.get(name)
+            f"{name} is {shown(there.get(name))} there and {shown(now.get(name))} now"
+            for name in sorted({*there, *now})
+            if there.get(name) != now.get(name)
         )
 
 
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings with those of nested objects under names such as `engine.page_size`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
 def fingerprint(model: CausalLM) -> str:
-    """A short hash that tells models apart: of the config, and of elements from all over every array."""
+    """A short hash that identifies a model: of its config, and of elements spread over every array."""
     digest = hashlib.sha256(repr(model.config).encode())
     for leaf in map(jnp.atleast_1d, jax.tree.leaves(model)):
         places = np.linspace(0, leaf.size - 1, min(SAMPLE, leaf.size)).astype(np.int64)
-        # By an index for each axis: a flat copy of the experts would be as large as they are.
+        # By an index for each axis: flattening would copy the experts.
         sample = leaf[tuple(axis.astype(np.int32) for axis in np.unravel_index(places, leaf.shape))]
         digest.update(f"{leaf.shape} {leaf.dtype.name}".encode() + np.asarray(sample).tobytes())
     return digest.hexdigest()[:16]
 
 
 def _lock(file: BinaryIO) -> None:
-    """Keeps other runs from the file until it is closed; BlockingIOError where one has it."""
+    """Locks the file until it is closed; BlockingIOError if another run has locked it."""
     if fcntl is None:
         return
     try:

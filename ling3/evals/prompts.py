@@ -13,16 +13,16 @@ from ling3.runtime import strict_json
 from ling3.runtime.quoting import printable
 
 PROMPT = ("prompt", "origin_prompt", "question", "input")
-"""What the text to continue may be called; the first that an object has counts."""
+"""Names of the field with the text to continue, the first that an object has counts."""
 ASKED_ALONE = ("question", "input")
-"""Of these, what a data set calls its question without the options."""
+"""Those of them that data sets use for a question without its options."""
 ANSWER = ("answer", "target", "gold", "reference")
-"""What the expected answer may be called, likewise."""
+"""Names of the field with the expected answer, likewise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A prompt as the model is to read it, and the answer it should give, in its canonical spelling."""
+    """A prompt as the model reads it, and the expected answer in its canonical spelling."""
 
     prompt: str
     answer: str
@@ -30,13 +30,13 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One object of a data file, and where it stands."""
+    """One object of a data file, and its place for errors."""
 
     where: str
     fields: dict[str, Any]
 
     def text(self, *names: str) -> str:
-        """The first field of these `names` that there is, a text that is not empty; ValueError for anything else."""
+        """The first field of these `names` that it has; ValueError if that is no text, or an empty one."""
         name = self.name(names)
         value = self.fields[name]
         if not isinstance(value, str) or not value.strip():
@@ -57,7 +57,7 @@ class Row:
         return found
 
     def error(self, name: str, expected: str) -> ValueError:
-        """What to raise where the field `name` is not as `expected`."""
+        """The error for a field `name` that is not as `expected`."""
         return ValueError(f"{self.where}: the field {name!r} is {self.fields[name]!r:.60}, expected {expected}")
 
 
@@ -123,7 +123,7 @@ def _not_empty(path: pathlib.Path, found: list[Row]) -> list[Row]:
 
 
 def _is_jsonl(path: pathlib.Path, text: str) -> bool:
-    """By its name, or because its first line is a question by itself."""
+    """True by the file's name, or if its first line is an object by itself."""
     try:
         first = json.loads(text.lstrip().partition("\n")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Few-shot prompts from the public files of GSM8K and MMLU-Pro, for who has them (Parquet, JSONL or a JSON list)."""
+"""Few-shot prompts from the public files of GSM8K and MMLU-Pro (Parquet, JSONL or a JSON list)."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from ling3.evals.answers import LETTERS, choice, number
 from ling3.evals.prompts import Question, Row, expected, rows
 
 STOP = ("Question:",)
-"""What ends an answer to these prompts: a model that goes on asks itself the next question."""
+"""The stop string of these prompts: a base model goes on with the next question."""
 
 SHOTS = 4
 """Worked examples before each question."""
@@ -89,7 +89,7 @@ def _thought(row: Row) -> str:
 
 
 def _options(row: Row) -> list[str]:
-    """The options that say something: rows are filled up with "N/A"."""
+    """The options, without the "N/A" that rows are padded with."""
     options = row.fields[row.name(("options",))]
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
         raise row.error("options", "a list of texts")
@@ -116,7 +116,7 @@ def _first(examples: str | os.PathLike[str] | None, shots: int, columns: Sequenc
 
 
 def _given(examples: str | os.PathLike[str] | None, shots: int, columns: Sequence[str]) -> list[Row]:
-    """The rows of `examples`, which are not read where none is to be shown."""
+    """The rows of `examples`, which are not read if there are no shots."""
     if shots < 0:
         raise ValueError(f"shots is {shots}, expected at least 0")
     if shots and examples is None:

@@ -1,32 +1,42 @@
-"""Asks an engine a file of questions and counts the right answers."""
+"""Asks an engine questions and counts the right answers."""
 
 import contextlib
 import dataclasses
 import hashlib
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 
-from ling3.engine.outputs import Completion, Delta, RequestOutput
+from ling3.engine.outputs import RequestOutput
 from ling3.engine.sampling_params import MAX_SEED, SamplingParams, check_prompt
+from ling3.engine.settings import EngineSettings
 from ling3.evals.answers import Parser
 from ling3.evals.predictions import Predictions
 from ling3.evals.prompts import Question
-from ling3.serve import Engine, QueueFull
+from ling3.serve import Engine
 from ling3.text.tokenizer import Tokenizer
 from ling3.version import __version__
 
 MAX_TOKENS = 2000
-"""The most new tokens of an answer, where the context has room for them."""
+"""The most new tokens of an answer, if the context has room for them."""
 CONFIDENCE = 1.959963984540054
 """The normal distribution's 97.5 % quantile: two-sided 95 %."""
 
-# What may change the last bits of an answer, and so in rare cases its text.
-SHAPES = ("page_size", "chunked_prefill_size", "token_paddings", "max_model_len", "decode_rows", "decode_steps")
+PROTOCOL = EngineSettings(
+    page_size=256,
+    chunked_prefill_size=512,
+    token_paddings=(16, 128, 512),
+    mem_fraction=0.6,
+    max_running_requests=64,
+    overlap=False,
+)
+"""The settings of Ling-3's own evaluation, which is greedy, with up to `MAX_TOKENS` tokens an answer."""
+
+# Settings that decide which requests run when. The bits of an answer do not depend on them; on all others they may.
+SCHEDULE = ("max_running_requests", "mem_fraction", "max_queue", "num_pages", "overlap")
 
 Chat = Literal["auto", "on", "off"]
 """Prompts as a user's turn of the chat template, with this thinking mode; `auto` is the template's own choice."""
@@ -34,7 +44,7 @@ Chat = Literal["auto", "on", "off"]
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """How many of `total` answers are `right`; written as the last line of a run."""
+    """How many of `total` answers are `right`; as a text, the last line of a run."""
 
     right: int
     total: int
@@ -58,11 +68,11 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A question as the model gets it."""
+    """A question as the model reads it."""
 
     ids: list[int]
     record: Mapping[str, Any]
-    """What its line of the predictions begins with."""
+    """The beginning of its line of predictions."""
 
 
 def prepare(tokenizer: Tokenizer, questions: Sequence[Question], chat: Chat | None = None) -> list[Asked]:
@@ -92,16 +102,15 @@ def evaluate(
     on_start: Callable[[Score, int], None] | None = None,
     on_answer: Callable[[Score, int], None] | None = None,
 ) -> Score:
-    """Asks what the file `out` has no line for yet, and scores the whole: an answer is right if `parse` finds in it
-    what was expected.
+    """Asks the questions that the file `out` has no line for yet, and scores all.
 
-    Greedy and up to `MAX_TOKENS` tokens without `params`, and in any case no more than the context has room for. A
-    request that ends in `error` is a wrong answer, with its error in the line. `settings` are what else has to be the
-    same for a run to be taken up, such as `fingerprint(model)`. `limit` takes the first so many questions.
-    `on_start` and `on_answer` get the score so far and how many questions there are.
+    An answer is right if `parse` finds in it what was expected, and wrong if its request ended in `error`. Without
+    `params` sampling is greedy, up to `MAX_TOKENS` tokens; the context may have room for fewer. For a run to be resumed
+    `settings`, such as `fingerprint(model)`, must be the same, besides the sampling's and the engine's own. `limit`
+    asks the first questions alone. `on_start` and `on_answer` get the score so far and the number of questions.
 
-    Raises ValueError for a prompt that the model has no room for and for seeds too large, before any is asked, and what
-    Predictions raises.
+    Raises ValueError, before any question is asked, for a prompt without room for an answer and for seeds too large,
+    and what Predictions raises.
     """
     params = SamplingParams(max_tokens=MAX_TOKENS) if params is None else params
     if limit is not None and limit < 1:
@@ -119,26 +128,31 @@ def evaluate(
                 "the prompt, or show fewer examples in it"
             )
     check_seeds(params.seed, len(taken))
-    with Predictions(out, [question.record for question in asked], _settings(engine, params, parse, settings)) as file:
+    settings = _settings(engine, params, parse, settings)
+    schedule = {name: getattr(engine.settings, name) for name in SCHEDULE}
+    with Predictions(out, [question.record for question in asked], settings) as file:
         known = [file.lines[index]["right"] for index in range(len(taken)) if index in file.lines]
         score = Score(sum(known), len(known))
-        coming = deque(index for index in range(len(taken)) if index not in file.lines)
+        coming = [index for index in range(len(taken)) if index not in file.lines]
         if coming:
-            engine.warmup()  # so that the first answer's timings are an answer's
+            engine.warmup()  # so that the first timings have no compilation in them
         if on_start is not None:
             on_start(score, len(taken))
-        with contextlib.closing(_answers(engine, taken, coming, params)) as answers:
-            for index, output in answers:
-                answer = _answer(output, parse, taken[index].record["expected"])
-                file.append(index, answer)
-                score = Score(score.right + answer["right"], score.total + 1)
-                if on_answer is not None:
-                    on_answer(score, len(taken))
+        own = [dataclasses.replace(params, seed=(params.seed or 0) + index) for index in coming]
+        prompts = [taken[index].ids for index in coming]
+        with contextlib.closing(engine.stream_all(prompts, own, truncate="output")) as deltas:
+            for index, output in ((coming[place], delta.output) for place, delta in deltas):
+                if output is not None:
+                    answer = _answer(output, parse, taken[index].record["expected"])
+                    file.append(index, {**answer, "schedule": schedule})
+                    score = Score(score.right + answer["right"], score.total + 1)
+                    if on_answer is not None:
+                        on_answer(score, len(taken))
     return score
 
 
 def check_seeds(seed: int | None, count: int) -> None:
-    """ValueError where seed + i, of the last of `count` questions, is no seed any more."""
+    """ValueError if seed + i is too large a seed for the last of `count` questions."""
     if (seed or 0) + count - 1 > MAX_SEED:
         raise ValueError(
             f"seed is {seed}, and question i has seed + i: expected at most {MAX_SEED - count + 1} with {count} "
@@ -149,55 +163,26 @@ def check_seeds(seed: int | None, count: int) -> None:
 def _settings(
     engine: Engine, params: SamplingParams, parse: Parser, others: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What two runs must have in common to be one."""
+    """What has to be the same for a run to be resumed."""
     return {
         **(others or {}),
         "parser": parse.__name__,
         "sampling": {"temperature": params.temperature, "max_tokens": params.max_tokens, **_changed(params)},
-        "engine": {name: engine.settings[name] for name in SHAPES},
+        "engine": {name: value for name, value in dataclasses.asdict(engine.settings).items() if name not in SCHEDULE},
         "device": jax.devices()[0].device_kind,
         "ling3": __version__,
     }
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not as by default."""
+    """The fields that differ from the defaults."""
     default = dataclasses.asdict(SamplingParams())
     return {name: value for name, value in dataclasses.asdict(params).items() if value != default[name]}
 
 
-def _answers(
-    engine: Engine, asked: Sequence[Asked], coming: deque[int], params: SamplingParams
-) -> Generator[tuple[int, RequestOutput], None, None]:
-    """Each question's index and answer as it is finished; as many wait at once as the queue holds."""
-    running: dict[int, int] = {}
-    news: deque[Delta] = deque()
-    try:
-        while coming or running:
-            while coming and (request := _submitted(engine, asked[coming[0]], coming[0], params, news)) is not None:
-                running[request] = coming.popleft()
-            engine.step()
-            while news:
-                delta = news.popleft()
-                if delta.output is not None:
-                    yield running.pop(delta.request_id), delta.output
-    finally:
-        for request in running:
-            engine.abort(request)
-
-
-def _submitted(engine: Engine, question: Asked, index: int, params: SamplingParams, news: deque[Delta]) -> int | None:
-    """The id of the request, whose deltas go to `news`; None where the queue is full."""
-    try:
-        own = dataclasses.replace(params, seed=(params.seed or 0) + index)
-        return engine.submit(question.ids, own, truncate="output", on_delta=news.append)
-    except QueueFull:
-        return None
-
-
 def _answer(output: RequestOutput, parse: Parser, expected: str) -> dict[str, Any]:
     """The rest of a question's line."""
-    completion: Completion = output.outputs[0]
+    completion = output.outputs[0]
     parsed = parse(completion.text) if completion.finish_reason != "error" else None
     return {
         "text": completion.text,

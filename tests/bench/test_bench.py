@@ -15,7 +15,9 @@ from ling3 import cli
 from ling3.bench import measure as bench
 from ling3.bench.measure import SampleRequest, arrivals, measure, random_requests, read_requests
 from ling3.bench.report import Report, Served, Spread, in_flight, machine
+from ling3.checkpoint import load
 from ling3.serve import Engine
+from ling3.text.tokenizer import load_tokenizer
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
 SETTINGS = {
@@ -41,8 +43,13 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(directory):
-    return Engine.from_pretrained(directory, **SETTINGS)
+def served(directory):
+    return load(directory)
+
+
+@pytest.fixture(scope="module")
+def engine(directory, served):
+    return Engine(served, load_tokenizer(directory), **SETTINGS)
 
 
 # Ten tokens in three deltas, five in one, and one that failed.
@@ -251,32 +258,22 @@ def test_offline(engine, monkeypatch):
     assert not engine.has_work and engine.stats().free_pages == 8
 
 
-def test_online(engine):
+def test_online(engine, served):
     """Requests come when they are due, even if the queue is too short for all of them."""
-    engine._intake.max_queue, before = 1, engine._intake.max_queue
-    try:
-        found = measure(engine, random_requests(6, 400, (3, 8), (4, 4)), request_rate=200.0, seed=5)
-    finally:
-        engine._intake.max_queue = before
+    short = Engine(served, engine.tokenizer, engine.settings, max_queue=1)
+    found = measure(short, random_requests(6, 400, (3, 8), (4, 4)), request_rate=200.0, seed=5)
     assert found.completed == 6
     assert [request.due for request in found.served] == arrivals(6, 200.0, seed=5).tolist()
     assert all(request.deltas[0][0] > request.due for request in found.served)
     assert found.to_dict()["request_rate"] == 200.0
 
 
-def test_an_engine_that_idles_sleeps(engine, monkeypatch):
-    slept = []
-    monkeypatch.setattr(bench.time, "sleep", slept.append)
-    found = measure(engine, random_requests(2, 400, (3, 3), (2, 2)), request_rate=5.0, seed=1)
-    assert found.completed == 2 and slept and max(slept) <= found.served[1].due
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (SampleRequest([], 4), "request 1: prompt is empty"),
-        (SampleRequest([400], 4), r"request 1: .* expected an id in \[0, 400\)"),
-        (SampleRequest([3] * 61, 4), "request 1: prompt has 61 tokens and max_tokens is 4"),
+        (SampleRequest([], 4), "prompt 1 is empty"),
+        (SampleRequest([400], 4), r"prompt 1, .* expected an id in \[0, 400\)"),
+        (SampleRequest([3] * 61, 4), "prompt 1 has 61 tokens and max_tokens is 4"),
     ],
 )
 def test_what_the_engine_cannot_answer_is_said_first(engine, request_, message):
@@ -287,17 +284,15 @@ def test_what_the_engine_cannot_answer_is_said_first(engine, request_, message):
 
 
 def test_an_interrupted_measurement_leaves_nothing_behind(engine, monkeypatch):
-    steps = iter(range(3))
+    def stream_all(*arguments, original=engine.stream_all, **options):
+        for count, delta in enumerate(original(*arguments, **options)):
+            if count == 3:
+                raise KeyboardInterrupt
+            yield delta
 
-    def step(original=engine.step):
-        if next(steps, None) is None:
-            raise KeyboardInterrupt
-        return original()
-
-    monkeypatch.setattr(engine, "step", step)
+    monkeypatch.setattr(engine, "stream_all", stream_all)
     with pytest.raises(KeyboardInterrupt):
         measure(engine, random_requests(5, 400, (3, 8), (20, 20)))
-    monkeypatch.undo()
     engine.step()
     assert not engine.has_work and engine.stats().free_slots == 2
 

@@ -126,10 +126,10 @@ import numpy as np
 import ling3
 from ling3 import cli
 from ling3.checkpoint import hub
-from ling3.cli.options import Weights, load
+from ling3.cli.options import Loading
 
 class Seen(ling3.Engine):
-    def __init__(self, model, tokenizer):
+    def __init__(self, model, tokenizer, *others, **more):
         self.both = model, tokenizer
 
 def of(model, tokenizer):
@@ -150,10 +150,10 @@ seen = {
 huggingface_hub.constants.HF_HUB_OFFLINE = True
 seen["an engine from the hub's cache"] = of(*Seen.from_pretrained("owner/name").both)
 huggingface_hub.constants.HF_HUB_OFFLINE = False
-source = Weights(revision="draft").of("owner/name")
-seen["a command"] = of(load(source, "auto", source.tokenizer()), source.tokenizer())
-drawn = Weights(revision="config-only", random_weights=True).of("owner/name")
-seen["random weights"] = load(drawn, "auto", None).config.vocab_size
+source = Loading(revision="draft").source("owner/name")
+seen["a command"] = of(source.load(source.tokenizer()), source.tokenizer())
+drawn = Loading(revision="config-only", random_weights=True).source("owner/name")
+seen["random weights"] = drawn.load(None).config.vocab_size
 seen["a revision that is not there"] = refusal(lambda: ling3.load("owner/name", revision="v2"))
 seen["a repository that is not there"] = refusal(lambda: ling3.load("owner/another", revision="v1"))
 seen["inspected"] = [cli.main(["inspect", "owner/name", "--revision", revision, "--json"]) for revision in ("v1", "v2")]

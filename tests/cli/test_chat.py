@@ -6,31 +6,18 @@ import sys
 
 import jax
 import pytest
-import random_checkpoint
 from scripted_engine import Script, ScriptedEngine
-from tiny import TINY
 
 import ling3
 from ling3 import cli
 from ling3.cli import chat
 from ling3.cli.conversation import SETTABLE, Conversation, Unanswered, changed, written
 from ling3.engine.sampling_params import SamplingParams
+from ling3.engine.settings import EngineSettings
 from ling3.text.tokenizer import load_tokenizer
-from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
 QUESTION = "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
 ANSWER = "3 + 4 = 7. The answer is 7."
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A model of random weights with a tokenizer."""
-    path = tmp_path_factory.mktemp("chat") / "model"
-    backend = train_tokenizer(["hello 你好"] * 3, 400)
-    config = dataclasses.replace(TINY, vocab_size=400, max_position_embeddings=512, eos_token_id=(1,))
-    random_checkpoint.write(path, config, random_checkpoint.draw(config, seed=0))
-    write_tokenizer(backend, path, 512)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +34,6 @@ def engine():
     )
     engine.warmup()
     return engine
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """Puts given texts in the place of the model's."""
-
-    def put(*texts, **others):
-        script = Script(texts, **others)
-        monkeypatch.setattr("ling3.serve.Engine", script.engine)
-        return script
-
-    return put
 
 
 @pytest.fixture
@@ -95,6 +70,10 @@ def said(conversation, question):
     return "".join(delta.text for delta in conversation.ask(question))
 
 
+def raise_(error):
+    raise error
+
+
 def turns(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
@@ -120,15 +99,15 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said(engine, monkeypat
     assert conversation.turns == turns(QUESTION, shown)
 
     conversation.reset()
-    step, calls = engine.step, []
+    stream = engine.stream
 
-    def interrupted():
-        calls.append(None)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step()
+    def interrupted(*arguments, **options):
+        for count, delta in enumerate(stream(*arguments, **options)):
+            if count == 2:
+                raise KeyboardInterrupt
+            yield delta
 
-    monkeypatch.setattr(engine, "step", interrupted)
+    monkeypatch.setattr(engine, "stream", interrupted)
     shown = ""
     with pytest.raises(KeyboardInterrupt):
         for delta in conversation.ask(QUESTION):
@@ -147,7 +126,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said(engine, monkeypat
 
 def test_an_answer_that_said_nothing_is_forgotten_with_its_question(engine, monkeypatch):
     conversation = Conversation(engine, engine.tokenizer, SamplingParams(max_tokens=40), turns=turns("a", "b"))
-    monkeypatch.setattr(engine, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(engine, "stream", lambda *_, **__: (raise_(KeyboardInterrupt) for _ in "a"))
     with pytest.raises(KeyboardInterrupt):
         said(conversation, QUESTION)
     assert conversation.turns == turns("a", "b")
@@ -172,10 +151,8 @@ def test_a_full_context_ends_an_answer_and_then_refuses_questions(engine):
 def test_a_fault_of_the_engine_is_an_error_and_the_conversation_goes_on(engine, monkeypatch):
     conversation = Conversation(engine, engine.tokenizer, SamplingParams(max_tokens=40))
 
-    def fail():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-
-    monkeypatch.setattr(engine, "step", fail)
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+    monkeypatch.setattr(engine, "stream", lambda *_, **__: (raise_(error) for _ in "a"))
     with pytest.raises(Unanswered, match="RESOURCE_EXHAUSTED"):
         said(conversation, QUESTION)
     monkeypatch.undo()
@@ -186,7 +163,7 @@ def test_a_fault_of_the_engine_is_an_error_and_the_conversation_goes_on(engine, 
 def test_thoughts_do_not_stay_in_the_conversation(directory):
     tokenizer = load_tokenizer(directory)
     script = Script(("<think>one and one</think>\n\n2",))
-    engine = ScriptedEngine(script, None, tokenizer, {"max_model_len": 512})
+    engine = ScriptedEngine(script, None, tokenizer, EngineSettings(max_model_len=512))
     engine.warmup()
     conversation = Conversation(engine, tokenizer, SamplingParams(max_tokens=99), thinking="on")
     assert said(conversation, "1 + 1?") == "one and one\n\n2"
@@ -217,11 +194,11 @@ def test_options_reach_the_engine(directory, scripted, capsys, monkeypatch):
         temperature=0.5, top_p=0.9, max_tokens=9, seed=3, stop=("a", "b"), repetition_penalty=1.1, top_k=None
     )
     assert script.params == [wanted]
-    assert script.settings[0]["max_model_len"] == 100
-    assert script.settings[0]["max_running_requests"] == 1
+    assert script.settings[0].max_model_len == 100
+    assert script.settings[0].max_running_requests == 1
     piped(monkeypatch, "a")
     run(capsys, directory)
-    assert script.settings[1]["max_model_len"] == 512
+    assert script.settings[1].max_model_len == 512
     assert script.params[1].max_tokens == 512 - len(script.prompts[1])
 
 
@@ -245,12 +222,12 @@ def test_params_are_shown_and_set(directory, scripted, capsys, monkeypatch):
         ("/params top_k=none max_tokens=2.5", "max_tokens is '2.5', expected a whole number"),
         ("/params top_k=0", "top_k is 0"),
         ("/params ignore_eos=1", "ignore_eos is '1', expected true or false"),
-        ("/params n=2", "'n=2' is no name=value with one of the names temperature,"),
-        ("/params temperature", "'temperature' is no name=value"),
+        ("/params n=2", "'n=2' is not name=value with one of the names temperature,"),
+        ("/params temperature", "'temperature' is not name=value"),
         ("/params stop='", "No closing quotation"),
         ("/params top_p=0.5 top_k=0", "nothing was changed"),
-        ("/exit", "'/exit' is no command: /help shows them"),
-        ("/reset now", "'/reset now' is no command"),
+        ("/exit", "'/exit' is not a command: /help lists them"),
+        ("/reset now", "'/reset now' is not a command"),
     ],
 )
 def test_a_wrong_command_is_an_error_and_no_exit(directory, scripted, capsys, monkeypatch, line, message):
@@ -296,7 +273,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(directory, scripted, capsys
     assert (code, second) == (0, "five")
     assert answer and "one, two, three, four".startswith(answer) and answer != "one, two, three, four"
     assert "stopped" in err
-    assert script.engines[0].aborted[0] == 0
+    assert script.engines[0].aborted == 1
     assert script.prompts[1] == load_tokenizer(directory).apply_chat_template(turns("a", answer, "b"))
 
 
@@ -378,8 +355,8 @@ def test_a_checkpoint_without_a_chat_template(directory, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-model-len", "0"], "max_model_len is 0, expected a whole number in [1, 512]"),
-        (["--max-model-len", "513"], "max_model_len is 513"),
+        (["--max-model-len", "0"], "max_model_len is 0, expected a whole number in"),
+        (["--max-model-len", "513"], "max_model_len is 513, expected a whole number in [1, 512]"),
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--top-p", "2"], "top_p is 2.0"),
     ],

@@ -14,9 +14,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-import random_checkpoint
-from scripted_engine import END, Script
-from tiny import TINY
 
 import ling3
 from ling3 import cli
@@ -25,30 +22,6 @@ from ling3.cli import generate
 from ling3.cli.terminal import print_json
 from ling3.engine.sampling_params import SamplingParams
 from ling3.text.tokenizer import load_tokenizer
-from ling3.train.tokenizer import train_tokenizer, write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A model of random weights with a tokenizer."""
-    path = tmp_path_factory.mktemp("cli") / "model"
-    backend = train_tokenizer(["hello 你好"] * 3, 400)
-    config = dataclasses.replace(TINY, vocab_size=400, max_position_embeddings=512, eos_token_id=(END,))
-    random_checkpoint.write(path, config, random_checkpoint.draw(config, seed=0))
-    write_tokenizer(backend, path, 512)
-    return path
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """Puts given texts in the place of the model's; the script remembers what was asked for."""
-
-    def put(*texts, **others):
-        script = Script(texts, **others)
-        monkeypatch.setattr("ling3.serve.Engine", script.engine)
-        return script
-
-    return put
 
 
 def run(capsys, *argv):
@@ -129,10 +102,10 @@ def test_the_engine_is_as_large_as_the_prompts_need(directory, scripted, capsys)
     run(capsys, directory, *["-p", "a " * 20] * 70, "--max-tokens", 7)
     small, large = script.settings
     lengths = [len(prompt) for prompt in script.prompts]
-    assert (small["max_running_requests"], small["max_model_len"]) == (1, lengths[0] + 7)
-    assert (large["max_running_requests"], large["max_model_len"]) == (64, lengths[1] + 7)
-    assert small["token_paddings"] == (16,)
-    assert large["token_paddings"] == (128,)
+    assert (small.max_running_requests, small.max_model_len) == (1, lengths[0] + 7)
+    assert (large.max_running_requests, large.max_model_len) == (64, lengths[1] + 7)
+    assert small.token_paddings == (16,)
+    assert large.token_paddings == (128,)
 
 
 def test_max_tokens_is_what_there_is_room_for(directory, scripted, capsys):
@@ -256,7 +229,7 @@ def test_random_weights(bare, scripted, capsys):
 
 def test_random_weights_that_do_not_fit(bare, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ling3.families.init", lambda *args, **others: pytest.fail("allocated"))
-    monkeypatch.setattr("ling3.engine.runner.free_bytes", lambda: 10**9)
+    monkeypatch.setattr("ling3.engine.memory.free_bytes", lambda: 10**9)
     large = dataclasses.replace(ling3.Ling3Config.from_file(bare), hidden_size=2**16, intermediate_size=2**16)
     (bare / "config.json").write_text(json.dumps(large.to_dict()))
     code, out, err = run(capsys, bare, "-p", "hello", "--random-weights")

@@ -1,5 +1,6 @@
-"""What is asked and what is answered: prompts, params, deltas, completions, books."""
+"""What is asked and what is answered: prompts, params, deltas, completions, counts."""
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -433,7 +434,7 @@ def test_streams_may_take_turns(served):
     assert answers([list(stream)[-1].output]) == expected[:1]
 
 
-# Times and books
+# Times and counts
 
 
 def test_timings_are_in_order(served):
@@ -479,52 +480,52 @@ def test_the_books_balance_after_every_step():
         if turn % 17 == 5 and rids:
             served.abort(rids[int(draw.integers(len(rids)))])
         deltas += served.step()
-        books = served.stats()
-        assert balanced(books)
+        stats = served.stats()
+        assert balanced(stats)
         served._loop.scheduler.check()
-        assert books.free_pages + sum(len(run.pages) for run in served._loop.scheduler.running) == PAGES
-        assert books.steps == turn + 1
+        assert stats.free_pages + sum(len(sequence.pages) for sequence in served._loop.scheduler.running) == PAGES
+        assert stats.steps == turn + 1
         if not served.has_work:
             break
     assert idle(served)
-    books = served.stats()
-    assert books.preemptions > 0
-    assert books.finished["abort"] > 0
+    stats = served.stats()
+    assert stats.preemptions > 0
+    assert stats.finished["abort"] > 0
     ends = [delta.output for delta in deltas if delta.output is not None]
     assert sorted(output.request_id for output in ends) == sorted(rids)
-    assert sum(books.finished.values()) == books.submitted == sum(len(output.outputs) for output in ends)
+    assert sum(stats.finished.values()) == stats.submitted == sum(len(output.outputs) for output in ends)
     whole = [c for output in ends for c in output.outputs if c.finish_reason == "length"]
     tokens = sum(len(c.token_ids) for output in ends for c in output.outputs)
     prompts = sum(len(output.prompt_token_ids) for output in ends for c in output.outputs if c in whole)
-    assert books.output_tokens == tokens
-    assert books.prompt_tokens >= prompts
-    assert (books.slots, books.page_size) == (SLOTS, 16)
+    assert stats.output_tokens == tokens
+    assert stats.prompt_tokens >= prompts
+    assert (stats.slots, stats.page_size) == (SLOTS, 16)
 
 
 def test_a_step_leaves_the_slots_and_pages_of_others_alone(served):
     """Bit for bit, with what earlier requests have left in them."""
 
-    def others(run):
+    def others(sequence):
         layers = jax.device_get(served._loop.runner.pool.layers)
-        states = [np.delete(leaf, run.slot, axis=0) for leaf in jax.tree.leaves(slots_of(layers))]
-        return states + [np.delete(paged.entries, run.pages, axis=0) for paged in pages_of(layers)]
+        states = [np.delete(leaf, sequence.slot, axis=0) for leaf in jax.tree.leaves(slots_of(layers))]
+        return states + [np.delete(paged.entries, sequence.pages, axis=0) for paged in pages_of(layers)]
 
     served.generate([[i] * 60 for i in range(10, 16)], dataclasses.replace(GREEDY, max_tokens=40))
     rid = served.submit([9] * 70, dataclasses.replace(GREEDY, max_tokens=60))
     served.step()
-    run, turns = served._loop.requests[rid].runs[0], 0
-    assert 0 < run.prefilled < 70
-    before = others(run)
+    sequence, turns = served._loop.requests[rid].sequences[0], 0
+    assert 0 < sequence.prefilled < 70
+    before = others(sequence)
     assert sum(np.count_nonzero(leaf) for leaf in before) > 1000
-    while served.has_work and run.slot is not None:
-        held = list(run.pages)
+    while served.has_work and sequence.slot is not None:
+        held = list(sequence.pages)
         served.step()
         turns += 1
-        if run.pages == held:
-            for old, new in zip(before, others(run), strict=True):
+        if sequence.pages == held:
+            for old, new in zip(before, others(sequence), strict=True):
                 np.testing.assert_array_equal(old, new)
-        elif run.slot is not None:
-            before = others(run)
+        elif sequence.slot is not None:
+            before = others(sequence)
     assert turns > 10
 
 
@@ -551,6 +552,16 @@ def test_from_pretrained_is_one_line():
 # Compilation
 
 
+@contextlib.contextmanager
+def logged_compiles():
+    """In all threads, which `jax.log_compiles` is not."""
+    jax.config.update("jax_log_compiles", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_log_compiles", False)
+
+
 def test_nothing_is_compiled_after_warmup(caplog):
     """Mixed traffic: every padding, sampling of all kinds, preemption, aborts, NaN; shapes that no other test has."""
     served = engine(num_pages=PAGES + 1)
@@ -565,7 +576,7 @@ def test_nothing_is_compiled_after_warmup(caplog):
         {"logit_bias": {5: 1.0}, "min_tokens": 4, "n": 2},
         {"stop": ["a"], "stop_token_ids": list(range(50, 90))},
     ]
-    with caplog.at_level(logging.DEBUG), jax.log_compiles():
+    with caplog.at_level(logging.DEBUG), logged_compiles():
         for i in range(24):
             params = SamplingParams(max_tokens=int(draw.integers(1, 90)), seed=i, **kinds[i % 6])
             rid = served.submit([9] * int(draw.integers(1, 120)), params)

@@ -30,7 +30,6 @@ def served(shared, caplog):
     yield shared
     gc.collect()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-    assert not shared._drivers
     assert idle(shared)
 
 
@@ -53,9 +52,9 @@ async def read(served, prompt, params):
 async def freed(served):
     """Waits until nothing runs."""
     for _ in range(500):
-        books = served.stats()
-        assert balanced(books)
-        if (books.running, books.waiting) == (0, 0):
+        stats = served.stats()
+        assert balanced(stats)
+        if (stats.running, stats.waiting) == (0, 0):
             return
         await asyncio.sleep(0.01)
     pytest.fail("requests without a reader are still running")
@@ -129,35 +128,27 @@ def test_cancelling_a_reader_frees_its_slot(served, delay):
 
 
 def test_a_reader_may_leave_before_it_is_in_the_queue(served):
-    """The books are in use, so that its request waits to be queued; nothing is queued for nobody afterwards."""
-    in_use, done = threading.Event(), threading.Event()
+    """The engine's thread is busy, so that its request waits to be queued; it is aborted as soon as it is."""
+    busy, done = threading.Event(), threading.Event()
+    before = served.stats()
 
-    def use():
-        with served._guard.books():
-            in_use.set()
-            done.wait(10)
+    def keep_busy(_):
+        busy.set()
+        done.wait(10)
 
     async def main():
-        user = threading.Thread(target=use)
-        user.start()
-        in_use.wait(10)
+        served._actor.send(None, keep_busy)
+        busy.wait(10)
         reader = asyncio.create_task(read(served, PROMPTS[0], LONG))
         await asyncio.sleep(0.05)
         reader.cancel()
         await asyncio.wait([reader])
         done.set()
-        user.join()
 
     asyncio.run(main())
-    books = served.stats()
-    assert balanced(books)
-    assert (books.running, books.waiting) == (0, 0)
-    # Either may come first. Here the reader's end does.
-    request = served._request(PROMPTS[0], LONG, None, "prompt")
-    served._guard.dropped.append(lambda: served._abort(request))
-    served._guard.sweep()
-    served._enqueue(request)
-    assert served.stats() == books
+    after = served.stats()
+    assert after.finished["abort"] == before.finished["abort"] + 1
+    assert (after.running, after.waiting, after.steps) == (0, 0, before.steps)
 
 
 def test_a_timeout_is_a_cancellation(served):
@@ -182,8 +173,8 @@ def test_a_loop_that_ends_amid_streams_leaves_the_engine_well(served):
 
     asyncio.run(main())
     served.step()
-    books = served.stats()
-    assert (books.running, books.waiting) == (0, 0)
+    stats = served.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
     assert answer(asyncio.run(read(served, PROMPTS[0], SHORT)).outputs[0]) == expected
 
 
@@ -198,20 +189,6 @@ def test_one_event_loop_after_the_other_and_two_at_once(served):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(lambda: asyncio.run(main())) for _ in range(2)]:
             assert [answer(output.outputs[0]) for output in future.result()] == expected
-
-
-def test_a_driver_that_is_cancelled_is_replaced(served):
-    (expected,) = alone(served, [PROMPTS[1]], LONG)
-
-    async def main():
-        reader = asyncio.create_task(read(served, PROMPTS[1], LONG))
-        for _ in range(5):
-            await asyncio.sleep(0.005)
-            for driver in list(served._drivers.values()):
-                driver.cancel()
-        return await reader
-
-    assert answer(asyncio.run(main()).outputs[0]) == expected
 
 
 class Fault(RuntimeError):
@@ -290,7 +267,7 @@ def test_an_engine_can_be_driven_by_several_hands(served):
 
 
 def test_the_event_loop_stays_awake_while_a_step_is_slow(served, monkeypatch):
-    """Though new streams begin and others are left meanwhile, and the books are in use."""
+    """Though new streams begin and others are left meanwhile, and the engine's thread is busy."""
     decode, slow = served._loop.runner.decode, 0.4
 
     def sleeping(runs, steps):

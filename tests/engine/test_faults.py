@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
-from small_engine import answer, balanced, engine, idle, model, reciter, tokenizer
+from small_engine import SETTINGS, answer, balanced, engine, idle, model, reciter, tokenizer
 
 import ling3
 from ling3 import SamplingParams
@@ -50,6 +50,11 @@ def alone(shared):
     return run
 
 
+def limit_queue(patch, served, most):
+    patch.setattr(served._intake, "max_queue", most)
+    patch.setattr(served._loop, "max_queue", most)
+
+
 def answers(outputs):
     return [[answer(completion) for completion in output.outputs] for output in outputs]
 
@@ -82,7 +87,7 @@ def answers(outputs):
     ],
 )
 def test_a_hopeless_request_is_refused_and_leaves_no_trace(busy, monkeypatch, prompt, params, message):
-    monkeypatch.setattr(busy._intake, "max_queue", 4)
+    limit_queue(monkeypatch, busy, 4)
     before, params = busy.stats(), SamplingParams(**params)
     for ask in (busy.submit, busy.stream):
         with pytest.raises(ValueError, match=message):
@@ -148,8 +153,8 @@ def test_a_request_larger_than_all_pages_is_refused_and_the_largest_runs():
     assert not small.has_work
     # 90 + 7 - 1 cached tokens are exactly 6 pages: the scheduler has to be able to admit it.
     small.submit([3] * 90, SamplingParams(max_tokens=7))
-    run = small._loop.scheduler.head()
-    assert small._loop.scheduler.admit(96) is run
+    sequence = small._loop.scheduler.head()
+    assert small._loop.scheduler.admit(96) is sequence
 
 
 def test_an_engine_without_a_tokenizer_says_what_it_lacks(busy):
@@ -175,9 +180,12 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
     [
         ({"max_running_requests": 0}, "max_running_requests is 0, expected a whole number in"),
         ({"max_running_requests": True}, "max_running_requests is True"),
+        ({"max_queue": None}, r"max_queue is None, expected a whole number in \[1, 2147483647\]$"),
+        ({"num_pages": 2.0}, r"num_pages is 2.0, expected a whole number in \[1, 67108864\] or None"),
         ({"page_size": -1}, "page_size is -1"),
         ({"chunked_prefill_size": 0, "max_queue": 0}, "chunked_prefill_size is 0.*max_queue is 0"),
         ({"max_model_len": 257}, r"max_model_len is 257, expected a whole number in \[1, 256\]"),
+        ({"max_model_len": 10**5000}, "max_model_len is a number of 16610 bits, expected"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"num_pages": 0}, "num_pages is 0"),
         ({"decode_rows": 0}, "decode_rows is 0"),
@@ -196,21 +204,49 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
         ({"mem_fraction": 0.0}, r"mem_fraction is 0.0, expected a number in \(0, 1\]"),
         ({"mem_fraction": 1.5}, "mem_fraction is 1.5"),
         ({"mem_fraction": float("nan")}, "mem_fraction is nan"),
+        ({"mem_fraction": "half", "page_size": "16"}, "page_size is '16'.*; mem_fraction is 'half', expected a number"),
+        ({"token_paddings": "512"}, "token_paddings is '512', expected a list of whole numbers"),
+        ({"token_paddings": None}, "token_paddings is None, expected a list"),
+        ({"token_paddings": (32, 512.0)}, r"token_paddings\[1\] is 512.0, expected a whole number"),
+        ({"batch_invariant": 1, "overlap": None}, "batch_invariant is 1, expected True or False; overlap is None"),
         ({"mem_fraction": 1e-12, "num_pages": None}, "lower max_running_requests or raise mem_fraction"),
     ],
 )
 def test_senseless_engines_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         engine(**changes)
-    with pytest.raises(TypeError, match="max_runing_requests"):
+    if changes in ({"max_model_len": 257}, {"mem_fraction": 1e-12, "num_pages": None}):
+        return  # what model and memory decide
+    with pytest.raises(ValueError, match=message):
+        ling3.EngineSettings(**{**SETTINGS, **changes})
+
+
+def test_settings_by_other_names_and_places_are_refused():
+    with pytest.raises(TypeError, match="no engine setting is called max_runing_requests; there are max_running_re"):
         ling3.Engine(model(), max_runing_requests=4)
+    with pytest.raises(TypeError, match="no engine setting is called pages"):
+        ling3.Engine.from_pretrained("no such directory", pages=4)
+    with pytest.raises(TypeError, match="settings"):
+        ling3.Engine(model(), None, 64)
+
+
+def test_settings_are_given_whole_or_by_name():
+    whole = ling3.EngineSettings(**{**SETTINGS, "token_paddings": [np.int64(32), 16, 16]})
+    assert (whole.token_paddings, type(whole.token_paddings[1])) == ((16, 32), int)
+    assert hash(whole) == hash(ling3.EngineSettings(**SETTINGS)) and whole == ling3.EngineSettings(**SETTINGS)
+    given = ling3.Engine(model(), None, whole, num_pages=19)
+    named = ling3.Engine(model(), None, **{**SETTINGS, "num_pages": 19})
+    resolved = dataclasses.replace(whole, num_pages=19, max_model_len=256)
+    assert given.settings == named.settings == resolved and given.max_model_len == 256
+    with pytest.deprecated_call(match=r'engine.settings\["num_pages"\] is now engine.settings.num_pages'):
+        assert given.settings["num_pages"] == 19
 
 
 def test_what_there_is_no_memory_for_is_refused_before_it_is_allocated(monkeypatch):
     """A slot has 8 bytes for each of 400 ids and two KDA states; a page has 20 numbers for each of 16 tokens."""
     slot, page = 8 * 400 + 2 * 4 * (2 * 8 * 8 + 3 * 48), 4 * 16 * 20
-    monkeypatch.setattr("ling3.engine.runner.free_bytes", lambda: 4 * slot + 20 * page)
-    assert engine().settings["num_pages"] == 20
+    monkeypatch.setattr("ling3.engine.memory.free_bytes", lambda: 4 * slot + 20 * page)
+    assert engine().settings.num_pages == 20
     message = r"max_running_requests 4 of 0.0 MB and num_pages 21 of 0.0013 MB take 0 MB, and 0 MB are free: lower one"
     for changes in ({"num_pages": 21}, {"max_running_requests": 5}, {"page_size": 17}):
         with pytest.raises(ValueError, match=message if "num_pages" in changes else "are free: lower one of them"):
@@ -225,7 +261,7 @@ def test_what_there_is_no_memory_for_is_refused_before_it_is_allocated(monkeypat
 def test_a_decode_call_has_no_more_rows_than_there_are_slots():
     for slots, rows in ((1, 1), (5, 5), (64, 16)):
         small = engine(max_running_requests=slots, decode_rows=None)
-        assert (small.settings["decode_rows"], small._loop.runner.shapes.rows) == (rows, (rows,))
+        assert (small.settings.decode_rows, small._loop.runner.shapes.rows) == (rows, (rows,))
     assert engine(max_running_requests=1, batch_invariant=False)._loop.runner.shapes.rows == (1,)
 
 
@@ -239,7 +275,7 @@ def test_an_engine_shows_its_size_and_its_load(busy):
 
 
 def test_the_queue_is_bounded(busy, monkeypatch):
-    monkeypatch.setattr(busy._intake, "max_queue", 3)
+    limit_queue(monkeypatch, busy, 3)
     first = busy.submit([3], SHORT)
     busy.submit([4], SamplingParams(max_tokens=12, n=2))
     before = busy.stats()
@@ -318,7 +354,7 @@ def test_nan_that_nobody_saw_harms_no_one(poisoned, alone):
     for _ in range(2):
         rids = [poisoned.submit([POISON] * 200, SHORT) for _ in range(2)]
         poisoned.step()
-        assert 0 < poisoned._loop.requests[rids[0]].runs[0].prefilled < 200
+        assert 0 < poisoned._loop.requests[rids[0]].sequences[0].prefilled < 200
         for rid in rids:
             assert poisoned.abort(rid)
         prompts = [list(range(10 + i, 150 + i)) for i in range(5)]
@@ -340,8 +376,8 @@ def test_abort_wherever_it_is(busy, alone):
 
     prefilling = busy.submit(list(range(6, 206)), SHORT)
     busy.step()
-    run = busy._loop.requests[prefilling].runs[0]
-    assert 0 < run.prefilled < 200
+    sequence = busy._loop.requests[prefilling].sequences[0]
+    assert 0 < sequence.prefilled < 200
     assert busy.abort(prefilling)
 
     company = busy.submit(PROMPTS[0], LONG)
@@ -372,7 +408,7 @@ def test_abort_while_preempted(busy, alone):
     waiting, deltas = [], []
     while not waiting:
         deltas += busy.step()
-        waiting = [run for run in busy._loop.scheduler.queued() if run.preemptions]
+        waiting = [each for each in busy._loop.scheduler.queued() if each.preemptions]
     (victim,) = waiting[:1]
     assert victim.saved is not None
     assert busy.abort(victim.request.request_id)
@@ -404,8 +440,8 @@ def test_abort_ends_all_completions_and_keeps_those_that_are_whole(busy):
 
 def test_a_stream_that_is_left_is_aborted(busy):
     def running():
-        books = busy.stats()
-        return books.running + books.waiting
+        stats = busy.stats()
+        return stats.running + stats.waiting
 
     never_begun = busy.stream(PROMPTS[0], LONG)
     assert running() == 1
@@ -431,7 +467,7 @@ def test_a_stream_that_is_left_is_aborted(busy):
 
 
 def test_a_stream_may_be_collected_anywhere(busy, alone, monkeypatch):
-    """The garbage collector runs where it will, amid a change of the books too."""
+    """The garbage collector may run in any thread, also amid a turn."""
     expected = alone(PROMPTS[1], LONG)
     left = [busy.stream(PROMPTS[0], LONG) for _ in range(3)]
     for stream in left:
@@ -586,9 +622,9 @@ def test_a_callback_may_abort_its_request_from_within_an_abort(busy):
     busy.step()
     busy.abort(rid)
     assert sorted(seen) == [0, 1, 2]
-    books = busy.stats()
-    assert books.finished["abort"] - before.finished["abort"] == 3
-    assert balanced(books)
+    stats = busy.stats()
+    assert stats.finished["abort"] - before.finished["abort"] == 3
+    assert balanced(stats)
 
 
 def test_a_callback_that_aborts_and_raises_is_counted_once(busy):
@@ -623,7 +659,7 @@ def test_an_interrupt_in_generate(busy, alone):
     assert idle(busy)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(busy._intake, "max_queue", 4)  # so that some never come into the queue
+        limit_queue(patch, busy, 4)  # so that some never come into the queue
         prompts = PROMPTS + [[9]] * 8
         outputs = busy.generate(prompts, params + [LONG] * 8, on_delta=callback, on_interrupt="return")
     assert idle(busy)
@@ -691,9 +727,9 @@ def test_an_impatient_user_breaks_nothing(busy):
                     pytest.fail("the interrupt was lost")
                 stop.is_set()
             allowed[0] = 0
-            books = busy.stats()
-            assert balanced(books)
-            assert (books.running, books.waiting) == (0, 0)
+            stats = busy.stats()
+            assert balanced(stats)
+            assert (stats.running, stats.waiting) == (0, 0)
     finally:
         stop.set()
         presser.join()
@@ -718,9 +754,15 @@ def test_a_real_interrupt_returns_what_is_finished(busy, alone):
 
 
 def test_a_real_interrupt_in_a_step_loses_nothing(busy, alone, monkeypatch):
-    """It comes while calls are dispatched, and while deltas are handed out."""
+    """It comes while calls are dispatched, and while deltas are handed out; at once, and the turn is completed."""
     expected = [alone(prompt, LONG) for prompt in PROMPTS]
-    ends, decode = {}, busy._loop.runner.decode
+    ends, decode, interrupts, armed = {}, busy._loop.runner.decode, [], [False]
+
+    def handler(*_):
+        if armed[0]:
+            armed[0] = False
+            interrupts.append(busy)
+            raise KeyboardInterrupt
 
     def decoding(runs, steps):
         press()
@@ -732,20 +774,20 @@ def test_a_real_interrupt_in_a_step_loses_nothing(busy, alone, monkeypatch):
 
     monkeypatch.setattr(busy._loop.runner, "decode", decoding)
     rids = [busy.submit(prompt, LONG, on_delta=callback) for prompt in PROMPTS]
-    interrupts = 0
-    while busy.has_work:
-        try:
+    signal.signal(signal.SIGINT, handler)
+    while len(ends) < len(rids) or not all(ends.values()):
+        with contextlib.suppress(KeyboardInterrupt):
+            armed[0] = True
             busy.step()
-        except KeyboardInterrupt:
-            interrupts += 1
-    assert interrupts > 20
+            armed[0] = False
+    assert len(interrupts) > 20
     assert answers([ends[rid] for rid in rids]) == expected
 
 
 def test_another_handler_of_ctrl_c_is_asked(busy):
-    """A program that only notes Ctrl-C goes on, and its handler runs between two turns."""
+    """A program that only notes Ctrl-C goes on."""
     noted = []
-    before = signal.signal(signal.SIGINT, lambda *_: noted.append(busy._guard._changing))
+    before = signal.signal(signal.SIGINT, lambda *_: noted.append(threading.current_thread()))
     try:
         (output,) = busy.generate(
             [PROMPTS[0]], LONG, on_delta=lambda delta: delta.finish_reason or os.kill(os.getpid(), signal.SIGINT)
@@ -754,7 +796,7 @@ def test_another_handler_of_ctrl_c_is_asked(busy):
         signal.signal(signal.SIGINT, before)
     assert output.finish_reason == "length"
     assert len(noted) > 3
-    assert set(noted) == {0}
+    assert set(noted) == {threading.main_thread()}
 
 
 def test_ctrl_c_stays_ignored_where_it_is(busy):
@@ -776,7 +818,7 @@ class Fault(RuntimeError):
     """The device's."""
 
 
-@pytest.mark.parametrize("where", ["prefill", "decode", "arrive", "depart"])
+@pytest.mark.parametrize("where", ["prefill", "decode", "swap_in", "swap_out"])
 def test_a_fault_of_the_device_ends_all_and_the_engine_begins_anew(busy, alone, monkeypatch, where):
     prompts = [[i] * 50 for i in range(40, 45)]
     expected = [alone(prompt, LONG) for prompt in prompts]

@@ -114,13 +114,13 @@ class Company(RuleBasedStateMachine):
             self.aborted.add(which)
 
     @invariant()
-    def the_books_add_up(self):
+    def the_counts_add_up(self):
         if not hasattr(self, "engine"):
             return
         stats = self.engine.stats()
         assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values())
         assert stats.slots == stats.free_slots + stats.running
-        held = sum(len(run.pages) for run in self.engine._loop.scheduler.running)
+        held = sum(len(sequence.pages) for sequence in self.engine._loop.scheduler.running)
         assert stats.pages == stats.free_pages + held
         self.engine._loop.scheduler.check()
 

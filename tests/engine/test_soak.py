@@ -7,7 +7,7 @@ import pytest
 
 import ling3
 from benchmarks import soak
-from ling3.engine.request import Request, Run
+from ling3.engine.request import Request, TokenSequence
 
 # The longest request takes 18 of the pages: 100 tokens of prompt and 40 of output, the last of which is never cached.
 SETTINGS = soak.SETTINGS | {"page_size": 8, "num_pages": 26, "max_model_len": 144}
@@ -38,13 +38,13 @@ def test_soak():
 
 @pytest.mark.slow
 def test_an_answer_that_depends_on_company_is_found(monkeypatch):
-    """Tokens that are the run's own only in slot 0, which a run that is alone has."""
-    take = Run.take
+    """Tokens that are right only in slot 0, which a sequence that is alone has."""
+    take = TokenSequence.take
 
     def taken(self, tokens, *logprobs):
         return take(self, tokens + 1 if self.slot and tokens.min() > 5 else tokens, *logprobs)
 
-    monkeypatch.setattr(Run, "take", taken)
+    monkeypatch.setattr(TokenSequence, "take", taken)
     found = short_soak(40)
     assert any("token_ids differ from place" in line for line in found.differences)
 

@@ -1,5 +1,6 @@
 """`ling3 eval` as it is called: its options, its last line, and a run that is killed and taken up again."""
 
+import dataclasses
 import io
 import json
 import os
@@ -14,11 +15,12 @@ import pytest
 from rich.console import Console
 
 from ling3 import cli
-from ling3.cli.eval import _bar
+from ling3.cli.eval import Gsm8k, _bar
+from ling3.engine.settings import EngineSettings
 from ling3.evals.answers import number
 from ling3.evals.nano_files import files
 from ling3.evals.prompts import Question, write
-from ling3.evals.run import Score
+from ling3.evals.run import MAX_TOKENS, Score
 from ling3.serve import Engine
 from ling3.train.nano.problems import exam, worked_examples
 
@@ -51,6 +53,11 @@ def test_the_last_line(prompts, tmp_path, capsys):
     code, text, err = run(capsys, "gsm8k", "nano", "--prompts", prompts, "--out", out, "--limit", 40, *ENGINE)
     assert code == 0
     interval, last = text.splitlines()
+    settings, schedule = lines(out)[0]["settings"], lines(out)[0]["schedule"]
+    assert settings["sampling"] == {"temperature": 0.0, "max_tokens": 64, "seed": 0}
+    assert (settings["engine"]["page_size"], settings["engine"]["chunked_prefill_size"]) == (256, 512)
+    assert settings["engine"]["token_paddings"] == [16, 128, 512]
+    assert (schedule["mem_fraction"], schedule["max_running_requests"], schedule["overlap"]) == (0.6, 4, False)
     right = sum(line["right"] for line in lines(out))
     assert last == f"accuracy (正确率): {right}/40 = {right / 40:.4f}"
     assert right >= 36, "nano answers nine in ten of its own problems"
@@ -62,6 +69,30 @@ def test_the_last_line(prompts, tmp_path, capsys):
     assert (found["right"], found["total"], found["accuracy"]) == (right, 40, right / 40)
     assert found["wilson_95"] == pytest.approx([low, high], abs=1e-4)
     assert (found["model"], found["predictions"]) == ("nano", str(out))
+
+
+def test_the_engine_s_settings_are_those_of_the_protocol(prompts, tmp_path, capsys, monkeypatch):
+    """As Ling-3's own evaluation fixes them: nothing follows from the prompts or from the model."""
+    asked = []
+
+    def engine(model, tokenizer, settings):
+        asked.append(settings)
+        raise ValueError("asked")
+
+    monkeypatch.setattr("ling3.serve.Engine", engine)
+    options = ("gsm8k", "nano", "--prompts", prompts, "--out", tmp_path / "out.jsonl")
+    for more in ((), ("--overlap", "--max-running-requests", 8)):
+        assert "asked" in run(capsys, *options, *more)[2]
+    protocol = EngineSettings(
+        page_size=256,
+        chunked_prefill_size=512,
+        token_paddings=(16, 128, 512),
+        mem_fraction=0.6,
+        max_running_requests=64,
+        overlap=False,
+    )
+    assert asked == [protocol, dataclasses.replace(protocol, overlap=True, max_running_requests=8)]
+    assert MAX_TOKENS == 2000 == Gsm8k.max_tokens and Gsm8k.temperature == 0.0
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
@@ -97,11 +128,11 @@ def test_a_killed_run_is_taken_up(prompts, tmp_path, capsys, monkeypatch):
 
     asked = []
 
-    def submit(engine, prompt, *others, original=Engine.submit, **options):
-        asked.append(tuple(prompt))
-        return original(engine, prompt, *others, **options)
+    def stream_all(engine, prompts, *others, original=Engine.stream_all, **options):
+        asked.extend(prompts)
+        return original(engine, prompts, *others, **options)
 
-    monkeypatch.setattr(Engine, "submit", submit)
+    monkeypatch.setattr(Engine, "stream_all", stream_all)
     code, text, _ = run(capsys, *arguments, out)
     assert code == 0 and out.read_bytes().startswith(kept)
     assert len(asked) == COUNT - kept.count(b"\n")
@@ -164,6 +195,7 @@ def test_a_chat(tmp_path, capsys):
         (("--questions", "q.jsonl", "--shots", "-1"), "--shots is -1"),
         (("--prompts", "{prompts}", "--max-tokens", "0"), "max_tokens is 0"),
         (("--prompts", "{prompts}", "--limit", "0"), "--limit is 0"),
+        (("--prompts", "{prompts}", "--max-running-requests", "0"), "max_running_requests is 0, expected a whole"),
         (("--prompts", "no-such-file.json"), "no-such-file.json"),
         (("--prompts", "{prompts}", "--out", "nowhere/out.jsonl"), "--out: there is no directory"),
         (("--prompts", "{bad}"), "item 1 (line 2): the field 'answer' (or 'target'"),
@@ -171,7 +203,7 @@ def test_a_chat(tmp_path, capsys):
 )
 def test_senseless_options(prompts, tmp_path, capsys, monkeypatch, arguments, message):
     """They are refused before any weight is read."""
-    monkeypatch.setattr("ling3.cli.eval.load", lambda *arguments: pytest.fail("the weights are loaded"))
+    monkeypatch.setattr("ling3.cli.options.Source.load", lambda *arguments: pytest.fail("the weights are loaded"))
     bad = tmp_path / "bad.json"
     bad.write_text('[\n{"prompt": "a"}]')
     filled = [argument.format(prompts=prompts, bad=bad) for argument in arguments]

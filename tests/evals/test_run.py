@@ -42,18 +42,17 @@ def ask(engine, tmp_path):
         asked = 0
 
         def __call__(self, name="predictions.jsonl", engine=engine, questions=QUESTIONS, **others):
-            self.out, self.asked, submit = tmp_path / name, 0, engine.submit
+            self.out, self.asked, stream_all = tmp_path / name, 0, engine.stream_all
 
-            def counted(*arguments, **options):
-                number = submit(*arguments, **options)
-                self.asked += 1
-                return number
+            def counted(prompts, *arguments, **options):
+                self.asked += len(prompts)
+                return stream_all(prompts, *arguments, **options)
 
-            engine.submit = counted
+            engine.stream_all = counted
             try:
                 return evaluate(engine, asked(tuple(questions)), number, self.out, **{"params": PARAMS, **others})
             finally:
-                engine.submit = submit
+                del engine.stream_all
 
         def lines(self):
             return [json.loads(line) for line in self.out.read_text(encoding="utf-8").splitlines()]
@@ -149,7 +148,9 @@ def test_more_questions_than_the_queue_holds(ask):
     score = ask()
     lines = timeless(ask.lines())
     assert ask("short.jsonl", engine=small_engine.engine(max_queue=1)) == score
-    assert timeless(ask.lines()) == lines
+    short = timeless(ask.lines())
+    assert {line["schedule"]["max_queue"] for line in short} == {1}
+    assert [{**line, "schedule": lines[0]["schedule"]} for line in short] == lines
 
 
 def test_a_request_that_fails_is_a_wrong_answer(ask):
@@ -196,7 +197,9 @@ def test_a_prompt_without_room_is_named_before_any_work(ask, engine):
 def test_other_settings_and_prompts_are_refused(ask):
     ask(limit=2)
     before = ask.out.read_bytes()
-    with pytest.raises(ValueError, match=r"line 1 was written with other settings: sampling is .*12.* there and .*13"):
+    with pytest.raises(
+        ValueError, match=r"line 1 was written with other settings: sampling\.max_tokens is 12 there and 13"
+    ):
         ask(params=SamplingParams(max_tokens=13, ignore_eos=True))
     with pytest.raises(ValueError, match="weights is None there and 'abc' now"):
         ask(settings={"weights": "abc"})
@@ -213,6 +216,26 @@ def test_other_settings_and_prompts_are_refused(ask):
     ask.out.write_bytes(before + b"\n")
     with pytest.raises(ValueError, match=r"line 3, column 1: no valid JSON .*; remove the line, or give another"):
         ask()
+
+
+def test_every_setting_of_the_engine_is_recorded(ask, engine):
+    ask(limit=1)
+    (line,) = ask.lines()
+    recorded = {**line["settings"]["engine"], **line["schedule"]}
+    assert recorded == {**dataclasses.asdict(engine.settings), "token_paddings": [16, 32]}
+    assert line["settings"]["engine"].keys().isdisjoint(line["schedule"])
+
+
+def test_a_run_is_taken_up_with_another_schedule_and_not_with_other_shapes(ask):
+    whole = ask()
+    lines = timeless(ask.lines())
+    ask("more.jsonl", limit=3)
+    other = small_engine.engine(max_running_requests=2, num_pages=9, max_queue=3, mem_fraction=0.5, overlap=False)
+    assert ask("more.jsonl", engine=other) == whole and ask.asked == 7
+    for line, expected in zip(timeless(ask.lines()), lines, strict=True):
+        assert {**line, "schedule": expected["schedule"]} == expected
+    with pytest.raises(ValueError, match=r"with other settings: engine\.decode_rows is 4 there and 2 now; resume"):
+        ask("more.jsonl", engine=small_engine.engine(decode_rows=2))
 
 
 def test_two_runs_at_once_are_refused(ask):
@@ -261,9 +284,9 @@ def test_seeds_too_large_are_refused_before_any_work(ask):
     ("content", "message"),
     [
         *((line, "predictions.jsonl, line 1") for line in ('{"prompt": "a"}\n', "[]\n", "3\n", "text\n")),
-        ('{"index": true, "right": true}\n', "line 1: this is no line of predictions"),
-        ('[{"prompt": "a", "answer": "3"}]', r"its last line, .* is no beginning of a line of predictions"),
-        ('{"prompt": "a", "answer": "3"}', r"its last line, .* is no beginning of a line of predictions"),
+        ('{"index": true, "right": true}\n', "line 1: this is not a line of predictions"),
+        ('[{"prompt": "a", "answer": "3"}]', r"its last line, .* is not the beginning of a line of predictions"),
+        ('{"prompt": "a", "answer": "3"}', r"its last line, .* is not the beginning of a line of predictions"),
     ],
 )
 def test_a_file_of_something_else_is_left_alone(ask, content, message):

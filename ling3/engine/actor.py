@@ -1,0 +1,261 @@
+"""The engine's thread: it alone touches the loop, and callers exchange messages with it.
+
+It takes messages in their order, between turns and while the device works on one. The loop turns while somebody waits
+for a turn or for deltas, and rests otherwise. Callers wait in their own threads, where Ctrl-C interrupts them as it
+would any wait: the turn in the engine's thread is completed all the same.
+"""
+
+import atexit
+import contextlib
+import functools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, no_type_check
+
+import jax
+
+from ling3.engine.loop import Call, Loop
+from ling3.engine.outputs import Delta
+from ling3.engine.request import Request
+from ling3.runtime.entry_checks import refuse_fork
+
+# Seconds between two looks at the device while it works.
+POLL = 0.0002
+# What `with jax.default_device(...)` and its like set is a thread's own: an engine's thread takes these over.
+CONTEXTS = ("default_device", "default_matmul_precision")
+
+# The engine of each thread, and where to send its messages.
+_threads: dict[threading.Thread, tuple["weakref.ref[object]", "queue.SimpleQueue[Any]"]] = {}
+
+
+# These methods run for every turn and every delta: checking types would take longer than they do.
+@no_type_check
+class Reader:
+    """The deltas of some requests on their way from the engine's thread to the caller who waits for them.
+
+    `put` is called in the engine's thread with each (index of the request, delta), or with an exception that the caller
+    is to raise. With `whole`, only the last delta of each sequence is sent.
+    """
+
+    def __init__(self, requests: Sequence[Request], put: Callable[[Any], object], whole: bool = False):
+        self.requests = requests
+        self.fault: Exception | None = None  # the engine's, once a request has ended in it
+        self.waits = False
+        self._put, self._whole, self._sent, self._taken = put, whole, 0, 0
+        self._unfinished = {(i, k) for i, request in enumerate(requests) for k in range(request.params.n)}
+        for i, request in enumerate(requests):
+            request.deliver = request.report = functools.partial(self._deliver, i)
+
+    @property
+    def unfinished(self) -> bool:
+        """True if there are deltas to come."""
+        return bool(self._unfinished)
+
+    def take(self, item: Any) -> tuple[int, Delta]:
+        """What has come, in the caller's thread; raises it if it is an exception."""
+        self._taken += 1
+        if isinstance(item, BaseException):
+            raise item
+        i, delta = item
+        if delta.finish_reason is not None:
+            self._unfinished.discard((i, delta.index))
+            self.fault = self.fault or self.requests[i].fault
+        return item
+
+    def send(self, item: Any) -> None:
+        """Passes something on to the caller, from the engine's thread."""
+        self.waits, self._sent = False, self._sent + 1
+        self._put(item)
+
+    def leave(self, loop: Loop) -> None:
+        """Ends what is unfinished of the requests with `abort`, in the engine's thread."""
+        self.waits = False
+        for request in self.requests:
+            request.deliver = request.report = lambda delta: None
+            loop.abort(request)
+
+    def _deliver(self, i: int, delta: Delta) -> None:
+        if delta.finish_reason is not None or not self._whole:
+            self.send((i, delta))
+
+
+@no_type_check
+class Actor:
+    """The thread that moves a loop, for as long as the loop's `owner` exists.
+
+    A message is (where the answer goes or None, a method of this class, its arguments). Messages and the thread hold no
+    reference to the actor, so that the owner's memory is free as soon as the owner is dropped. Callers wait in
+    `SimpleQueue.get`: Ctrl-C amid the Python code of a Future or a Condition could leave its lock held.
+    """
+
+    def __init__(self, loop: Loop, owner: object):
+        self._loop, self._inbox = loop, queue.SimpleQueue()
+        self._readers: set[Reader] = set()  # who wait
+        self._turns: list[Callable[[Any], object]] = []  # where the ends of turns are awaited
+        self._scheduled = False
+        settings = {name: getattr(jax.config, f"jax_{name}") for name in CONTEXTS}
+        contexts = [getattr(jax, name)(value) for name, value in settings.items() if value is not None]
+        arguments = (weakref.ref(self), self._inbox, contexts)
+        self._thread = threading.Thread(target=_serve, args=arguments, name="ling3-engine", daemon=True)
+        _threads[self._thread] = weakref.ref(owner), self._inbox
+        weakref.finalize(owner, self._inbox.put, None).atexit = False
+        self._thread.start()
+
+    # For callers, in any thread
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """What a method of the loop returns; a callback for deltas is in the loop's thread already."""
+        if threading.get_ident() == self._thread.ident:
+            return method(self._loop, *args)
+        return self.ask(method, *args)
+
+    def ask(self, method: Callable[..., Any], *args: Any) -> Any:
+        """The same, but a RuntimeError in a callback."""
+        answers = queue.SimpleQueue()
+        self.send(answers.put, method, *args)
+        return result(answers.get())
+
+    def send(self, reply: Callable[[Any], object] | None, method: Callable[..., Any], *args: Any) -> None:
+        """Has a method of the loop called; `reply` gets what `result` takes, in the engine's thread."""
+        self._check()
+        self._inbox.put((reply, Actor._on_loop, (method, *args)))
+
+    def turn(self) -> None:
+        """Waits for one turn of the loop."""
+        self._check()
+        answers = queue.SimpleQueue()
+        self._inbox.put((None, Actor._wait_turn, (answers.put,)))
+        result(answers.get())
+
+    def wait(self, reader: Reader) -> None:
+        """Has the loop turn until there is something for the reader. Raises the fault in which a request has ended."""
+        if reader.fault is not None:
+            raise reader.fault
+        self._check()
+        self._inbox.put((None, Actor._wait, (reader, reader._taken)))
+
+    def last_message(self, method: Callable[..., Any], *args: Any) -> Callable[[], None]:
+        """A function that has a method of the loop called; it does not wait, and Ctrl-C cannot interrupt it.
+
+        It is a single call into C, so a `finally` may call it in any thread, also for the garbage collector.
+        """
+        return functools.partial(self._inbox.put, (None, Actor._on_loop, (method, *args)))
+
+    def _check(self) -> None:
+        refuse_fork()
+        if threading.get_ident() == self._thread.ident:
+            raise RuntimeError(
+                "a callback for deltas cannot move the loop that called it: submit there, and the loop will come to it"
+            )
+        if not self._thread.is_alive():
+            if threading.current_thread() is not threading.main_thread():
+                raise SystemExit  # ends a daemon thread without a traceback
+            raise RuntimeError("the interpreter is exiting, and the engine has ended")
+
+    # Messages, in the engine's thread
+
+    def handle(self, reply: Callable[[Any], object] | None, method: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Does what a message says, and answers it."""
+        try:
+            outcome = method(self, *args), None
+        except BaseException as error:
+            outcome = None, error
+            if reply is None and isinstance(error, Exception):
+                self._loop.fail(error)
+        if reply is not None:
+            with contextlib.suppress(RuntimeError):  # an event loop that is closed
+                reply(outcome)
+        del outcome  # its exception refers to this frame
+        self._readers = {reader for reader in self._readers if reader.waits}
+        if not self._scheduled and (self._turns or (self._readers and self._loop.has_work)):
+            self._scheduled = True
+            self._inbox.put((None, Actor._turn, ()))
+
+    def _on_loop(self, method: Callable[..., Any], *args: Any) -> Any:
+        answer = method(self._loop, *args)
+        if (raised := self._loop.take_raised()) is not None:
+            raise raised
+        return answer
+
+    def _wait(self, reader: Reader, taken: int) -> None:
+        reader.waits = reader._sent == taken  # otherwise something is on its way
+        self._readers.add(reader)
+
+    def _wait_turn(self, reply: Callable[[Any], object]) -> None:
+        self._turns.append(reply)
+
+    def _turn(self) -> None:
+        turns, self._turns, readers = self._turns, [], list(self._readers)
+        fault = raised = None
+        try:
+            calls = self._loop.launch()
+            raised = self._loop.take_raised()
+            self._await(calls)
+            self._loop.read(calls)
+        except Exception as error:
+            fault = self._loop.fail(error)
+        raised = raised or self._loop.take_raised()
+        self._scheduled = False
+        for reply in turns:
+            reply((None, fault or raised))
+        if raised is not None and not turns:
+            for reader in readers:
+                reader.send(raised)
+        del fault, raised  # their tracebacks refer to this frame
+
+    def _await(self, calls: Sequence[Call]) -> None:
+        """Waits for the results of calls, and takes messages meanwhile."""
+        tokens: list[Any] = [call.choice.token for call in calls]
+        while not all(token.is_ready() for token in tokens):
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                time.sleep(POLL)
+                continue
+            if message is None:  # the last one: after this turn
+                self._inbox.put(None)
+                break
+            self.handle(*message)
+        jax.block_until_ready([call.choice for call in calls])
+
+
+def result(outcome: tuple[Any, BaseException | None]) -> Any:
+    """The answer to a message; raises what its method raised."""
+    answer, error = outcome
+    if error is None:
+        return answer
+    try:
+        raise error
+    finally:
+        del outcome, error  # the exception refers to this frame
+
+
+def join_abandoned() -> None:
+    """Waits until the memory of engines that have been dropped is free."""
+    for thread, (owner, _) in list(_threads.items()):
+        if owner() is None and thread is not threading.current_thread():
+            thread.join()
+
+
+@atexit.register
+def _stop() -> None:
+    """Ends all threads after their turns: the interpreter must not go away while they are in JAX."""
+    threads = dict(_threads)
+    for _, inbox in threads.values():
+        inbox.put(None)
+    for thread in threads:
+        thread.join()
+
+
+@no_type_check
+def _serve(ref: "weakref.ref[Actor]", inbox: "queue.SimpleQueue[Any]", contexts: Sequence[Any]) -> None:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        while (message := inbox.get()) is not None and (actor := ref()) is not None:
+            actor.handle(*message)
+            del actor, message
+    del _threads[threading.current_thread()]

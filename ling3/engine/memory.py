@@ -1,0 +1,57 @@
+"""What memory an engine takes: of the device, or on a CPU of the machine."""
+
+import os
+import pathlib
+
+import equinox as eqx
+import jax
+
+from ling3.cache import pages_of, slots_of
+from ling3.engine.pool import cache_dtype, new_memory
+from ling3.model import CausalLM
+
+# Where Linux says what memory there is.
+MEMORY = pathlib.Path("/proc/meminfo")
+
+
+def pages_that_fit(model: CausalLM, slots: int, columns: int, page_size: int, mem_fraction: float) -> int:
+    """As many pages as fit into `mem_fraction` of the free memory beside the slots, or as could ever be used.
+
+    Raises ValueError if that is not one.
+    """
+    (slot, page), free = _bytes(model, page_size), free_bytes()
+    fit = int(mem_fraction * free - slots * slot) // max(page, 1)
+    if fit < 1:
+        raise ValueError(
+            f"{slots} slots of {slot / 1e6:.1f} MB and one page of {page / 1e6:.1f} MB do not fit into mem_fraction "
+            f"{mem_fraction} of the {free / 1e6:,.0f} MB free: lower max_running_requests or raise mem_fraction"
+        )
+    return min(fit, slots * columns)
+
+
+def check(model: CausalLM, slots: int, pages: int, page_size: int) -> None:
+    """ValueError if there is no memory for so many slots and pages."""
+    (slot, page), free = _bytes(model, page_size), free_bytes()
+    if slots * slot + pages * page > free:
+        raise ValueError(
+            f"max_running_requests {slots} of {slot / 1e6:.1f} MB and num_pages {pages} of {page / 1e6:.2g} MB take "
+            f"{(slots * slot + pages * page) / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free: lower one of them"
+        )
+
+
+def _bytes(model: CausalLM, page_size: int) -> tuple[int, int]:
+    """What a slot takes, and what a page does."""
+    memory = eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
+    parts = (slots_of(memory), pages_of(memory))
+    state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in parts)
+    return state + 8 * model.config.vocab_size, page  # a slot's states, and a bias and a count of each token
+
+
+def free_bytes() -> int:
+    """What the default device has free; for the CPU, what the machine has, with the files that it would forget."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    if MEMORY.exists():
+        return 1024 * int(MEMORY.read_text().partition("MemAvailable:")[2].split()[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,154 @@
+"""How an engine runs: `EngineSettings`, checked before any work is done."""
+
+import dataclasses
+import operator
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ling3.runtime.quoting import shown
+from ling3.runtime.scalars import is_real, is_whole
+
+if TYPE_CHECKING:
+    from ling3.model import CausalLM
+
+DECODE_STEPS = 16
+"""The most decode steps of one call, and so the most tokens of one row between two looks from the host."""
+MAX_SLOTS = 2**16
+"""The most slots of an engine, and the most rows of its decode call."""
+MAX_PAGES = 2**26
+"""The most pages: each takes some memory of the host's too."""
+MAX_TOKENS = 2**17
+"""The most tokens of a page, and of a prefill call."""
+MAX_PADDINGS = 64
+"""The most sizes of a prefill call: each is a program to compile."""
+CPU_ROWS = 16
+"""Rows of a decode call on a CPU, unless `decode_rows` says otherwise: more slow it down."""
+LARGEST = 2**31 - 1
+"""The largest int32: positions are counted in it."""
+
+WHOLE = {
+    "max_running_requests": (MAX_SLOTS, False),
+    "page_size": (MAX_TOKENS, False),
+    "chunked_prefill_size": (MAX_TOKENS, False),
+    "max_model_len": (LARGEST, True),
+    "max_queue": (LARGEST, False),
+    "num_pages": (MAX_PAGES, True),
+    "decode_rows": (MAX_SLOTS, True),
+    "decode_steps": (DECODE_STEPS, False),
+}
+"""The most of each whole number, of which the least is 1, and whether it may be None."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How an engine batches requests, and how much memory it takes.
+
+    The last bits of an answer may depend on `page_size`, `chunked_prefill_size`, `token_paddings`, `decode_rows` and
+    `decode_steps`, and without `batch_invariant` on how many requests run; they depend on nothing else here.
+    Raises ValueError naming every senseless field.
+    """
+
+    max_running_requests: int = 64
+    """Slots: requests that run at once; further ones wait."""
+    page_size: int = 256
+    """Tokens of a page of the paged caches."""
+    chunked_prefill_size: int = 512
+    """Prompt tokens of a prefill call: longer prompts go in by chunks."""
+    token_paddings: Sequence[int] = (16, 128, 512)
+    """The sizes that prefill calls are padded to, each to the smallest that holds it."""
+    max_model_len: int | None = None
+    """The most tokens of a request, prompt and output; without it, the model's context."""
+    mem_fraction: float = 0.6
+    """What share of the memory that the weights leave free the slots and pages may take."""
+    max_queue: int = 1024
+    """The most requests that wait."""
+    num_pages: int | None = None
+    """How many pages; without it, as many as fit into mem_fraction or could ever be used."""
+    decode_rows: int | None = None
+    """Requests of a decode call; without it, all slots, but at most 16 on a CPU."""
+    decode_steps: int = 8
+    """Tokens of a decode call, for each of its requests."""
+    batch_invariant: bool = True
+    """False: few running requests share a smaller decode call, which is faster, but the last bits of an answer then
+    depend on how many there are."""
+    overlap: bool = True
+    """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {shown(value)}, expected a whole number in [1, {most}]{' or None' if optional else ''}"
+            for name, (most, optional) in WHOLE.items()
+            if not ((value := getattr(self, name)) is None and optional) and not _is_within(value, most)
+        ]
+        if not (is_real(self.mem_fraction) and 0 < self.mem_fraction <= 1):
+            problems.append(f"mem_fraction is {shown(self.mem_fraction)}, expected a number in (0, 1]")
+        problems += [
+            f"{name} is {shown(value)}, expected True or False"
+            for name in ("batch_invariant", "overlap")
+            if type(value := getattr(self, name)) is not bool
+        ]
+        problems += self._padding_problems()
+        if problems:
+            raise ValueError("engine settings: " + "; ".join(problems))
+        for name in WHOLE:
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else operator.index(value))  # the class is frozen
+        object.__setattr__(self, "mem_fraction", float(self.mem_fraction))
+        object.__setattr__(self, "token_paddings", tuple(sorted(set(map(operator.index, self.token_paddings)))))
+
+    def _padding_problems(self) -> list[str]:
+        sizes, chunk = self.token_paddings, self.chunked_prefill_size
+        if not isinstance(sizes, Sequence) or isinstance(sizes, (str, bytes)):
+            return [f"token_paddings is {shown(sizes)}, expected a list of whole numbers"]
+        if len(sizes) > MAX_PADDINGS:
+            return [f"the number of token_paddings is {len(sizes)}, expected at most {MAX_PADDINGS}"]
+        wrong = [
+            f"token_paddings[{i}] is {shown(size)}, expected a whole number in [1, {MAX_TOKENS}]"
+            for i, size in enumerate(sizes)
+            if not _is_within(size, MAX_TOKENS)
+        ]
+        if not wrong and _is_within(chunk, MAX_TOKENS) and max(sizes, default=0) < chunk:
+            wrong = [
+                f"token_paddings are {shown(tuple(sizes))}, expected one of at least chunked_prefill_size, which is "
+                f"{chunk}"
+            ]
+        return wrong
+
+    def resolve(self, model: "CausalLM") -> "EngineSettings":
+        """The settings with which an engine of `model` runs: every None replaced by its number.
+
+        Raises ValueError for more tokens than the model's context, and for more slots and pages than memory is free.
+        """
+        # What reads a command line's options does not wait for JAX.
+        import jax  # noqa: PLC0415
+
+        from ling3.engine import memory  # noqa: PLC0415
+
+        slots, context = self.max_running_requests, int(model.config.max_position_embeddings)
+        length = context if self.max_model_len is None else self.max_model_len
+        if length > context:
+            raise ValueError(
+                f"engine settings: max_model_len is {length}, expected a whole number in [1, {context}], the model's "
+                "context"
+            )
+        rows, pages = self.decode_rows, self.num_pages
+        if rows is None:
+            rows = min(slots, CPU_ROWS) if jax.default_backend() == "cpu" else slots
+        if pages is None:
+            columns = -(-length // self.page_size)
+            pages = memory.pages_that_fit(model, slots, columns, self.page_size, self.mem_fraction)
+            pages = min(pages, MAX_PAGES)
+        else:
+            memory.check(model, slots, pages, self.page_size)
+        return dataclasses.replace(self, max_model_len=length, decode_rows=rows, num_pages=pages)
+
+    def __getitem__(self, name: str) -> Any:
+        """A setting by its name, for one release: `Engine.settings` was a dict."""
+        words = f'engine.settings["{name}"] is now engine.settings.{name}; the old form goes with the next release'
+        warnings.warn(words, DeprecationWarning, stacklevel=2)
+        return dataclasses.asdict(self)[name]
+
+
+def _is_within(value: Any, most: int) -> bool:
+    return is_whole(value) and 1 <= operator.index(value) <= most

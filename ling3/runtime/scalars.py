@@ -1,0 +1,25 @@
+"""What counts as a number where a caller gives one: a bool is none, and a NumPy integer is a whole number."""
+
+import numbers
+import operator
+from typing import Any, no_type_check
+
+
+# Asked of every token of a prompt: checking types would take longer than the answer.
+@no_type_check
+def is_whole(value: Any) -> bool:
+    """True if `value` is a whole number; a bool is none."""
+    if type(value) is int:
+        return True
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def is_real(value: Any) -> bool:
+    """True if `value` is a real number; a bool is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
