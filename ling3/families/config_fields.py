@@ -20,6 +20,7 @@ strings, another such dataclass (an object in the file), or a tuple of these; `|
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 import os
@@ -171,7 +172,7 @@ def field(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
 @functools.cache
 def rules(config: type) -> dict[str, Rule]:
     """The rule of each field of a config's class."""
-    hints = typing.get_type_hints(config)
+    hints = {name: hint for base in config.__mro__[::-1] for name, hint in inspect.get_annotations(base).items()}
     return {f.name: _rule(hints[f.name], f.metadata) for f in dataclasses.fields(config)}
 
 

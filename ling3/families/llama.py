@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families.config_fields import Only, field, read
+from ling3.families.config_fields import field, read
 from ling3.families.family import Family
 from ling3.families.transformer import ONLY, TransformerConfig, attention, build, published_name, swiglu
 from ling3.layers.gqa import GQA

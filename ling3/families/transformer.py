@@ -59,7 +59,7 @@ class TransformerConfig:
         """Problems of fields that are valid by themselves and do not fit together."""
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads % shared:
-            yield f"num_key_value_heads: found {shared}; expected a divisor of num_attention_heads, {heads}; correct one"
+            yield f"num_key_value_heads: found {shared}; expected a divisor of num_attention_heads, {heads}; correct it"
         if self.head_dim % 2:
             yield f"head_dim: found {self.head_dim}; expected an even number, as RoPE rotates pairs of channels"
 
@@ -119,7 +119,7 @@ def build(
     key: PRNGKeyArray,
     dtype: DTypeLike,
 ) -> CausalLM:
-    """The tree with `mixer(layer, key)` and `feed_forward(layer, key)` in each layer, and no `lm_head` if it is tied."""
+    """The tree with `mixer(layer, key)` and `feed_forward(layer, key)` in each layer; no `lm_head` if it is tied."""
     embedding, head, *keys = jax.random.split(key, 2 + config.num_hidden_layers)
     sizes = (config.vocab_size, config.hidden_size)
     options = {"dtype": dtype, "std": config.initializer_range, "axes": ("vocab", "hidden")}

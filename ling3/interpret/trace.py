@@ -106,7 +106,7 @@ def trace(model: CausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool 
     for i, layer in enumerate(model.model.layers):
         own = seen.of(f"layers.{i}")
         attended = own.get("attended", jnp.zeros_like(own["added"]))
-        lens = model.lm_head(model.model.norm(own["residual"]), dtype=jnp.float32) if logit_lens else None
+        lens = model.logits(model.model.norm(own["residual"])) if logit_lens else None
         layers.append(
             LayerTrace(
                 attention=_attention(layer.attention, seen.of(f"layers.{i}.attention")),

@@ -23,11 +23,22 @@ class MLP(eqx.Module):
 
     @staticmethod
     def init(
-        hidden: int, intermediate: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float, limit: float = 0.0, bias: bool = False
+        hidden: int,
+        intermediate: int,
+        *,
+        key: PRNGKeyArray,
+        dtype: DTypeLike,
+        std: float,
+        limit: float = 0.0,
+        bias: bool = False,
     ) -> "MLP":
-        """Random weights from N(0, std²)."""
+        """Random weights from N(0, std²), and biases of 0 if there are any."""
         gate, up, down = jax.random.split(key, 3)
-        sizes, axes, options = (intermediate, hidden), ("intermediate", "hidden"), {"dtype": dtype, "std": std, "bias": bias}
+        sizes, axes, options = (
+            (intermediate, hidden),
+            ("intermediate", "hidden"),
+            {"dtype": dtype, "std": std, "bias": bias},
+        )
         return MLP(
             Linear.init(*sizes, key=gate, axes=axes, **options),
             Linear.init(*sizes, key=up, axes=axes, **options),

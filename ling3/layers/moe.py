@@ -153,8 +153,8 @@ class MoE(eqx.Module):
         gate, experts, own = jax.random.split(key, 3)
         shared = None
         if config.shared:
-            sizes, options = (config.hidden, config.shared), {"std": config.std, "limit": config.shared_limit}
-            shared = MLP.init(*sizes, key=own, dtype=dtype, **options)
+            sizes, limit = (config.hidden, config.shared), config.shared_limit
+            shared = MLP.init(*sizes, key=own, dtype=dtype, std=config.std, limit=limit)
         return MoE(Router.init(config, key=gate), Experts.init(config, key=experts, dtype=dtype), shared)
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:

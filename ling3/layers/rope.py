@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864): pairs of channels turned by angles that grow with position."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864): pairs of channels turned by their position."""
 
 import dataclasses
 import math

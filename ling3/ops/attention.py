@@ -94,7 +94,8 @@ def block_attention(
     """Causal attention with a running softmax over contiguous entries, BLOCK positions at a time.
 
     `positions` is a multiple of BLOCK. A query attends to the positions up to its own and below `length`; with a
-    `window`, to the last so many of them, its own among these. Sums and result are float32 or wider. Without an `expansion` an entry is both key and value, for all heads. Differentiable.
+    `window`, to the last so many of them, its own among these. Sums and result are float32 or wider. Without an
+    `expansion` an entry is both key and value, for all heads. Differentiable.
     """
 
     def step(i, carry):
