@@ -45,8 +45,8 @@ class Leaf:
     value: Any
     module: Any
     """The module whose field it is."""
-    rename: Callable[[str], str] = str
-    """From the tree's name of a tensor to the family's."""
+    published: Callable[[Weight], Weight] = lambda weight: weight
+    """From a tensor under the tree's name to the same under the family's, in its shape."""
 
     @property
     def field(self) -> str:
@@ -66,7 +66,7 @@ class Leaf:
         """The published tensors that make up this leaf."""
         publish = next((publish for applies, publish in EXCEPTIONS if applies(self)), _as_it_is)
         for weight in publish(self):
-            yield dataclasses.replace(weight, name=self.rename(weight.name))
+            yield self.published(weight)
 
 
 def _as_it_is(leaf: Leaf) -> Iterator[Weight]:
@@ -107,12 +107,17 @@ def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
 
 def leaves(model: CausalLM) -> Iterator[Leaf]:
     """The arrays of `model`, or of its `structure`, in the order of `jax.tree.leaves`."""
-    config, published = model.config, family_of(model.config).published
+    config, family = model.config, family_of(model.config)
+
+    def published(weight: Weight) -> Weight:
+        name, shapes = family.published(weight.name, config), (weight.shape, *weight.also)
+        return dataclasses.replace(weight, name=name, shape=family.published_shape(name, weight.shape), also=shapes)
+
     for path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
         module: Any = model
         for key in path[:-1]:
             module = module[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(module, key.name)
-        yield Leaf(_dotted(path), value, module, lambda name: published(name, config))
+        yield Leaf(_dotted(path), value, module, published)
 
 
 def weight_names(config: Any) -> Iterator[Weight]:

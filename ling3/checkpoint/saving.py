@@ -61,7 +61,8 @@ def save(
     """Write `model` to the directory `path` in the published layout, each array in the dtype it has.
 
     `export(load(x)) == x`, tensor by tensor; but multi-token-prediction layers, which `load` skips, are not there,
-    `num_nextn_predict_layers` is 0, and an `A_log` that was stored as [1, 1, heads, 1] is [heads]. More than
+    `num_nextn_predict_layers` is 0, and `A_log` has the shape of its family's published files: [heads] in Ling-3's,
+    [1, 1, heads, 1] in Kimi-Linear's, whichever of the two was loaded. More than
     `max_shard_bytes` goes into several files with an index. The files of a tokenizer come from the checkpoint
     `tokenizer_from`, if one is given. `check_finite` refuses weights that are NaN or infinite, as `load` does.
 

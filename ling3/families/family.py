@@ -30,6 +30,8 @@ class Family:
     """`init(config, *, key, dtype)`: a `CausalLM` of random weights."""
     published: Callable[[str, Any], str] = lambda name, config: name
     """`published(name, config)`: what the checkpoint calls the tensor that the tree's fields name so."""
+    published_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda name, shape: shape
+    """`published_shape(name, shape)`: the shape of that tensor in the checkpoint, where it has more axes of 1."""
     skips: Callable[[str, Any], bool] = lambda name, config: False
     """`skips(name, config)`: True for a tensor that checkpoints may have beside the model's, and that `load` leaves."""
     without_skipped: Callable[[Any], Any] = lambda config: config

@@ -1,11 +1,11 @@
-"""The output gates of both attentions: which laws there are, and the projections behind them."""
+"""The output gates of KDA and MLA: which laws there are, and the projections behind them."""
 
 from typing import Literal
 
 import jax
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
-from ling3.layers.linear import Constant, Linear
+from ling3.layers.linear import Constant, Linear, LowRank
 from ling3.ops.precision import Wide
 
 OutputGate = Literal["sigmoid", "swish", "constant", "none"]
@@ -13,14 +13,27 @@ OutputGate = Literal["sigmoid", "swish", "constant", "none"]
 
 
 def gate_projection(
-    law: OutputGate, rows: int, columns: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float
-) -> Linear | Constant | None:
-    """`g_proj` for this law: a linear map, a constant (at first 0, a gate of 1/2), or none."""
+    law: OutputGate,
+    rows: int,
+    columns: int,
+    *,
+    key: PRNGKeyArray,
+    dtype: DTypeLike,
+    std: float,
+    rank: int | None = None,
+) -> Linear | LowRank | Constant | None:
+    """`g_proj` for this law: a linear map of full or low rank, a constant (at first 0, a gate of 1/2), or none."""
     if law == "none":
         return None
     if law == "constant":
         return Constant.init(rows)
-    return Linear.init(rows, columns, key=key, dtype=dtype, std=std, axes=("heads", "hidden"))
+    if rank is None:
+        return Linear.init(rows, columns, key=key, dtype=dtype, std=std, axes=("heads", "hidden"))
+    first, second = jax.random.split(key)
+    return LowRank(
+        Linear.init(rank, columns, key=first, dtype=dtype, std=std, axes=("rank", "hidden")),
+        Linear.init(rows, rank, key=second, dtype=dtype, std=std, axes=("heads", "rank")),
+    )
 
 
 def output_gate(law: OutputGate, g: Wide[Array, "*shape"]) -> Wide[Array, "*shape"]:

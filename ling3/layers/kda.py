@@ -12,7 +12,7 @@ from ling3.cache import KDAState, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.conv import ShortConv
 from ling3.layers.gate import OutputGate, gate_projection, output_gate
-from ling3.layers.linear import Constant, Linear, Matrix
+from ling3.layers.linear import Constant, Linear, LowRank, Matrix
 from ling3.layers.norm import GatedRMSNorm
 from ling3.ops.kda import kda_gate, l2_normalize
 from ling3.ops.precision import Wide, wide
@@ -38,6 +38,8 @@ class KDAConfig:
     """A fixed writing strength."""
     neg_eigval: bool = False
     gate_law: OutputGate = "sigmoid"
+    gate_rank: int | None = None
+    """Of the projections of decay and output gate; None for full rank."""
 
 
 class KDA(eqx.Module):
@@ -50,7 +52,7 @@ class KDA(eqx.Module):
         y = o_proj( RMSNorm(o) · o_norm.weight · sigmoid(g_proj(x)) )               output gate, per element
 
     With `lower_bound` None the decay is Kimi-Linear's g = -exp(A_log) · softplus(f_proj(x) + dt_bias).
-    Everything between the projections is float32.
+    Everything between the projections is float32. Kimi-Linear's `f_proj` and `g_proj` have the rank of one head.
 
     What is None is left out: without convolutions q, k, v = silu(W x); without `f_proj` g = 0; without `b_proj` b is
     the constant `beta`; without `g_proj` there is no output gate. With `neg_eigval` b = 2 sigmoid(b_proj(x)).
@@ -64,9 +66,9 @@ class KDA(eqx.Module):
     v_conv1d: ShortConv | None
     A_log: Float[Array, " heads"] | None
     dt_bias: Float[Array, " channels"] | None  # heads·key
-    f_proj: Matrix | None  # decay gate, [heads·key, hidden]
+    f_proj: Matrix | LowRank | None  # decay gate, [heads·key, hidden]
     b_proj: Matrix | None  # writing strength, [heads, hidden]
-    g_proj: Matrix | Constant | None  # output gate, [heads·value, hidden]
+    g_proj: Matrix | LowRank | Constant | None  # output gate, [heads·value, hidden]
     o_norm: GatedRMSNorm
     o_proj: Matrix  # [hidden, heads·value]
     lower_bound: float | None = eqx.field(static=True)
@@ -87,6 +89,10 @@ class KDA(eqx.Module):
         def linear(rows: int, columns: int, *axes: str) -> Linear:
             return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std, axes=axes)
 
+        def gate(law: OutputGate) -> Linear | LowRank | Constant | None:
+            options = {"key": next(keys), "dtype": dtype, "std": config.std, "rank": config.gate_rank}
+            return gate_projection(law, inner, hidden, **options)
+
         def conv() -> ShortConv | None:
             own = next(keys)
             return None if config.taps is None else ShortConv.init(inner, config.taps, key=own)
@@ -102,7 +108,7 @@ class KDA(eqx.Module):
         # Every part draws its own key, needed or not: what a variant has in common with Ling-3 begins the same.
         q_proj, k_proj, v_proj = (linear(inner, hidden, "heads", "hidden") for _ in range(3))
         q_conv1d, k_conv1d, v_conv1d = (conv() for _ in range(3))
-        f_proj, b_proj = (linear(rows, hidden, "heads", "hidden") for rows in (inner, heads))
+        f_proj, b_proj = gate("sigmoid" if config.decays else "none"), linear(heads, hidden, "heads", "hidden")
         return KDA(
             q_proj=q_proj,
             k_proj=k_proj,
@@ -112,9 +118,9 @@ class KDA(eqx.Module):
             v_conv1d=v_conv1d,
             A_log=jnp.log(scale) if config.decays else None,
             dt_bias=dt_bias if config.decays else None,
-            f_proj=f_proj if config.decays else None,
+            f_proj=f_proj,
             b_proj=b_proj if config.beta is None else None,
-            g_proj=gate_projection(config.gate_law, inner, hidden, key=next(keys), dtype=dtype, std=config.std),
+            g_proj=gate(config.gate_law),
             o_norm=GatedRMSNorm.init(config.head_dim, config.eps),
             o_proj=linear(hidden, inner, "hidden", "heads"),
             lower_bound=bound,

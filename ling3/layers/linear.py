@@ -135,6 +135,21 @@ class Linear(Matrix):
         return read_in_place(lambda: self.weight[index], self.weight.dtype, known, execution.lowering)
 
 
+class LowRank(eqx.Module):
+    """y = b_proj(a_proj(x)): takes the place of a matrix whose rank is at most that of `a_proj`."""
+
+    a_proj: Matrix  # [rank, in]
+    b_proj: Matrix  # [out, rank]
+    name: str = eqx.field(static=True, default="")
+
+    @scoped
+    def __call__(
+        self, x: Float[Array, "*batch {self.a_proj.in_features}"], execution: Execution, dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch {self.b_proj.out_features}"]:
+        """The product in `dtype` or that of `x`, which the `rank` channels between have too."""
+        return self.b_proj(self.a_proj(x, execution), execution, dtype)
+
+
 class Constant(eqx.Module):
     """y = bias, for every x: takes the place of a projection whose output is held constant."""
 
