@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
@@ -13,9 +13,8 @@ from ling3.families.family import Family
 from ling3.families.transformer import count, size
 from ling3.layers.kda import KDA, KDAConfig
 from ling3.layers.mla import MLA, MLAConfig
-from ling3.layers.mlp import MLP
 from ling3.layers.moe import MoE, MoEConfig
-from ling3.model import CausalLM
+from ling3.model import CausalLM, FeedForward, Mixer
 
 LATENT_EPS = 1e-6
 """Of `kv_a_layernorm` in the authors' code, whatever `rms_norm_eps` says."""
@@ -35,12 +34,12 @@ class LinearAttention:
     short_conv_kernel_size: int = field(ge=1, le=64, absent=4)
 
     def __post_init__(self) -> None:
-        check(self, tuple)
+        check(self, lambda: ())
 
 
 def _linear_attention(raw: Mapping[str, Any], problems: list[str]) -> Any:
     """The object, or what transformers 5 writes instead of it."""
-    if raw.get("linear_attn_config") is not None or raw.get("layer_types") is None:
+    if raw.get("linear_attn_config") is not None or not isinstance(raw.get("layer_types"), list):
         return raw.get("linear_attn_config")
     kinds = list(enumerate(raw["layer_types"], 1))
     return {
@@ -73,8 +72,7 @@ class KimiLinearConfig:
     intermediate_size: int = size()
     num_hidden_layers: int = field(ge=1, le=1000)
     linear_attn_config: LinearAttention = field(
-        read=_linear_attention,
-        aliases=("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "layer_types"),
+        read=_linear_attention, expected="an object with the sizes of KDA and the 1-based layers of either attention"
     )
     num_attention_heads: int = count()
     """MLA's; KDA's are in `linear_attn_config`."""
@@ -115,7 +113,8 @@ class KimiLinearConfig:
         if self.first_k_dense_replace > layers:
             yield f"first_k_dense_replace: found {self.first_k_dense_replace}; expected at most {layers}; correct it"
         if self.num_experts % groups or (groups > 1 and self.num_experts < 2 * groups):
-            yield f"num_expert_group: found {groups}; expected equal groups of two or more of {self.num_experts} experts"
+            expected = f"a divisor of num_experts, {self.num_experts}, for groups of two experts or more"
+            yield f"num_expert_group: found {groups}; expected {expected}; correct one of them"
         elif self.topk_group > groups:
             yield f"topk_group: found {self.topk_group}; expected at most num_expert_group, {groups}; correct it"
         elif self.num_experts_per_token > (most := self.topk_group * self.num_experts // groups):
@@ -126,9 +125,13 @@ class KimiLinearConfig:
         """`model_max_length` under the name that every family has."""
         return self.model_max_length
 
-    def is_kda(self, layer: int) -> bool:
-        """True if 0-based `layer` is a KDA layer."""
-        return layer + 1 in self.linear_attn_config.kda_layers
+    def attention_kind(self, layer: int) -> Literal["kda", "mla"]:
+        """The attention of 0-based `layer`."""
+        return "kda" if layer + 1 in self.linear_attn_config.kda_layers else "mla"
+
+    def mlp_kind(self, layer: int) -> Literal["dense", "moe"]:
+        """The feed-forward of 0-based `layer`."""
+        return "dense" if layer < self.first_k_dense_replace else "moe"
 
     @staticmethod
     def from_dict(raw: object, source: str = "config.json") -> "KimiLinearConfig":
@@ -137,7 +140,127 @@ class KimiLinearConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The published `config.json`."""
-        return {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", **published(self, ONLY)}
+        return {
+            "architectures": ["KimiLinearForCausalLM"],
+            "model_type": "kimi_linear",
+            **published(self, ONLY),
+            "linear_attn_config": published(self.linear_attn_config, {}),
+            "num_key_value_heads": self.num_attention_heads,
+        }
 
 
-_ONE_MASK = Only((True, None), "experts are chosen by groups and biased scores", written=True)
+_OFF = (False, None)
+
+ONLY = {
+    **transformer.ONLY,
+    "attention_bias": Only(_OFF, "no linear map has a bias"),
+    "mla_use_nope": Only((True, None), "nothing is rotated", written=True),
+    "moe_layer_freq": Only((1, None), "every layer after the dense ones is sparse", written=True),
+    "moe_router_activation_func": Only(("sigmoid", None), "the router's scores are sigmoids", written=True),
+    "num_nextn_predict_layers": Only((0, None), "there is no multi-token prediction", written=True),
+    "q_lora_rank": Only((None,), "MLA's queries are projected at once", written=True),
+    "use_grouped_topk": Only((True, None), "experts are chosen in groups, by biased scores", written=True),
+}
+
+_LAYER_TYPES = {"mla": "full_attention", "kda": "linear_attention"}
+_MLP_TYPES = {"dense": "dense", "moe": "sparse"}
+
+DERIVED = {
+    "layer_types": lambda c: [_LAYER_TYPES[c.attention_kind(i)] for i in range(c.num_hidden_layers)],
+    "linear_conv_kernel_dim": lambda c: c.linear_attn_config.short_conv_kernel_size,
+    "linear_head_dim": lambda c: c.linear_attn_config.head_dim,
+    "linear_num_heads": lambda c: c.linear_attn_config.num_heads,
+    "mlp_layer_types": lambda c: [_MLP_TYPES[c.mlp_kind(i)] for i in range(c.num_hidden_layers)],
+    "num_key_value_heads": lambda c: c.num_attention_heads,
+    "qk_head_dim": lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim,
+}
+"""What transformers 5 writes beside or instead of the published fields."""
+
+UNUSED = ("head_dim", "rope_parameters", "rope_scaling", "rope_theta")
+"""No layer has heads of the former size, and none rotates."""
+
+
+def init(config: KimiLinearConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
+    """Random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, routing biases 0.
+
+    Norms, convolutions, the router and KDA's `A_log` and `dt_bias` are float32 whatever the dtype.
+    """
+    linear, std = config.linear_attn_config, config.initializer_range
+    kda = KDAConfig(
+        hidden=config.hidden_size,
+        heads=linear.num_heads,
+        head_dim=linear.head_dim,
+        eps=config.rms_norm_eps,
+        std=std,
+        taps=linear.short_conv_kernel_size,
+        lower_bound=None,
+        gate_rank=linear.head_dim,
+    )
+    mla = MLAConfig(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        q_rank=None,
+        latent=config.kv_lora_rank,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+        eps=LATENT_EPS,
+        std=std,
+        rope_theta=None,
+        gate_law="none",
+    )
+    moe = MoEConfig(
+        hidden=config.hidden_size,
+        experts=config.num_experts,
+        intermediate=config.moe_intermediate_size,
+        shared=config.moe_intermediate_size * config.num_shared_experts,
+        top_k=config.num_experts_per_token,
+        groups=config.num_expert_group,
+        top_groups=config.topk_group,
+        normalize=config.moe_renormalize,
+        scaling=config.routed_scaling_factor,
+        std=std,
+    )
+
+    def mixer(layer: int, own: PRNGKeyArray) -> Mixer:
+        if config.attention_kind(layer) == "kda":
+            return KDA.init(kda, key=own, dtype=dtype)
+        return MLA.init(mla, key=own, dtype=dtype)
+
+    def feed_forward(layer: int, own: PRNGKeyArray) -> FeedForward:
+        if config.mlp_kind(layer) == "dense":
+            return transformer.swiglu(config, own, dtype)
+        return MoE.init(moe, key=own, dtype=dtype)
+
+    return transformer.build(config, mixer, feed_forward, key=key, dtype=dtype)
+
+
+_NAMES = (
+    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.attention\.([fg])_proj\.([ab])_proj\.", r".self_attn.\1_\2_proj."),
+    (r"\.mlp\.(gate|experts|shared_experts)\.", r".block_sparse_moe.\1."),
+    (r"\.gate\.expert_bias$", ".gate.e_score_correction_bias"),
+    (r"(\.experts\.\d+)\.gate_proj\.", r"\1.w1."),
+    (r"(\.experts\.\d+)\.up_proj\.", r"\1.w3."),
+    (r"(\.experts\.\d+)\.down_proj\.", r"\1.w2."),
+)
+"""From the tree's names to the published ones, beside those of every transformer."""
+
+
+def published_name(name: str, config: KimiLinearConfig) -> str:
+    """What the checkpoint calls a tensor."""
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
+    return transformer.published_name(name, config)
+
+
+FAMILY = Family(
+    name="Kimi-Linear",
+    architectures=("KimiLinearForCausalLM",),
+    model_types=("kimi_linear",),
+    config=KimiLinearConfig,
+    read=KimiLinearConfig.from_dict,
+    init=init,
+    published=published_name,
+    published_shape=lambda name, shape: (1, 1, *shape, 1) if name.endswith(".A_log") else shape,
+)

@@ -27,6 +27,13 @@ def gate_projection(
         return None
     if law == "constant":
         return Constant.init(rows)
+    return projection(rows, columns, key=key, dtype=dtype, std=std, rank=rank)
+
+
+def projection(
+    rows: int, columns: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float, rank: int | None
+) -> Linear | LowRank:
+    """A linear map to the heads, of low rank if one is given."""
     if rank is None:
         return Linear.init(rows, columns, key=key, dtype=dtype, std=std, axes=("heads", "hidden"))
     first, second = jax.random.split(key)

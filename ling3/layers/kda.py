@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 from ling3.cache import KDAState, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.conv import ShortConv
-from ling3.layers.gate import OutputGate, gate_projection, output_gate
+from ling3.layers.gate import OutputGate, gate_projection, output_gate, projection
 from ling3.layers.linear import Constant, Linear, LowRank, Matrix
 from ling3.layers.norm import GatedRMSNorm
 from ling3.ops.kda import kda_gate, l2_normalize
@@ -89,10 +89,6 @@ class KDA(eqx.Module):
         def linear(rows: int, columns: int, *axes: str) -> Linear:
             return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std, axes=axes)
 
-        def gate(law: OutputGate) -> Linear | LowRank | Constant | None:
-            options = {"key": next(keys), "dtype": dtype, "std": config.std, "rank": config.gate_rank}
-            return gate_projection(law, inner, hidden, **options)
-
         def conv() -> ShortConv | None:
             own = next(keys)
             return None if config.taps is None else ShortConv.init(inner, config.taps, key=own)
@@ -108,7 +104,9 @@ class KDA(eqx.Module):
         # Every part draws its own key, needed or not: what a variant has in common with Ling-3 begins the same.
         q_proj, k_proj, v_proj = (linear(inner, hidden, "heads", "hidden") for _ in range(3))
         q_conv1d, k_conv1d, v_conv1d = (conv() for _ in range(3))
-        f_proj, b_proj = gate("sigmoid" if config.decays else "none"), linear(heads, hidden, "heads", "hidden")
+        gates = {"dtype": dtype, "std": config.std, "rank": config.gate_rank}
+        f_proj = projection(inner, hidden, key=next(keys), **gates)
+        b_proj = linear(heads, hidden, "heads", "hidden")
         return KDA(
             q_proj=q_proj,
             k_proj=k_proj,
@@ -118,9 +116,9 @@ class KDA(eqx.Module):
             v_conv1d=v_conv1d,
             A_log=jnp.log(scale) if config.decays else None,
             dt_bias=dt_bias if config.decays else None,
-            f_proj=f_proj,
+            f_proj=f_proj if config.decays else None,
             b_proj=b_proj if config.beta is None else None,
-            g_proj=gate(config.gate_law),
+            g_proj=gate_projection(config.gate_law, inner, hidden, key=next(keys), **gates),
             o_norm=GatedRMSNorm.init(config.head_dim, config.eps),
             o_proj=linear(hidden, inner, "hidden", "heads"),
             lower_bound=bound,

@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 from ling3.cache import Paged, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.gate import OutputGate, gate_projection, output_gate
-from ling3.layers.linear import Constant, Linear, Matrix
+from ling3.layers.linear import Constant, Linear, LowRank, Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
 from ling3.ops.attention import BLOCK, Expansion
@@ -61,7 +61,7 @@ class MLA(eqx.Module):
     kv_a_proj_with_mqa: Matrix  # [latent + rope, hidden]
     kv_a_layernorm: RMSNorm
     kv_b_proj: Matrix  # [heads·(nope + value), latent]
-    g_proj: Matrix | Constant | None  # [heads, hidden]
+    g_proj: Matrix | LowRank | Constant | None  # [heads, hidden]
     dense: Matrix  # [hidden, heads·value]
     nope: int = eqx.field(static=True)
     rope: int = eqx.field(static=True)
