@@ -58,7 +58,8 @@ def rope(module):
 
 
 def linear(module):
-    module.Linear.init(3, TINY.hidden_size, std=1.0, **OPTIONS)(X)
+    onto = module.Linear.init(3, TINY.hidden_size, std=1.0, bias=True, **OPTIONS)
+    module.LowRank(onto, module.Linear.init(5, 3, std=1.0, **OPTIONS))(X, PLAIN)
     module.Constant.init(3)(X)
     table = module.Linear.init(7, 4, std=1.0, **OPTIONS)
     table.embed(jnp.zeros((BATCH, SEQ), jnp.int32))
@@ -100,6 +101,8 @@ def attention(module):
     module.block_attention(q, positions, numbers(BATCH, 256, 20), length, expansion)
     pages, table = numbers(4, PAGE, 20), span(SEQ).table
     module.paged_attention(q, positions, pages, table, length, expansion)
+    heads = module.PerHead(2, 12)
+    module.block_attention(q, positions, numbers(BATCH, 256, 48), length, heads)
     module.latent_attention(numbers(BATCH, 2, 20), positions[:, :2], pages, table, length)
 
 
@@ -162,6 +165,7 @@ def is_array_type(node):
         isinstance(node, ast.Subscript)
         and isinstance(node.slice, ast.Tuple)
         and len(node.slice.elts) == 2
+        and not isinstance(node.slice.elts[0], ast.Constant)
         and isinstance(node.slice.elts[1], ast.Constant)
         and isinstance(node.slice.elts[1].value, str)
     )
