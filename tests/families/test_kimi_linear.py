@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from kimi_reference import SMALL
 from published_configs import KIMI_LINEAR
 
 import ling3
@@ -18,35 +19,6 @@ from ling3.execution import Execution
 from ling3.families.kimi_linear import KimiLinearConfig
 from ling3.interpret.inspect import Memory, report
 
-SMALL = KIMI_LINEAR | {
-    "vocab_size": 96,
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "num_hidden_layers": 3,
-    "linear_attn_config": {
-        "kda_layers": [1, 3],
-        "full_attn_layers": [2],
-        "num_heads": 3,
-        "head_dim": 8,
-        "short_conv_kernel_size": 4,
-    },
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "model_max_length": 128,
-    "num_experts": 8,
-    "num_experts_per_token": 3,
-    "num_expert_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 10,
-    "initializer_range": 0.3,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-}
 CONFIG = KimiLinearConfig.from_dict(SMALL)
 
 
