@@ -143,13 +143,13 @@ def draw(config: KimiLinearConfig, seed: int, bfloat16: bool = False) -> dict[st
 
 
 def draw_well_posed(
-    config: KimiLinearConfig, length: int, bfloat16: bool = False
+    config: KimiLinearConfig, length: int, bfloat16: bool = False, first: int = 1
 ) -> tuple[dict[str, Array], list[int], Array]:
-    """Weights, tokens and their logits in float64, from the first seed in which no choice of experts is near a tie.
+    """Weights, tokens and their logits in float64, of the first seed from `first` on without a near tie of experts.
 
     The margin is `random_checkpoint.draw_well_posed`'s.
     """
-    for seed in itertools.count(1):
+    for seed in itertools.count(first):
         weights = draw(config, seed, bfloat16)
         tokens = np.random.default_rng(seed).integers(2, config.vocab_size, length).tolist()
         logits, margins = forward({name: w.astype(np.float64) for name, w in weights.items()}, config, tokens)

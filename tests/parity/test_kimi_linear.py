@@ -1,9 +1,9 @@
 """Kimi-Linear against transformers' `KimiLinearForCausalLM` in fp32 on the CPU, both reading the published layout."""
 
 import dataclasses
-import functools
 import types
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ import transformers
 from published_configs import KIMI_LINEAR
 
 import ling3
+from ling3.checkpoint.names import leaves
 from ling3.families.kimi_linear import KimiLinearConfig, LinearAttention
 
 LENGTHS = (1, 2, 63, 257, 300)
@@ -72,28 +73,22 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def open_kimi(tmp_path_factory):
-    """The case of a given name: a checkpoint in the published layout, tokens, their logits in float64, both models."""
-
-    def make(name):
-        config, directory = CONFIGS[name], tmp_path_factory.mktemp("checkpoint")
-        weights, tokens, truth = kimi_reference.draw_well_posed(config, max(LENGTHS))
-        kimi_reference.write(directory, config, weights)
-        theirs, told = transformers.KimiLinearForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True
-        )
-        assert not any(told.values()), told
-        theirs.eval().requires_grad_(False)
-        ours = ling3.load(directory, jnp.float32)
-        return types.SimpleNamespace(directory=directory, tokens=tokens, truth=truth, theirs=theirs, ours=ours)
-
-    return functools.cache(make)
+def open_kimi(config, directory, seed=1):
+    """A checkpoint in the published layout, tokens, their logits in float64, and both models."""
+    weights, tokens, truth = kimi_reference.draw_well_posed(config, max(LENGTHS), first=seed)
+    kimi_reference.write(directory, config, weights)
+    theirs, told = transformers.KimiLinearForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values()), told
+    theirs.eval().requires_grad_(False)
+    ours = ling3.load(directory, jnp.float32)
+    return types.SimpleNamespace(directory=directory, tokens=tokens, truth=truth, theirs=theirs, ours=ours)
 
 
-@pytest.fixture(params=CONFIGS)
-def case(request, open_kimi):
-    return open_kimi(request.param)
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request, tmp_path_factory):
+    return open_kimi(CONFIGS[request.param], tmp_path_factory.mktemp("checkpoint"))
 
 
 def logits_of(theirs, ids):
@@ -111,22 +106,26 @@ def test_logits(case):
         assert np.abs(ours_of(case.ours, case.tokens[:length]) - expected).max() <= LOGITS, length
 
 
-def test_ling3_is_as_close_to_the_truth_as_transformers(open_kimi, capsys):
-    """In the median and at worst, over all checkpoints and lengths."""
+def test_ling3_is_as_close_to_the_truth_as_transformers(tmp_path, capsys):
+    """In the median over all logits, and at worst: the mean of the largest distances in eight checkpoints.
+
+    A single largest distance is luck: it hangs on one token whose rounding either program may hit at some length.
+    """
     found = {"transformers": [], "ling3": []}
-    for case in map(open_kimi, CONFIGS):
-        for length in LENGTHS:
+    for seed in range(1, 9):
+        case = open_kimi(BASE, tmp_path / str(seed), seed)
+        for length in (63, 300):
             ids, truth = case.tokens[:length], case.truth[:length]
             found["transformers"].append(np.abs(logits_of(case.theirs, ids) - truth).ravel())
             found["ling3"].append(np.abs(ours_of(case.ours, ids) - truth).ravel())
-    theirs, ours = (np.concatenate(distances) for distances in found.values())
+    median = {name: np.median(np.concatenate(each)) for name, each in found.items()}
+    worst = {name: np.mean([distances.max() for distances in each]) for name, each in found.items()}
     with capsys.disabled():
-        print("\nfp32 logits - truth, max (median)", end="")
-        for name, distances in (("transformers", theirs), ("ling3", ours)):
-            print(f", {name} {distances.max():.1e} ({np.median(distances):.1e})", end="")
-    assert theirs.max() <= LOGITS, "two readings of the model, which share no code"
-    assert np.median(ours) <= np.median(theirs)
-    assert ours.max() <= theirs.max()
+        said = ", ".join(f"{name} {worst[name]:.1e} ({median[name]:.1e})" for name in found)
+        print(f"\nfp32 logits - truth, mean of the largest (median): {said}")
+    assert worst["transformers"] <= LOGITS, "two readings of the model, which share no code"
+    assert median["ling3"] <= median["transformers"]
+    assert worst["ling3"] <= worst["transformers"]
 
 
 def test_rows_of_unequal_length_on_a_cache(case):
@@ -159,20 +158,50 @@ def test_greedy_continuations(case):
     assert [list(output.token_ids) for output in outputs] == expected
 
 
+def renamed(directory, dense):
+    """transformers' `model.safetensors` in the published layout: it puts the dense layers under `block_sparse_moe`."""
+    stored = safetensors.numpy.load_file(directory / "model.safetensors")
+    for name in [name for name in stored if any(f"layers.{i}.block_sparse_moe." in name for i in range(dense))]:
+        stored[name.replace(".block_sparse_moe.", ".mlp.")] = stored.pop(name)
+    safetensors.numpy.save_file(stored, directory / "model.safetensors")
+
+
 def test_what_transformers_saves_is_the_published_layout_but_for_dense_layers(case, tmp_path):
-    """It puts these under `block_sparse_moe`; renamed, its files load, its own spelling of the config included."""
+    """Its own spelling of the config is read, too."""
     case.theirs.save_pretrained(tmp_path)
-    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     with pytest.raises(ling3.CheckpointError, match=r"model\.layers\.0\.block_sparse_moe\.gate_proj\.weight"):
         ling3.load(tmp_path)
-    dense = [f"layers.{i}.block_sparse_moe." for i in range(case.ours.config.first_k_dense_replace)]
-    for name in [name for name in stored if any(at in name for at in dense)]:
-        stored[name.replace(".block_sparse_moe.", ".mlp.")] = stored.pop(name)
-    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    renamed(tmp_path, case.ours.config.first_k_dense_replace)
     again = ling3.load(tmp_path)
-    assert dataclasses.replace(again, config=case.ours.config).config == case.ours.config
+    assert again.config == case.ours.config
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(case.ours), strict=True):
         assert jnp.array_equal(one, other)
+
+
+def test_gradients(tmp_path):
+    """Of the mean loss of 80 tokens, each array's within 1e-4 of its largest; transformers' come in as a checkpoint."""
+    case = open_kimi(BASE, tmp_path / "given")
+    ids = case.tokens[:81]
+    theirs = case.theirs.requires_grad_(True)
+    theirs.set_experts_implementation("eager")
+    logits = theirs(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+    torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).backward()
+    for parameter in theirs.requires_grad_(False).parameters():
+        parameter.copy_(parameter.grad)
+    theirs.save_pretrained(tmp_path / "gradients")
+    renamed(tmp_path / "gradients", BASE.first_k_dense_replace)
+    expected = ling3.load(tmp_path / "gradients")
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradients(model):
+        own = jax.nn.log_softmax(model(jnp.asarray([ids[:-1]], jnp.int32))[0])
+        return -jnp.mean(jnp.take_along_axis(own, jnp.asarray(ids[1:], jnp.int32)[:, None], axis=1))
+
+    found = gradients(case.ours)
+    for one, other in zip(leaves(found), leaves(expected), strict=True):
+        if one.field != "expert_bias":  # chooses, and has no gradient: transformers keeps it beside its parameters
+            assert jnp.abs(one.value - other.value).max() <= 1e-4 * jnp.abs(other.value).max(), one.path
 
 
 def test_it_is_saved_as_it_was(case, tmp_path):
