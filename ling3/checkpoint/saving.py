@@ -62,8 +62,9 @@ def save(
 
     `export(load(x)) == x`, tensor by tensor; but multi-token-prediction layers, which `load` skips, are not there,
     `num_nextn_predict_layers` is 0, and `A_log` has the shape that its family publishes ([heads] for Ling-3), whichever
-    was loaded. More than `max_shard_bytes` goes into several files with an index. The files of a tokenizer come from the checkpoint
-    `tokenizer_from`, if one is given. `check_finite` refuses weights that are NaN or infinite, as `load` does.
+    was loaded. More than `max_shard_bytes` goes into several files with an index. The files of a tokenizer come from
+    the checkpoint `tokenizer_from`, if one is given. `check_finite` refuses weights that are NaN or infinite, as `load`
+    does.
 
     An existing directory must be empty, or with `overwrite` a Ling-3 checkpoint: its configuration and weights are
     replaced, with `tokenizer_from` its tokenizer too, and every other file stays.
