@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families import ling3, llama, mistral, qwen2, qwen3
+from ling3.families import ling3, llama, mistral, qwen2, qwen3, qwen3_moe
 from ling3.families.config_fields import read_json
 from ling3.families.family import Family
 from ling3.layers.scope import with_names
@@ -72,5 +72,5 @@ def _named(raw: Any) -> Family:
     return ling3.FAMILY
 
 
-for _module in (ling3, llama, mistral, qwen2, qwen3):
+for _module in (ling3, llama, mistral, qwen2, qwen3, qwen3_moe):
     register_family(_module.FAMILY)
