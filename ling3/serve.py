@@ -20,6 +20,7 @@ import jax
 
 from ling3 import checkpoint
 from ling3.checkpoint import hub
+from ling3.engine import memory
 from ling3.engine.actor import Actor, Reader, join_abandoned, result
 from ling3.engine.intake import Intake, Truncate, listed
 from ling3.engine.loop import Loop, QueueFull

@@ -16,9 +16,7 @@ class Scheduler:
     `window`, a sequence needs the pages of its last so many tokens alone, and holds at most `most_pages` at once.
     """
 
-    def __init__(
-        self, slots: int, pages: int, page_size: int, window: int | None = None, most_pages: int = 2**31 - 1
-    ):
+    def __init__(self, slots: int, pages: int, page_size: int, window: int | None = None, most_pages: int = 2**31 - 1):
         self.slots, self.pages, self.page_size = slots, pages, page_size
         self.window, self.most_pages = window, most_pages
         self.running: list[TokenSequence] = []  # the oldest first
@@ -77,12 +75,11 @@ class Scheduler:
     def reserve(self, sequence: TokenSequence, tokens: int) -> bool:
         """Gives a sequence pages for so many tokens in all; False, and none given, if there are too few.
 
-        While its prompt goes in with a window, it gets at most `most_pages`, which are enough for the next chunk.
+        With a window it first frees the pages behind it, and gives at most `most_pages`. These are enough for the next
+        chunk of a prompt, and each chunk frees as many pages as the next one can lack.
         """
-        needed = self.pages_for(tokens) - sequence.first_page
-        if self.window is not None and not sequence.decoding:
-            needed = min(needed, self.most_pages)
-        missing = needed - len(sequence.pages)
+        self.free_behind(sequence)
+        missing = min(self.pages_for(tokens) - sequence.first_page, self.most_pages) - len(sequence.pages)
         if missing > len(self._free_pages):
             return False
         sequence.pages.extend(self._free_pages.pop() for _ in range(missing))
@@ -91,8 +88,8 @@ class Scheduler:
     def free_behind(self, sequence: TokenSequence) -> None:
         """Frees the pages that lie wholly behind the window of the sequence's next token.
 
-        Calls in flight may still read them. That is safe: programs run on the device in the order of their dispatch,
-        and whatever the next owner writes into these pages is dispatched later.
+        Calls in flight may still read them: programs run in the order of their dispatch, and whatever the next owner
+        writes into these pages is dispatched later.
         """
         if self.window is None:
             return
