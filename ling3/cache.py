@@ -57,7 +57,7 @@ class Paged(eqx.Module):
 
     An entry stands for `tokens` consecutive tokens, so a page of the engine's `page_size` tokens has
     page_size / tokens entries. Which pages are whose, and in which order, `Span.table` says. With a `window`, a token's
-    output depends on the entries of the last so many tokens alone, its own among them: pages behind may be freed.
+    output depends only on the entries of the last `window` tokens, its own included: pages behind them may be freed.
     """
 
     entries: Float[Array, "pages page *entry"]
@@ -128,7 +128,7 @@ def pages_of(states: State) -> tuple[Paged, ...]:
 
 
 def window_of(states: State) -> int | None:
-    """The largest window of the paged arrays: no token needs a page before it; None if one of them has no window."""
+    """The largest window of the paged arrays: no token needs a page behind it. None if one of them has no window."""
     pages = pages_of(states)
     windows = [paged.window for paged in pages if paged.window is not None]
     return max(windows) if windows and len(windows) == len(pages) else None

@@ -48,7 +48,7 @@ def _bytes(model: CausalLM, page_size: int) -> tuple[int, int]:
 
 
 def window(model: CausalLM, page_size: int) -> int | None:
-    """The last so many tokens are all that a sequence needs the pages of; None if it needs all."""
+    """The window behind which a sequence needs no pages; None if it needs all."""
     return window_of(_memory(model, page_size))
 
 

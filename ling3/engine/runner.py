@@ -48,7 +48,7 @@ class Shapes:
     rows: tuple[int, ...]
     """Decode buckets: rows of a decode call, padded likewise."""
     window: int | None = None
-    """The last so many tokens are all that a sequence needs the pages of; None if it needs all."""
+    """A sequence needs only the pages of its last `window` tokens; None: all its pages."""
     most_pages: int = 2**31 - 1
     """The most pages that a sequence holds at once."""
 

@@ -13,7 +13,7 @@ class Scheduler:
     """First come, first served: the head of the queue is never overtaken, and the youngest sequence is preempted first.
 
     `slots` sequences run at once. A page holds `page_size` tokens, and belongs to one sequence or is free. With a
-    `window`, a sequence needs the pages of its last so many tokens alone, and holds at most `most_pages` at once.
+    `window`, a sequence needs only the pages of its last `window` tokens, and holds at most `most_pages` at once.
     """
 
     def __init__(self, slots: int, pages: int, page_size: int, window: int | None = None, most_pages: int = 2**31 - 1):
