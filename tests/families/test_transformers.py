@@ -1,0 +1,392 @@
+"""Llama, Mistral, Qwen2 and Qwen3: the published configs, and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import ling3
+from ling3.checkpoint import weight_names
+from ling3.checkpoint.names import structure
+from ling3.families import read_config
+
+LLAMA_32_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+LLAMA_31_8B = {
+    **{name: value for name, value in LLAMA_32_1B.items() if name != "head_dim"},
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "rope_scaling": {**LLAMA_32_1B["rope_scaling"], "factor": 8.0},
+    "tie_word_embeddings": False,
+}
+LLAMA_31_405B = LLAMA_31_8B | {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+}
+MISTRAL_V01 = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+MISTRAL_V03 = MISTRAL_V01 | {
+    "attention_dropout": 0.0,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "vocab_size": 32768,
+}
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_14B = QWEN3_06B | {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "max_window_layers": 40,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "tie_word_embeddings": False,
+}
+QWEN3_32B = QWEN3_14B | {
+    "intermediate_size": 25600,
+    "max_window_layers": 64,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 64,
+}
+CENSUS = {
+    "Llama-3.2-1B": (LLAMA_32_1B, 1_235_814_400, 146),
+    "Llama-3.1-8B": (LLAMA_31_8B, 8_030_261_248, 291),
+    "Llama-3.1-405B": (LLAMA_31_405B, 405_853_388_800, 1_137),
+    "Mistral-7B-v0.1": (MISTRAL_V01, 7_241_732_096, 291),
+    "Mistral-7B-v0.3": (MISTRAL_V03, 7_248_023_552, 291),
+    "Qwen2.5-0.5B": (QWEN25_05B, 494_032_768, 290),
+    "Qwen3-0.6B": (QWEN3_06B, 596_049_920, 310),
+    "Qwen3-14B": (QWEN3_14B, 14_768_307_200, 443),
+    "Qwen3-32B": (QWEN3_32B, 32_762_123_264, 707),
+}
+
+
+def config_of(tmp_path, raw):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", CENSUS)
+def test_the_census_of_published_configs(tmp_path, name):
+    """Parameters and tensors as on the hub; nothing is allocated, as no machine could hold the largest."""
+    raw, parameters, tensors = CENSUS[name]
+    config = config_of(tmp_path, raw)
+    weights = list(weight_names(config))
+    assert sum(weight.size for weight in weights) == parameters
+    assert len({weight.name for weight in weights}) == len(weights) == tensors
+    built = structure(config)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(built))
+    assert (built.lm_head is None) == raw["tie_word_embeddings"]
+    assert config_of(tmp_path, config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (
+            LLAMA_31_8B,
+            {
+                "lm_head.weight": (128256, 4096),
+                "model.embed_tokens.weight": (128256, 4096),
+                "model.layers.31.input_layernorm.weight": (4096,),
+                "model.layers.31.mlp.down_proj.weight": (4096, 14336),
+                "model.layers.31.mlp.gate_proj.weight": (14336, 4096),
+                "model.layers.31.mlp.up_proj.weight": (14336, 4096),
+                "model.layers.31.post_attention_layernorm.weight": (4096,),
+                "model.layers.31.self_attn.k_proj.weight": (1024, 4096),
+                "model.layers.31.self_attn.o_proj.weight": (4096, 4096),
+                "model.layers.31.self_attn.q_proj.weight": (4096, 4096),
+                "model.layers.31.self_attn.v_proj.weight": (1024, 4096),
+                "model.norm.weight": (4096,),
+            },
+        ),
+        (
+            QWEN25_05B,
+            {
+                "model.layers.0.self_attn.k_proj.bias": (128,),
+                "model.layers.0.self_attn.q_proj.bias": (896,),
+                "model.layers.0.self_attn.v_proj.bias": (128,),
+                "model.layers.0.self_attn.o_proj.bias": None,
+                "lm_head.weight": None,
+            },
+        ),
+        (
+            QWEN3_32B,
+            {
+                "model.layers.0.self_attn.k_norm.weight": (128,),
+                "model.layers.0.self_attn.q_norm.weight": (128,),
+                "model.layers.0.self_attn.q_proj.weight": (8192, 5120),
+                "model.layers.0.self_attn.o_proj.weight": (5120, 8192),
+                "model.layers.0.self_attn.q_proj.bias": None,
+            },
+        ),
+    ],
+    ids=["llama", "qwen2", "qwen3"],
+)
+def test_names_and_shapes_are_the_published_ones(tmp_path, raw, expected):
+    shapes = {weight.name: weight.shape for weight in weight_names(config_of(tmp_path, raw))}
+    assert {name: shapes.get(name) for name in expected} == expected
+
+
+def test_windows_of_the_published_configs(tmp_path):
+    def windows(raw):
+        return {layer.attention.window for layer in structure(config_of(tmp_path, raw)).model.layers}
+
+    assert windows(MISTRAL_V01) == {4096} and windows(MISTRAL_V03) == {None}
+    assert windows(QWEN25_05B) == {None}, "sliding_window counts only with use_sliding_window"
+    assert windows(QWEN25_05B | {"use_sliding_window": True, "max_window_layers": 5}) == {None, 32768}
+
+
+def scaling(**fields):
+    return {"rope_scaling": fields}
+
+
+@pytest.mark.parametrize("base", [LLAMA_32_1B, MISTRAL_V03, QWEN25_05B, QWEN3_06B], ids=lambda raw: raw["model_type"])
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hidden_size": None}, "hidden_size: absent; expected an integer from 1"),
+        ({"vocab_size": "100"}, "vocab_size: found '100'; expected an integer from 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: found 3; expected a divisor of num_attention_heads"),
+        ({"head_dim": 63}, "head_dim: found 63; expected an even number, as RoPE"),
+        ({"head_dim": None, "hidden_size": 999}, "head_dim: absent; expected an integer from 1"),
+        ({"rope_theta": 1}, "rope_theta: found 1.0; expected a finite number above 1"),
+        ({"hidden_act": "gelu"}, "hidden_act: found 'gelu'; expected 'silu'; in ling3 every MLP is a SwiGLU"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: found {'quant_method': 'fp8'}"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5; expected 1.0"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping: found 30.0; expected no such field"),
+        ({"vocab_size": 2**24, "hidden_size": 2**20, "head_dim": 64}, "the sizes together: found about 3"),
+        (scaling(rope_type="longrope", factor=2.0), "rope_scaling.rope_type: found 'longrope'; expected one of linear"),
+        (scaling(rope_type=["yarn"], factor=2.0), "rope_scaling.rope_type: found ['yarn']; expected one of linear"),
+        (scaling(type="linear"), "rope_scaling.factor: absent; expected a finite number from 1"),
+        (
+            scaling(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+            "rope_scaling.original_max_position_embeddings: absent; expected a number, as rope_type is llama3",
+        ),
+        (
+            scaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64, low_freq_factor=1.0),
+            "rope_scaling.high_freq_factor: absent",
+        ),
+        (scaling(type="linear", factor=2.0, long_factor=[1.0]), "rope_scaling.long_factor: found [1.0]; expected no"),
+        ({"rope_scaling": "linear"}, "rope_scaling: found 'linear'; expected an object or null"),
+        (
+            scaling(type="linear", factor=2.0) | {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            "rope_scaling: found rope_scaling {",
+        ),
+    ],
+)
+def test_a_problem_names_its_field(tmp_path, base, changes, problem):
+    with pytest.raises(ling3.ConfigError) as caught:
+        config_of(tmp_path, base | changes)
+    assert any(said.startswith(problem) for said in caught.value.problems), caught.value.problems
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}, "architectures: found ['GPTNeoXFor"),
+        ({"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}, "architectures: found ['Llama"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures: found 'LlamaForCausalLM'"),
+        ({"model_type": "gpt2"}, "model_type: found 'gpt2'"),
+        ({"hidden_size": 8}, "architectures: absent"),
+    ],
+)
+def test_an_unknown_architecture_says_which_there_are(tmp_path, named, said):
+    with pytest.raises(ling3.ConfigError) as caught:
+        config_of(tmp_path, named)
+    (problem,) = caught.value.problems
+    assert problem.startswith(said) and problem.endswith("; register others with ling3.register_family")
+    for known in ("Ling-3 (BailingMoeV3ForCausalLM", "Llama (LlamaForCausalLM)", "Qwen3 (Qwen3ForCausalLM)"):
+        assert known in problem
+
+
+TINY = {
+    "eos_token_id": 1,
+    "head_dim": 8,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "max_window_layers": 1,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def checkpoint(tmp_path, raw, change=lambda tensors: None):
+    """A checkpoint of the config's names and tiny sizes, in bfloat16."""
+    small = raw | {name: value for name, value in TINY.items() if name != "max_window_layers" or name in raw}
+    config = config_of(tmp_path, small)
+    draw = np.random.default_rng(0)
+    tensors = {w.name: draw.normal(size=w.shape).astype(ml_dtypes.bfloat16) for w in weight_names(config)}
+    change(tensors)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("raw", [LLAMA_31_8B, MISTRAL_V01, QWEN25_05B, QWEN3_06B], ids=lambda raw: raw["model_type"])
+def test_tensors_that_do_not_fit_are_named(tmp_path, raw):
+    def spoil(tensors):
+        del tensors["model.layers.0.self_attn.o_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((16, 15), ml_dtypes.bfloat16)
+        tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((24, 16), ml_dtypes.bfloat16)
+        tensors["model.norm.weight"] = np.zeros(16, np.int8)
+
+    with pytest.raises(ling3.CheckpointError) as caught:
+        ling3.load(checkpoint(tmp_path, raw, spoil))
+    message = str(caught.value)
+    assert "no file has:\n    model.layers.0.self_attn.o_proj.weight [16, 16]\n" in message
+    assert "no place for:\n    model.layers.1.mlp.up_proj.weight, in model.safetensors\n" in message
+    assert "q_proj.weight, in model.safetensors: found [16, 15]; expected [16, 16]" in message
+    assert "model.norm.weight, in model.safetensors: found I8; expected F32, BF16, F16" in message
+
+
+def test_biases_that_no_field_promises_are_left_over(tmp_path):
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    with pytest.raises(ling3.CheckpointError, match=f"no place for:\n    {bias}"):
+        ling3.load(checkpoint(tmp_path, LLAMA_31_8B, lambda t: t.update({bias: np.zeros(16, ml_dtypes.bfloat16)})))
+    with pytest.raises(ling3.CheckpointError, match=f"no file has:\n    {bias}"):
+        ling3.load(checkpoint(tmp_path, QWEN25_05B, lambda t: t.pop(bias)))
+
+
+@pytest.mark.parametrize("block", [7, 2**18])
+@pytest.mark.parametrize("raw", [LLAMA_32_1B, QWEN25_05B, QWEN3_06B], ids=lambda raw: raw["model_type"])
+def test_a_tied_head_that_is_stored_equals_the_embedding(tmp_path, monkeypatch, raw, block):
+    monkeypatch.setattr("ling3.checkpoint.loading.BLOCK", block)
+    plain = ling3.load(checkpoint(tmp_path, raw))
+    model = ling3.load(checkpoint(tmp_path, raw, lambda t: t.update({HEAD: t[EMBEDDING]})))
+    assert model.lm_head is None and model.config == plain.config
+    for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(plain), strict=True):
+        assert jnp.array_equal(one, other)
+    ling3.save(model, tmp_path / "own")
+    assert HEAD not in safetensors.numpy.load_file(tmp_path / "own" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda embedding: np.concatenate([embedding[:-1], -embedding[-1:]]),
+        lambda embedding: embedding.astype(np.float32),
+        lambda embedding: embedding[:-1],
+        lambda embedding: embedding.T,
+    ],
+    ids=["numbers", "dtype", "rows", "transposed"],
+)
+def test_a_tied_head_that_differs_is_refused(tmp_path, other):
+    directory = checkpoint(tmp_path, QWEN3_06B, lambda t: t.update({HEAD: np.ascontiguousarray(other(t[EMBEDDING]))}))
+    with pytest.raises(ling3.CheckpointError, match=r"lm_head\.weight, in model\.safetensors: differs from") as caught:
+        ling3.load(directory)
+    assert "correct tie_word_embeddings" in str(caught.value) and EMBEDDING in str(caught.value)
