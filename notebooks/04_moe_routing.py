@@ -314,7 +314,7 @@ def changed(what, by, model=nano):
     return eqx.tree_at(lambda m: [what(layer.mlp) for layer in m.model.layers[1:]], model, replace_fn=by)
 
 
-unrouted = changed(lambda moe: moe.experts.down_proj, jnp.zeros_like)
+unrouted = changed(lambda moe: moe.experts.down_proj.weight, jnp.zeros_like)
 variants = {
     "as trained": nano,
     "biases zeroed": unbiased,

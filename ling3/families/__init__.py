@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families import ling3, llama, mistral, qwen2, qwen3
+from ling3.families import ling3, llama, mistral, qwen2, qwen3, qwen3_moe
 from ling3.families.config_fields import ConfigError, as_object, found, read_json
 from ling3.families.family import Family
 from ling3.layers.scope import with_names
@@ -70,17 +70,12 @@ def _named(raw: dict[str, Any], source: str) -> Family:
         if isinstance(names, list) and all(name in answers_to for name in names):
             return family
     if model_type in ling3.FAMILY.model_types or any(name.startswith("kda_") for name in raw):
-        return (
-            ling3.FAMILY
-        )  # Ling 2.6 has its model_type, and files without names have KDA's fields: it tells them apart
-    said = (
-        f"model_type: {found(model_type)}"
-        if model_type and not architectures
-        else f"architectures: {found(architectures)}"
-    )
+        return ling3.FAMILY  # whose reader tells Ling-3 from Ling 2.6, of the same model_type, and knows unnamed files
+    name = "model_type" if model_type and not architectures else "architectures"
     known = ", ".join(f"{family.name} ({', '.join(family.architectures)})" for family in _FAMILIES)
-    raise ConfigError(source, [f"{said}; ling3 reads {known}; register others with ling3.register_family"])
+    problem = f"{name}: {found(raw.get(name))}; ling3 reads {known}; register others with ling3.register_family"
+    raise ConfigError(source, [problem])
 
 
-for _module in (ling3, llama, mistral, qwen2, qwen3):
+for _module in (ling3, llama, mistral, qwen2, qwen3, qwen3_moe):
     register_family(_module.FAMILY)

@@ -22,11 +22,22 @@ from ling3.model import CausalLM
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3Config(WindowedConfig):
-    """Qwen3's fields (Qwen Team, arXiv 2505.09388, §2). Raises ConfigError."""
+class Qwen3Fields(WindowedConfig):
+    """The fields of Qwen3's attention (Qwen Team, arXiv 2505.09388, §2)."""
 
     attention_bias: bool = field(absent=False)
     """Biases of all four projections of attention."""
+
+    def mixer(self, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> GQA:
+        """The attention of 0-based `layer`, with random weights."""
+        biases = {"bias": self.attention_bias, "output_bias": self.attention_bias}
+        options = attention(self, window=self.window(layer), norm_eps=self.rms_norm_eps, **biases)
+        return GQA.init(options, key=key, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3Config(Qwen3Fields):
+    """A dense Qwen3's config. Raises ConfigError."""
 
     @staticmethod
     def from_dict(raw: object, source: str = "config.json") -> "Qwen3Config":
@@ -40,13 +51,13 @@ class Qwen3Config(WindowedConfig):
 
 def init(config: Qwen3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
     """Random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, biases 0."""
-    biases = {"bias": config.attention_bias, "output_bias": config.attention_bias}
-
-    def mixer(layer: int, own: PRNGKeyArray) -> GQA:
-        options = attention(config, window=config.window(layer), norm_eps=config.rms_norm_eps, **biases)
-        return GQA.init(options, key=own, dtype=dtype)
-
-    return build(config, mixer, lambda _, own: swiglu(config, own, dtype), key=key, dtype=dtype)
+    return build(
+        config,
+        lambda i, own: config.mixer(i, key=own, dtype=dtype),
+        lambda _, own: swiglu(config, own, dtype),
+        key=key,
+        dtype=dtype,
+    )
 
 
 FAMILY = Family(

@@ -58,7 +58,11 @@ class TransformerConfig:
     eos_token_id: tuple[int, ...] = field(ge=0, le=2**31 - 1, single=True, absent=())
 
     def __post_init__(self) -> None:
-        check(self, self._misfits)
+        check(self, lambda: [*self.misfits(), *self._misfits()])
+
+    def misfits(self) -> Iterable[str]:
+        """Those of a family's own fields."""
+        return ()
 
     def _misfits(self) -> Iterable[str]:
         """Problems of fields that are valid by themselves and do not fit together."""

@@ -1,6 +1,7 @@
-"""The sparse mixture of experts: a grouped sigmoid router, routed experts and a shared one."""
+"""The sparse mixture of experts: a grouped router, routed experts and a shared one."""
 
 import dataclasses
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -14,6 +15,9 @@ from ling3.layers.linear import Linear, Matrix, normal
 from ling3.layers.mlp import MLP
 from ling3.layers.scope import scoped
 from ling3.ops.precision import Wide, wide
+
+RouterScores = Literal["sigmoid", "softmax"]
+"""What an expert's score is: its own sigmoid, or its share in the softmax over all experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,7 @@ class MoEConfig:
     std: float
     """Standard deviation of random matrices."""
     expert_bias: bool = True
+    scores: RouterScores = "sigmoid"
     limit: float = 0.0
     """The routed experts' clamp; 0 for none."""
     shared_limit: float = 0.0
@@ -40,7 +45,7 @@ class MoEConfig:
 class Router(eqx.Module):
     """Bias-balanced grouped top-k routing (DeepSeek-V3, arXiv 2412.19437, §2.1.2), all of it in float32.
 
-        s = sigmoid(x Wᵀ);   c = s + expert_bias                    c chooses, s weighs
+        s = sigmoid(x Wᵀ), or softmax(x Wᵀ);   c = s + expert_bias                    c chooses, s weighs
         group score = sum of the two best c of a group;  the best `topk_group` groups stay, the others' c become -inf
         chosen = the top_k best c;   weights = s[chosen] / (Σ s[chosen] + 1e-20) · scaling
 
@@ -54,6 +59,8 @@ class Router(eqx.Module):
     top_groups: int = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
     scaling: float = eqx.field(static=True)
+    law: RouterScores = eqx.field(static=True, default="sigmoid")
+    """Of the scores s."""
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
@@ -67,6 +74,7 @@ class Router(eqx.Module):
             top_groups=config.top_groups,
             normalize=config.normalize,
             scaling=config.scaling,
+            law=config.scores,
         )
 
     @scoped
@@ -88,10 +96,10 @@ class Router(eqx.Module):
         return chosen, weights * self.scaling
 
     def scores(self, x: Float[Array, "tokens hidden"]) -> Wide[Array, "tokens experts"]:
-        """s = sigmoid(x Wᵀ) in float32 or wider: each expert's own affinity, before any bias."""
+        """s = sigmoid(x Wᵀ), or softmax(x Wᵀ), in float32 or wider: each expert's own affinity, before any bias."""
         dtype = wide(x.dtype)
         logits = jnp.matmul(x.astype(dtype), self.weight.astype(dtype).T, precision=lax.Precision.HIGHEST)
-        return jax.nn.sigmoid(logits)
+        return jax.nn.softmax(logits, axis=-1) if self.law == "softmax" else jax.nn.sigmoid(logits)
 
 
 class Experts(eqx.Module):

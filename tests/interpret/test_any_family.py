@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from tiny import TINY, open_model
+from tiny import DEEP, open_model
 
 import ling3
 from ling3 import cli, families
@@ -29,7 +29,7 @@ from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import GatedRMSNorm, RMSNorm
 """
-TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, TINY.vocab_size)
+TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, DEEP.vocab_size)
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +46,15 @@ def delta(monkeypatch):
     module = types.ModuleType("gated_delta")
     monkeypatch.setitem(sys.modules, "gated_delta", module)
     exec(PLAIN + "".join(dict.fromkeys(own)), vars(module))
-    return ling3.init(module.DeltaConfig(TINY.vocab_size, (1,)), key=jax.random.key(0))
+    return ling3.init(module.DeltaConfig(DEEP.vocab_size, (1,)), key=jax.random.key(0))
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherConfig:
     """A config with Ling-3's modules, and without a field for any ablation."""
 
-    vocab_size: int = TINY.vocab_size
-    max_position_embeddings: int = TINY.max_position_embeddings
+    vocab_size: int = DEEP.vocab_size
+    max_position_embeddings: int = DEEP.max_position_embeddings
     eos_token_id: tuple[int, ...] = (1,)
 
     def to_dict(self):
@@ -63,7 +63,7 @@ class OtherConfig:
 
 def of_ling_3s_modules() -> Any:
     def init(config, *, key, dtype):
-        return dataclasses.replace(ling3.init(TINY, key=key, dtype=dtype), config=config)
+        return dataclasses.replace(ling3.init(DEEP, key=key, dtype=dtype), config=config)
 
     ling3.register_family(
         ling3.Family(
@@ -75,7 +75,7 @@ def of_ling_3s_modules() -> Any:
             init=init,
         )
     )
-    return dataclasses.replace(open_model(TINY), config=OtherConfig())
+    return dataclasses.replace(open_model(DEEP), config=OtherConfig())
 
 
 def test_a_gated_deltanet_is_inspected(delta):
@@ -127,18 +127,18 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_another_familys_model_is_cut_as_ling_3_is(name):
     """The modules are the same; only Ling-3's config has fields that say what is different."""
-    other, own = CUTS[name](of_ling_3s_modules()), CUTS[name](open_model(TINY))
+    other, own = CUTS[name](of_ling_3s_modules()), CUTS[name](open_model(DEEP))
     assert other.config == OtherConfig()
     assert eqx.tree_equal(dataclasses.replace(other, config=own.config), own)
     assert not eqx.tree_equal(other, of_ling_3s_modules())
 
 
 def test_the_table_for_another_family_is_that_for_ling_3():
-    names = [[(a.name, a.formula) for a in ablations(model)] for model in (of_ling_3s_modules(), open_model(TINY))]
+    names = [[(a.name, a.formula) for a in ablations(model)] for model in (of_ling_3s_modules(), open_model(DEEP))]
     assert names[0] == names[1] and len(names[0]) == 22
 
 
 def test_a_suite_that_a_model_has_nothing_for_says_what_there_is(delta, monkeypatch, capsys):
-    monkeypatch.setattr("ling3.cli.ablate.load", lambda *given: delta)
+    monkeypatch.setattr("ling3.cli.options.Source.load", lambda *given: delta)
     assert cli.main(["ablate", "nano", "--suite", "gates"]) == 2
     assert "--suite gates: nothing that can be cut; what can be: attention in layers [0, 1]" in capsys.readouterr().err

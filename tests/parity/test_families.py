@@ -37,6 +37,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied, one head each": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -54,6 +61,11 @@ CASES = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "qwen3-moe, some dense, weights as they are": (
+        "Qwen3Moe",
+        EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [1]},
+    ),
     "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 
@@ -67,8 +79,8 @@ def case(request, tmp_path_factory):
     config = getattr(transformers, f"{family}Config")(**SIZES | fields)
     theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     for name, tensor in theirs.named_parameters():
-        if tensor.ndim == 2 and "embed" not in name:
-            tensor.normal_(0, 1.2 * tensor.shape[1] ** -0.5)
+        if tensor.ndim > 1 and "embed" not in name:
+            tensor.normal_(0, 1.2 * tensor.shape[-1] ** -0.5)
         elif "embed" in name:
             tensor.normal_(0, 1.0 if not config.tie_word_embeddings else 0.3)
         elif name.endswith("bias"):

@@ -1,0 +1,85 @@
+"""Qwen3-MoE (`Qwen3MoeForCausalLM`): Qwen3's attention over a mixture of experts with a softmax router."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from jaxtyping import DTypeLike, PRNGKeyArray
+
+from ling3.families.config_fields import field, read
+from ling3.families.family import Family
+from ling3.families.qwen3 import Qwen3Fields
+from ling3.families.transformer import ONLY, WINDOWED, build, count, published_name, size, swiglu, tied_copy
+from ling3.layers.moe import MoE, MoEConfig
+from ling3.model import CausalLM, FeedForward
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeConfig(Qwen3Fields):
+    """Qwen3-MoE's fields (Qwen Team, arXiv 2505.09388, §2). Raises ConfigError."""
+
+    moe_intermediate_size: int = size()
+    num_experts: int = count(aliases=("num_local_experts",))
+    num_experts_per_tok: int = count()
+    norm_topk_prob: bool = field(absent=False)
+    decoder_sparse_step: int = field(ge=1, le=1000, absent=1)
+    """Of so many layers, the last is sparse, unless `mlp_only_layers` names it."""
+    mlp_only_layers: tuple[int, ...] = field(ge=0, absent=())
+    """Layers, 0-based, that are dense."""
+
+    @staticmethod
+    def from_dict(raw: object, source: str = "config.json") -> "Qwen3MoeConfig":
+        """The config in the JSON object `raw`, every field of which is accounted for; `source` is for errors."""
+        return read(Qwen3MoeConfig, raw, source, only=ONLY, derived=WINDOWED)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The published `config.json`."""
+        return self.written("Qwen3MoeForCausalLM", "qwen3_moe", ONLY)
+
+    def mlp_kind(self, layer: int) -> str:
+        """The feed-forward of 0-based `layer`: `dense` or `moe`."""
+        dense = layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step
+        return "dense" if dense else "moe"
+
+    def misfits(self) -> Iterable[str]:
+        """Problems of fields that are valid by themselves and do not fit together."""
+        chosen, experts = self.num_experts_per_tok, self.num_experts
+        if chosen > experts:
+            yield f"num_experts_per_tok: found {chosen}; expected at most num_experts, {experts}; correct it"
+
+
+def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
+    """Random weights: matrices from N(0, initializer_range²) in `dtype`, routers in float32, norms 1, biases 0."""
+    experts = MoEConfig(
+        hidden=config.hidden_size,
+        experts=config.num_experts,
+        intermediate=config.moe_intermediate_size,
+        shared=0,
+        top_k=config.num_experts_per_tok,
+        groups=1,
+        top_groups=1,
+        normalize=config.norm_topk_prob,
+        scaling=1.0,
+        std=config.initializer_range,
+        expert_bias=False,
+        scores="softmax",
+    )
+
+    def feed_forward(layer: int, own: PRNGKeyArray) -> FeedForward:
+        if config.mlp_kind(layer) == "dense":
+            return swiglu(config, own, dtype)
+        return MoE.init(experts, key=own, dtype=dtype)
+
+    return build(config, lambda i, own: config.mixer(i, key=own, dtype=dtype), feed_forward, key=key, dtype=dtype)
+
+
+FAMILY = Family(
+    name="Qwen3-MoE",
+    architectures=("Qwen3MoeForCausalLM",),
+    model_types=("qwen3_moe",),
+    config=Qwen3MoeConfig,
+    read=Qwen3MoeConfig.from_dict,
+    init=init,
+    published=published_name,
+    copies=tied_copy,
+)
