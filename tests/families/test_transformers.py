@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3: the published configs, and what is refused."""
+"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: the published configs, and what is refused."""
 
 import json
 
@@ -11,7 +11,7 @@ import safetensors.numpy
 
 import ling3
 from ling3.checkpoint import weight_names
-from ling3.checkpoint.names import structure
+from ling3.checkpoint.names import leaves, structure
 from ling3.families import read_config
 
 LLAMA_32_1B = {
@@ -158,6 +158,33 @@ QWEN3_32B = QWEN3_14B | {
     "num_attention_heads": 64,
     "num_hidden_layers": 64,
 }
+QWEN3_30B_A3B = QWEN3_06B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}
+QWEN3_235B_A22B = QWEN3_30B_A3B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 94,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}
 CENSUS = {
     "Llama-3.2-1B": (LLAMA_32_1B, 1_235_814_400, 146),
     "Llama-3.1-8B": (LLAMA_31_8B, 8_030_261_248, 291),
@@ -168,6 +195,8 @@ CENSUS = {
     "Qwen3-0.6B": (QWEN3_06B, 596_049_920, 310),
     "Qwen3-14B": (QWEN3_14B, 14_768_307_200, 443),
     "Qwen3-32B": (QWEN3_32B, 32_762_123_264, 707),
+    "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624, 18_867),
+    "Qwen3-235B-A22B": (QWEN3_235B_A22B, 235_093_634_560, 36_945),
 }
 
 
@@ -181,10 +210,10 @@ def test_the_census_of_published_configs(tmp_path, name):
     """Parameters and tensors as on the hub; nothing is allocated, as no machine could hold the largest."""
     raw, parameters, tensors = CENSUS[name]
     config = config_of(tmp_path, raw)
-    weights = list(weight_names(config))
+    built = structure(config)
+    weights = [weight for leaf in leaves(built) for weight in leaf.weights()]
     assert sum(weight.size for weight in weights) == parameters
     assert len({weight.name for weight in weights}) == len(weights) == tensors
-    built = structure(config)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(built))
     assert (built.lm_head is None) == raw["tie_word_embeddings"]
     assert config_of(tmp_path, config.to_dict()) == config
@@ -230,8 +259,21 @@ def test_the_census_of_published_configs(tmp_path, name):
                 "model.layers.0.self_attn.q_proj.bias": None,
             },
         ),
+        (
+            QWEN3_30B_A3B | {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+            {
+                "model.layers.0.mlp.gate_proj.weight": (6144, 2048),
+                "model.layers.1.mlp.gate.weight": (128, 2048),
+                "model.layers.1.mlp.gate.expert_bias": None,
+                "model.layers.1.mlp.experts.127.down_proj.weight": (2048, 768),
+                "model.layers.1.mlp.experts.127.gate_proj.weight": (768, 2048),
+                "model.layers.1.mlp.experts.127.up_proj.weight": (768, 2048),
+                "model.layers.1.mlp.gate_proj.weight": None,
+                "model.layers.3.mlp.gate_proj.weight": (6144, 2048),
+            },
+        ),
     ],
-    ids=["llama", "qwen2", "qwen3"],
+    ids=["llama", "qwen2", "qwen3", "qwen3-moe"],
 )
 def test_names_and_shapes_are_the_published_ones(tmp_path, raw, expected):
     shapes = {weight.name: weight.shape for weight in weight_names(config_of(tmp_path, raw))}
@@ -251,7 +293,9 @@ def scaling(**fields):
     return {"rope_scaling": fields}
 
 
-@pytest.mark.parametrize("base", [LLAMA_32_1B, MISTRAL_V03, QWEN25_05B, QWEN3_06B], ids=lambda raw: raw["model_type"])
+@pytest.mark.parametrize(
+    "base", [LLAMA_32_1B, MISTRAL_V03, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B], ids=lambda raw: raw["model_type"]
+)
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -293,6 +337,25 @@ def test_a_problem_names_its_field(tmp_path, base, changes, problem):
 
 
 @pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_experts": None}, "num_experts: absent; expected an integer from 1"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok: found 129; expected at most num_experts, 128"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step: found 0; expected an integer from 1"),
+        ({"mlp_only_layers": [0, 48]}, "mlp_only_layers: found [0, 48]; expected layers from 0 to 47"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers: found 3; expected a list"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers: found [-1]; expected a list"),
+        ({"moe_intermediate_size": 2**20, "num_experts": 4096}, "the sizes together: found about 1"),
+        ({"num_local_experts": 64}, "num_experts: found num_experts 128, num_local_experts 64"),
+    ],
+)
+def test_a_problem_with_experts_names_its_field(tmp_path, changes, problem):
+    with pytest.raises(ling3.ConfigError) as caught:
+        config_of(tmp_path, QWEN3_30B_A3B | changes)
+    assert any(said.startswith(problem) for said in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize(
     ("named", "said"),
     [
         ({"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}, "architectures: found ['GPTNeoXFor"),
@@ -318,7 +381,10 @@ TINY = {
     "intermediate_size": 24,
     "max_position_embeddings": 64,
     "max_window_layers": 1,
+    "moe_intermediate_size": 12,
     "num_attention_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
     "num_hidden_layers": 1,
     "num_key_value_heads": 1,
     "vocab_size": 32,
@@ -328,8 +394,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def checkpoint(tmp_path, raw, change=lambda tensors: None):
     """A checkpoint of the config's names and tiny sizes, in bfloat16."""
-    small = raw | {name: value for name, value in TINY.items() if name != "max_window_layers" or name in raw}
-    config = config_of(tmp_path, small)
+    config = config_of(tmp_path, {name: TINY.get(name, value) for name, value in raw.items()})
     draw = np.random.default_rng(0)
     tensors = {w.name: draw.normal(size=w.shape).astype(ml_dtypes.bfloat16) for w in weight_names(config)}
     change(tensors)
@@ -352,6 +417,23 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, raw):
     assert "no place for:\n    model.layers.1.mlp.up_proj.weight, in model.safetensors\n" in message
     assert "q_proj.weight, in model.safetensors: found [16, 15]; expected [16, 16]" in message
     assert "model.norm.weight, in model.safetensors: found I8; expected F32, BF16, F16" in message
+
+
+def test_experts_that_do_not_fit_are_named(tmp_path):
+    experts = "model.layers.0.mlp.experts"
+
+    def spoil(tensors):
+        del tensors[f"{experts}.2.up_proj.weight"], tensors["model.layers.0.mlp.gate.weight"]
+        tensors[f"{experts}.1.down_proj.weight"] = np.zeros((12, 16), ml_dtypes.bfloat16)
+        tensors[f"{experts}.4.up_proj.weight"] = np.zeros((12, 16), ml_dtypes.bfloat16)
+
+    with pytest.raises(ling3.CheckpointError) as caught:
+        ling3.load(checkpoint(tmp_path, QWEN3_30B_A3B, spoil))
+    message = str(caught.value)
+    assert f"{experts}.2.up_proj.weight [12, 16]\n" in message
+    assert "model.layers.0.mlp.gate.weight [4, 16]\n" in message
+    assert f"no place for:\n    {experts}.4.up_proj.weight, in model.safetensors\n" in message
+    assert f"{experts}.1.down_proj.weight, in model.safetensors: found [12, 16]; expected [16, 12]" in message
 
 
 def test_biases_that_no_field_promises_are_left_over(tmp_path):
