@@ -8,183 +8,26 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from published_transformers import (
+    LLAMA_31_8B,
+    LLAMA_31_405B,
+    LLAMA_32_1B,
+    MISTRAL_V01,
+    MISTRAL_V03,
+    QWEN3_06B,
+    QWEN3_14B,
+    QWEN3_30B_A3B,
+    QWEN3_32B,
+    QWEN3_235B_A22B,
+    QWEN25_05B,
+)
 
 import ling3
 from ling3.checkpoint import weight_names
 from ling3.checkpoint.names import leaves, structure
 from ling3.families import read_config
 
-LLAMA_32_1B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.45.0.dev0",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
-LLAMA_31_8B = {
-    **{name: value for name, value in LLAMA_32_1B.items() if name != "head_dim"},
-    "eos_token_id": [128001, 128008, 128009],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "rope_scaling": {**LLAMA_32_1B["rope_scaling"], "factor": 8.0},
-    "tie_word_embeddings": False,
-}
-LLAMA_31_405B = LLAMA_31_8B | {
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 126,
-}
-MISTRAL_V01 = {
-    "architectures": ["MistralForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.34.0.dev0",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
-MISTRAL_V03 = MISTRAL_V01 | {
-    "attention_dropout": 0.0,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "vocab_size": 32768,
-}
-QWEN25_05B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "initializer_range": 0.02,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.40.1",
-    "use_cache": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "initializer_range": 0.02,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN3_14B = QWEN3_06B | {
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "max_window_layers": 40,
-    "num_attention_heads": 40,
-    "num_hidden_layers": 40,
-    "tie_word_embeddings": False,
-}
-QWEN3_32B = QWEN3_14B | {
-    "intermediate_size": 25600,
-    "max_window_layers": 64,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 64,
-}
-QWEN3_30B_A3B = QWEN3_06B | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
-    "tie_word_embeddings": False,
-}
-QWEN3_235B_A22B = QWEN3_30B_A3B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_window_layers": 94,
-    "moe_intermediate_size": 1536,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 94,
-}
+EVERY = [LLAMA_32_1B, MISTRAL_V03, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B]
 CENSUS = {
     "Llama-3.2-1B": (LLAMA_32_1B, 1_235_814_400, 146),
     "Llama-3.1-8B": (LLAMA_31_8B, 8_030_261_248, 291),
@@ -282,11 +125,12 @@ def test_names_and_shapes_are_the_published_ones(tmp_path, raw, expected):
 
 def test_windows_of_the_published_configs(tmp_path):
     def windows(raw):
-        return {layer.attention.window for layer in structure(config_of(tmp_path, raw)).model.layers}
+        config = config_of(tmp_path, raw | {"num_hidden_layers": 6})
+        return [getattr(layer.attention, "window", "none") for layer in structure(config).model.layers]
 
-    assert windows(MISTRAL_V01) == {4096} and windows(MISTRAL_V03) == {None}
-    assert windows(QWEN25_05B) == {None}, "sliding_window counts only with use_sliding_window"
-    assert windows(QWEN25_05B | {"use_sliding_window": True, "max_window_layers": 5}) == {None, 32768}
+    assert windows(MISTRAL_V01) == [4096] * 6 and windows(MISTRAL_V03) == [None] * 6
+    assert windows(QWEN25_05B) == [None] * 6, "sliding_window counts only with use_sliding_window"
+    assert windows(QWEN25_05B | {"use_sliding_window": True, "max_window_layers": 5}) == [None] * 5 + [32768]
 
 
 def scaling(**fields):
