@@ -122,7 +122,7 @@ def _account(
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
     family = families.family_of(config)
     others = [name for name in files if name not in expected and not family.skips(name, config)]
-    copies = {name: original for name in others if (original := family.copies(name, config)) in expected}
+    copies = {name: original for name in others if (original := family.copies(name, config)) is not None}
     left = [f"{name}, in {files[name].path.name}" for name in others if name not in copies]
     if missing or left or shapes or dtypes or mixed:
         kinds = [
