@@ -105,7 +105,7 @@ class GQA(eqx.Module):
 
     def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> Paged:
         """Pages of keys and values, and nothing per slot."""
-        return Paged.empty(pages, page_size, (self.entry,), dtype)
+        return Paged.empty(pages, page_size, (self.entry,), dtype, window=self.window)
 
     def __call__(
         self, x: Float[Array, "batch seq {self.hidden}"], state: Paged | None, span: Span
