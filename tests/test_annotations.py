@@ -20,6 +20,7 @@ from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import PLAIN
 from ling3.families.ling3 import kda_config, mla_config, moe_config
 from ling3.layers.mla import MLA, MLAConfig
+from ling3.layers.rope import Rope
 
 ROOT = pathlib.Path(ling3.__file__).parent
 KEY = jax.random.key(0)
@@ -58,7 +59,7 @@ def rope(module):
 
 
 def linear(module):
-    module.Linear.init(3, TINY.hidden_size, std=1.0, **OPTIONS)(X)
+    module.Linear.init(3, TINY.hidden_size, std=1.0, bias=True, **OPTIONS)(X)
     module.Constant.init(3)(X)
     table = module.Linear.init(7, 4, std=1.0, **OPTIONS)
     table.embed(jnp.zeros((BATCH, SEQ), jnp.int32))
@@ -86,6 +87,13 @@ def mla(module):
     layer(ONE, state, span(1))
 
 
+def gqa(module):
+    config = module.GQAConfig(TINY.hidden_size, 4, 2, 6, std=1.0, rope=Rope.plain(1e4, 6), norm_eps=1e-6)
+    layer = module.GQA.init(config, **OPTIONS)
+    layer(X, None, WHOLE)
+    layer(ONE, layer.empty_state(BATCH, 4, PAGE, jnp.float32), span(1))
+
+
 def moe(module):
     layer = module.MoE.init(module.MoEConfig(**vars(moe_config(TINY, 1))), **OPTIONS)
     layer(X, WHOLE)
@@ -98,6 +106,7 @@ def attention(module):
     positions, length = WHOLE.positions(SEQ), WHOLE.length
     expansion = module.Expansion(numbers(2 * (8 + 8), 16), heads=2, nope=8)
     module.block_attention(q, positions, numbers(BATCH, 256, 20), length, expansion)
+    module.block_attention(q, positions, numbers(BATCH, 256, 48), length, module.PerHead(heads=2, value=12))
     pages, table = numbers(4, PAGE, 20), span(SEQ).table
     module.paged_attention(q, positions, pages, table, length, expansion)
     module.latent_attention(numbers(BATCH, 2, 20), positions[:, :2], pages, table, length)
@@ -148,6 +157,7 @@ FILES = {
     "layers/mlp": mlp,
     "layers/kda": kda,
     "layers/mla": mla,
+    "layers/gqa": gqa,
     "layers/moe": moe,
     "ops/attention": attention,
     "cache": cache,
@@ -164,6 +174,7 @@ def is_array_type(node):
         and len(node.slice.elts) == 2
         and isinstance(node.slice.elts[1], ast.Constant)
         and isinstance(node.slice.elts[1].value, str)
+        and ast.unparse(node.value) != "Literal"
     )
 
 

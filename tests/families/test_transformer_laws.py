@@ -1,7 +1,6 @@
 """What holds of every model, on a tiny one of each family of plain transformers; and transformers' frozen numbers."""
 
-import shutil
-
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,21 +73,17 @@ def test_answers_are_generates_in_company_and_alone(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_saved_and_loaded_bit_for_bit(name, tmp_path):
+def test_it_is_saved_as_it_was_stored(name, tmp_path):
+    """In the published layout, bit for bit, and matrices in bfloat16 beside norms in float32."""
+    write(name, tmp_path)
     model = open_model(name)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, model)
-    for kept, own in ((model, tmp_path / "float32"), (half, tmp_path / "bfloat16")):
+    for kept, own in ((model, tmp_path / "whole"), (half, tmp_path / "half")):
         ling3.save(kept, own)
         loaded = ling3.load(own)
-        assert loaded.config == model.config and jax.tree.structure(loaded) == jax.tree.structure(model)
-        for stored, array in zip(jax.tree.leaves(loaded), jax.tree.leaves(kept), strict=True):
-            assert stored.dtype == array.dtype and jnp.array_equal(stored, array)
-        ling3.save(loaded, tmp_path / "again")
-        first, second = (safetensors.numpy.load_file(path / "model.safetensors") for path in (own, tmp_path / "again"))
-        assert first.keys() == second.keys()
-        assert all(array.tobytes() == second[name].tobytes() for name, array in first.items())
-        assert (own / "config.json").read_text() == (tmp_path / "again" / "config.json").read_text()
-        shutil.rmtree(tmp_path / "again")
+        assert loaded.config == model.config and eqx.tree_equal(loaded, kept)
+    first, second = (safetensors.numpy.load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "whole"))
+    assert first.keys() == second.keys() and all(first[n].tobytes() == second[n].tobytes() for n in first)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,21 +123,20 @@ def test_training_lowers_the_loss(name):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_it_is_ablated(name, tmp_path):
     """What a module may be without is cut. No config of these families has a word for it, so `save` refuses it."""
-    model = open_model(name)
-    cuts = {"GQA: no RoPE": ablate.no_rope, "layer 0: no GQA": lambda m: ablate.no_attention(m, [0])}
-    if name.startswith("qwen3"):
-        cuts["GQA: no norms of q and k"] = ablate.no_qk_norm
+    model, cuts = open_model(name), {"GQA: no RoPE": ablate.no_rope}
     if name == "qwen3-moe":
+        cuts["GQA: no norms of q and k"] = ablate.no_qk_norm
         cuts["experts: top 1"] = lambda m: ablate.top_k(m, 1)
         cuts["experts: 1 of 4 dropped"] = lambda m: ablate.drop_experts(m, [0])
     layers = {f"layer {i}: no GQA" for i in range(model.config.num_hidden_layers)}
     assert {ablation.name for ablation in ablations(model)} == cuts.keys() | layers
-    for cut in cuts.values():
+    for cut in (*cuts.values(), lambda m: ablate.no_attention(m, [0])):
         without = cut(model)
-        assert np.all(np.isfinite(without(ROW))) and not np.allclose(without(ROW), model(ROW), atol=1e-3)
+        logits = np.asarray(without(ROW))
+        assert np.all(np.isfinite(logits)) and not np.allclose(logits, model(ROW), atol=1e-3)
         with pytest.raises(ling3.CheckpointError, match="do not fit its configuration"):
             ling3.save(without, tmp_path / "cut")
     with pytest.raises(ValueError, match=r"this model has no output gate that can be cut.* attention in layers"):

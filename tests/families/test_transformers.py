@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import transformer_reference
 from published_transformers import (
     LLAMA_31_8B,
     LLAMA_31_405B,
@@ -70,15 +71,15 @@ def test_the_census_of_published_configs(tmp_path, name):
             {
                 "lm_head.weight": (128256, 4096),
                 "model.embed_tokens.weight": (128256, 4096),
-                "model.layers.31.input_layernorm.weight": (4096,),
-                "model.layers.31.mlp.down_proj.weight": (4096, 14336),
-                "model.layers.31.mlp.gate_proj.weight": (14336, 4096),
-                "model.layers.31.mlp.up_proj.weight": (14336, 4096),
-                "model.layers.31.post_attention_layernorm.weight": (4096,),
-                "model.layers.31.self_attn.k_proj.weight": (1024, 4096),
-                "model.layers.31.self_attn.o_proj.weight": (4096, 4096),
-                "model.layers.31.self_attn.q_proj.weight": (4096, 4096),
-                "model.layers.31.self_attn.v_proj.weight": (1024, 4096),
+                "model.layers.3.input_layernorm.weight": (4096,),
+                "model.layers.3.mlp.down_proj.weight": (4096, 14336),
+                "model.layers.3.mlp.gate_proj.weight": (14336, 4096),
+                "model.layers.3.mlp.up_proj.weight": (14336, 4096),
+                "model.layers.3.post_attention_layernorm.weight": (4096,),
+                "model.layers.3.self_attn.k_proj.weight": (1024, 4096),
+                "model.layers.3.self_attn.o_proj.weight": (4096, 4096),
+                "model.layers.3.self_attn.q_proj.weight": (4096, 4096),
+                "model.layers.3.self_attn.v_proj.weight": (1024, 4096),
                 "model.norm.weight": (4096,),
             },
         ),
@@ -119,7 +120,8 @@ def test_the_census_of_published_configs(tmp_path, name):
     ids=["llama", "qwen2", "qwen3", "qwen3-moe"],
 )
 def test_names_and_shapes_are_the_published_ones(tmp_path, raw, expected):
-    shapes = {weight.name: weight.shape for weight in weight_names(config_of(tmp_path, raw))}
+    config = config_of(tmp_path, raw | {"num_hidden_layers": 4})
+    shapes = {weight.name: weight.shape for weight in weight_names(config)}
     assert {name: shapes.get(name) for name in expected} == expected
 
 
@@ -137,9 +139,36 @@ def scaling(**fields):
     return {"rope_scaling": fields}
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
 @pytest.mark.parametrize(
-    "base", [LLAMA_32_1B, MISTRAL_V03, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B], ids=lambda raw: raw["model_type"]
+    ("raw", "kind"),
+    [
+        (LLAMA_31_8B, LLAMA_31_8B["rope_scaling"]),
+        (LLAMA_32_1B, LLAMA_32_1B["rope_scaling"]),
+        (QWEN3_06B, YARN),
+        (QWEN3_06B, YARN | {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}),
+        (QWEN3_06B, YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}),
+        (QWEN3_06B, YARN | {"attention_factor": 1.5}),
+        (MISTRAL_V03, {"type": "linear", "factor": 8.0}),
+        (MISTRAL_V03, {"type": "dynamic", "factor": 8.0}),
+        (MISTRAL_V03, {"rope_type": "default"}),
+        (MISTRAL_V03, None),
+    ],
 )
+def test_angles_are_those_of_the_equations(tmp_path, raw, kind):
+    """Under transformers 4's field, and under transformers 5's, which holds theta too."""
+    theta = {"rope_theta": raw["rope_theta"]}
+    for fields in (theta | {"rope_scaling": kind}, {"rope_theta": None, "rope_parameters": (kind or {}) | theta}):
+        config = config_of(tmp_path, raw | {"rope_scaling": None} | fields)
+        frequencies, magnitude = transformer_reference.rope(config)
+        np.testing.assert_allclose(config.rope.frequencies, frequencies, rtol=1e-12)
+        assert config.rope.magnitude == pytest.approx(magnitude, rel=1e-12)
+        assert config_of(tmp_path, config.to_dict()) == config
+
+
+@pytest.mark.parametrize("base", EVERY, ids=lambda raw: raw["model_type"])
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -289,7 +318,7 @@ def test_biases_that_no_field_promises_are_left_over(tmp_path):
 
 
 @pytest.mark.parametrize("block", [7, 2**18])
-@pytest.mark.parametrize("raw", [LLAMA_32_1B, QWEN25_05B, QWEN3_06B], ids=lambda raw: raw["model_type"])
+@pytest.mark.parametrize("raw", [LLAMA_32_1B, QWEN3_06B], ids=lambda raw: raw["model_type"])
 def test_a_tied_head_that_is_stored_equals_the_embedding(tmp_path, monkeypatch, raw, block):
     monkeypatch.setattr("ling3.checkpoint.loading.BLOCK", block)
     plain = ling3.load(checkpoint(tmp_path, raw))
