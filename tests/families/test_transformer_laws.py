@@ -1,5 +1,7 @@
 """What holds of every model, on a tiny one of each family of plain transformers; and transformers' frozen numbers."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -126,7 +128,8 @@ def test_training_lowers_the_loss(name):
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_it_is_ablated(name, tmp_path):
     """What a module may be without is cut. No config of these families has a word for it, so `save` refuses it."""
-    model, cuts = open_model(name), {"GQA: no RoPE": ablate.no_rope}
+    model = open_model(name)
+    cuts: dict[str, Callable[..., ling3.CausalLM]] = {"GQA: no RoPE": ablate.no_rope}
     if name == "qwen3-moe":
         cuts["GQA: no norms of q and k"] = ablate.no_qk_norm
         cuts["experts: top 1"] = lambda m: ablate.top_k(m, 1)
@@ -139,6 +142,10 @@ def test_it_is_ablated(name, tmp_path):
         assert np.all(np.isfinite(logits)) and not np.allclose(logits, model(ROW), atol=1e-3)
         with pytest.raises(ling3.CheckpointError, match="do not fit its configuration"):
             ling3.save(without, tmp_path / "cut")
+    with pytest.raises(
+        ling3.CheckpointError, match=r"model\.layers\.0\.attention\.rotation: found None; expected Rope"
+    ):
+        ling3.save(ablate.no_rope(model, [0]), tmp_path / "cut")
     with pytest.raises(ValueError, match=r"this model has no output gate that can be cut.* attention in layers"):
         ablate.no_output_gate(model)
 
