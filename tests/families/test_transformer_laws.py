@@ -143,7 +143,7 @@ def test_it_is_ablated(name, tmp_path):
         with pytest.raises(ling3.CheckpointError, match="do not fit its configuration"):
             ling3.save(without, tmp_path / "cut")
     with pytest.raises(
-        ling3.CheckpointError, match=r"model\.layers\.0\.attention\.rotation: found None; expected Rope"
+        ling3.CheckpointError, match=r"layers\.0\.attention\.rotation: found None; expected Rope"
     ):
         ling3.save(ablate.no_rope(model, [0]), tmp_path / "cut")
     with pytest.raises(ValueError, match=r"this model has no output gate that can be cut.* attention in layers"):
