@@ -142,9 +142,7 @@ def test_it_is_ablated(name, tmp_path):
         assert np.all(np.isfinite(logits)) and not np.allclose(logits, model(ROW), atol=1e-3)
         with pytest.raises(ling3.CheckpointError, match="do not fit its configuration"):
             ling3.save(without, tmp_path / "cut")
-    with pytest.raises(
-        ling3.CheckpointError, match=r"layers\.0\.attention\.rotation: found None; expected Rope"
-    ):
+    with pytest.raises(ling3.CheckpointError, match=r"layers\.0\.attention\.rotation: found None; expected Rope"):
         ling3.save(ablate.no_rope(model, [0]), tmp_path / "cut")
     with pytest.raises(ValueError, match=r"this model has no output gate that can be cut.* attention in layers"):
         ablate.no_output_gate(model)
