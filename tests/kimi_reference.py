@@ -52,7 +52,7 @@ _NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 def forward(weights: reference.Weights, config: KimiLinearConfig, tokens: list[int]) -> tuple[Array, Array]:
     """The logits `[T, vocab]` of one sequence, and `[T]`, how near each token's choice of experts came to another."""
-    at = reference._Reader(_as_ling_3s(weights), "model")
+    at = reference.Reader(_as_ling_3s(weights), "model")
     kda, moe = _kda_config(config), _moe_config(config)
     x, stages = at("embed_tokens").weight[np.asarray(tokens)], {}
     for i in range(config.num_hidden_layers):
@@ -68,7 +68,7 @@ def forward(weights: reference.Weights, config: KimiLinearConfig, tokens: list[i
     return rms_norm(x, at("norm").weight, config.rms_norm_eps) @ weights["lm_head.weight"].T, np.min(margins, axis=0)
 
 
-def mla(at: reference._Reader, config: KimiLinearConfig, x: Array) -> Array:
+def mla(at: reference.Reader, config: KimiLinearConfig, x: Array) -> Array:
     """Multi-head latent attention without positions and output gate; the latent's norm has an eps of its own."""
     length, heads, nope = len(x), config.num_attention_heads, config.qk_nope_head_dim
     size = nope + config.qk_rope_head_dim

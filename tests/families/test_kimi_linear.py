@@ -232,6 +232,7 @@ def test_answers_are_the_same_bits_in_company_and_after_preemption(model):
         assert crowd[number].logprobs == alone.logprobs
 
 
+@pytest.mark.slow
 def test_it_trains(model):
     tokens = jnp.asarray(prompts(12, 12), jnp.int32)
     losses = []
