@@ -17,7 +17,9 @@ def main(directory: str, dtype: str) -> None:
     os.dup2(2, 1)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process: nothing between it and the pipe
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = CACHE_GB
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 1) - 1}"  # all cores: it would leave some idle
+    cores = os.cpu_count() or 1
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{cores - 1}"  # all of them: it would leave some idle
+    os.environ["OMP_NUM_THREADS"] = str(cores)  # and give torch but one
     from vllm import LLM, SamplingParams  # noqa: PLC0415 -- reads the settings above as it is imported
 
     model = LLM(
