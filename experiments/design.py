@@ -180,6 +180,7 @@ EXPERIMENTS = {
         steps=400,
         rows=8,
         learning_rates=(2e-3, 4e-3, 8e-3, 1.6e-2),
+        more_rates={"Qwen3": (5e-4, 1e-3)},
         points=10,
         held_out=32,
         variants=ARCHITECTURES,

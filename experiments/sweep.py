@@ -224,7 +224,8 @@ def read(file: Path) -> list[Run]:
 
 def _point(values: dict[str, Any]) -> Point:
     parts = {name: _point(part) for name, part in values.get("parts", {}).items()}
-    return Point(**values | {"parts": parts})
+    with_parts: dict[str, Any] = values | {"parts": parts}
+    return Point(**with_parts)
 
 
 def best_rate(runs: Sequence[Run], experiment: Experiment, variant: str) -> float:
