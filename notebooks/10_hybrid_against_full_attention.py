@@ -17,7 +17,7 @@
 # - **Ling-3**: three KDA layers, then one of MLA with RoPE and a gate per head; full gates, a bounded decay.
 #
 # The two hybrids have experts after the first layer, as published, so they use two thirds of their parameters for a
-# token. The rules are those of [notebook 6](06_from_scratch.ipynb): predictions first, rates swept per model with a
+# token. The rules are those of notebook 6: predictions first, rates swept per model with a
 # seed of its own, three fresh seeds, every run shown. `experiments/` made the 23 runs in half an hour of a shared core.
 
 # %%
@@ -353,13 +353,14 @@ assert 0.95 < without / geometric["Kimi-Linear"] < 1.05
 # ## What this size cannot tell
 #
 # - *Who is better in the end.* These models have seen a third of a token per parameter; published ones have seen
-#   hundreds or thousands. What is measured is how quickly a mechanism is found. One run of Qwen3 with four times the
-#   steps (outside of the protocol, see the README of `experiments/`) had 0.67 nats of text, less than any run here, and
-#   still 82 % of errors in recall. Kimi Linear's own table, at 653 million active parameters, has the 3:1 hybrid and
-#   full MLA 2 % of perplexity apart ([arXiv 2510.26692](https://arxiv.org/abs/2510.26692), Table 1).
+#   hundreds or thousands. What is measured is how quickly a mechanism is found. Outside of the protocol (see the README
+#   of `experiments/`), Qwen3 with four times the steps had 0.67 nats of text, less than any run here, and still 82 % of
+#   errors in recall; a Llama shape, without QK norm, did no better. Kimi Linear's own table, at 653 million active
+#   parameters, has the 3:1 hybrid and full MLA 2 % of perplexity apart
+#   ([arXiv 2510.26692](https://arxiv.org/abs/2510.26692), Table 1).
 # - *Why.* Three things differ at once: mixers, dense MLPs against experts, and positions. That the recall is due to the
 #   short convolutions is likely, since KDA without them and MLA alone failed at MQAR in
-#   [notebook 6](06_from_scratch.ipynb) likewise; here it was not tested.
+#   notebook 6 likewise; here it was not tested.
 # - *Where a state is full.* Eight pairs are little for 4 heads of 32 × 32 numbers in three layers. With more pairs or
 #   longer contexts a state has to forget, a list does not; that is what the MLA layer is for, and where full attention
 #   should win.
