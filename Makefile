@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # The tests that print tables: in one process, as workers have no terminal.
-TABLES := tests/parity/test_closeness.py tests/parity/test_bfloat16.py
+TABLES := tests/parity/test_closeness.py tests/parity/test_family_closeness.py tests/parity/test_bfloat16.py
 
 # Each worker begins with one half of the tests, so that those that share programs stay together, and then helps.
 WORKERS := -n 2 --dist worksteal

@@ -25,6 +25,7 @@ def main(
     rounds: int | None = None,
     show: Annotated[bool, tyro.conf.arg(name="list")] = False,
     kernels: bool = False,
+    vllm: Path | None = None,
     out: Path = Path("benchmarks/results"),
     scratch: Path = SCRATCH,
 ) -> None:
@@ -39,6 +40,7 @@ def main(
         rounds: how often each side is measured (otherwise each case's own number).
         show: list the cases, and measure nothing.
         kernels: on a GPU, run ling3's models on the Pallas kernels.
+        vllm: the Python of an environment with vLLM, for the cases that compare with it.
         out: the directory for a JSON file and a picture of each group.
         scratch: the directory for random checkpoints and caches, which are kept; the largest checkpoint has 3 GB.
     """
@@ -52,20 +54,26 @@ def main(
         for case in wanted:
             print(f"{case.name}: {case.question}")
         return
-    records = run_all(wanted, quick, rounds, out, scratch, kernels)
+    records = run_all(wanted, quick, rounds, out, scratch, kernels, vllm)
     Console(width=None if sys.stdout.isatty() else 160).print(report.table(records))
     if any(record["outcome"] in ("wrong", "failed") for record in records):
         sys.exit(1)
 
 
 def run_all(
-    wanted: list[Case], quick: bool, rounds: int | None, out: Path, scratch: Path, kernels: bool = False
+    wanted: list[Case],
+    quick: bool,
+    rounds: int | None,
+    out: Path,
+    scratch: Path,
+    kernels: bool = False,
+    vllm: Path | None = None,
 ) -> list[report.Record]:
     """The records of the cases, each written to `out` as soon as it is there.
 
     Cases of the group gpu run at full size on a GPU alone. One setting for each scale keeps what its cases share.
     """
-    settings = {scale: Setting(scale, scratch, kernels) for scale in ("full", "toy")}
+    settings = {scale: Setting(scale, scratch, kernels, vllm) for scale in ("full", "toy")}
     records = []
     with _progress() as progress:
         task = progress.add_task("", total=len(wanted))

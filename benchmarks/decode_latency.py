@@ -53,7 +53,7 @@ Timed = Callable[[int], float]
 
 def whole_step(model: ling3.CausalLM, rows: int, columns: int, pages: int) -> Timed:
     """The engine's decode program over its pool, with room for `columns` pages a request and `pages` in all."""
-    shapes = Shapes(slots=rows, pages=pages, page_size=PAGE, columns=columns, widths=(16,), rows=(rows,))
+    shapes = Shapes(slots=rows, pages=pages, page_size=PAGE, columns=columns, buckets=(16,), rows=(rows,))
     pool = Runner(model, shapes).pool
     pool = eqx.tree_at(lambda p: p.layers, pool, _random(pool.layers))
     pool = eqx.tree_at(lambda p: p.until, pool, jnp.full(rows, 2**30, jnp.int32))

@@ -1,4 +1,4 @@
-"""The models that are measured: Ling-3.0-tiny whole, its full width with four layers, a mid-size one, and a toy.
+"""The models that are measured: Ling-3.0-tiny whole, its full width with four layers, a mid-size one, and toys.
 
 `checkpoint` writes random weights in the published layout, such that rows of a batch say different things and the
 router spreads them over the experts: logits have a standard deviation near 1. Tensors are drawn one by one, each from
@@ -11,6 +11,7 @@ import math
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,9 @@ import numpy as np
 import ling3
 from ling3.checkpoint import safetensors_file
 from ling3.checkpoint.names import weight_names
+from ling3.families.llama import LlamaConfig
+from ling3.families.qwen3 import Qwen3Config
+from ling3.families.rope_scaling import RopeScaling
 
 TINY = ling3.Ling3Config(
     vocab_size=157184,
@@ -95,14 +99,76 @@ TOY = dataclasses.replace(
 )
 """One layer of each kind, 0.2 million parameters: for seeing that a case runs, not for its numbers."""
 
+LLAMA = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=4,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope_scaling=RopeScaling(
+        "llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    ),
+    tie_word_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+    initializer_range=0.02,
+    bos_token_id=128000,
+    eos_token_id=(128001,),
+)
+"""Llama-3.2-1B's full width with four of its 16 layers, 506 million parameters."""
+
+QWEN3 = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_scaling=None,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    use_sliding_window=False,
+    sliding_window=None,
+    max_window_layers=28,
+    initializer_range=0.02,
+    bos_token_id=151643,
+    eos_token_id=(151645,),
+)
+"""Qwen3-0.6B, whole."""
+
+DENSE_TOY = dataclasses.replace(
+    QWEN3,
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    max_window_layers=2,
+    num_attention_heads=2,
+    head_dim=32,
+    num_key_value_heads=1,
+    bos_token_id=None,
+    eos_token_id=(2,),
+)
+"""For seeing that a case runs."""
+
 STORED_WIDE = ("expert_bias", "A_log", "dt_bias")
 """What the published checkpoints have in float32; everything else is bfloat16."""
 
 
-def checkpoint(config: ling3.Ling3Config, scratch: Path) -> Path:
+def checkpoint(config: Any, scratch: Path) -> Path:
     """A directory with random bfloat16 weights of `config`, drawn into `scratch` unless they are there already."""
     fingerprint = zlib.crc32(repr(dataclasses.asdict(config)).encode())
-    directory = scratch / f"ling3-{config.num_hidden_layers}x{config.hidden_size}-{fingerprint:08x}"
+    family = type(config).__name__.removesuffix("Config").lower()
+    directory = scratch / f"{family}-{config.num_hidden_layers}x{config.hidden_size}-{fingerprint:08x}"
     if (directory / "config.json").exists():
         return directory
     shutil.rmtree(directory, ignore_errors=True)
@@ -140,7 +206,7 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return std * rng.standard_normal(shape, np.float32)
 
 
-def prompts(config: ling3.Ling3Config, count: int, length: int) -> list[list[int]]:
+def prompts(config: Any, count: int, length: int) -> list[list[int]]:
     """`count` prompts of random ids, each another."""
     return np.random.default_rng(0).integers(0, config.vocab_size, (count, length)).tolist()
 

@@ -42,17 +42,23 @@ def _first(record: Record) -> dict[str, Any] | None:
     return record["sides"][0].get("values") if record["sides"] else None
 
 
+def times_faster(record: Record) -> dict[str, float]:
+    """How many times faster than each of these sides the first one should be. Older records name none: the second."""
+    wanted = record.get("wanted", {}).get("times_faster", {})
+    return wanted if isinstance(wanted, dict) else {record["sides"][1]["name"]: wanted}
+
+
 def _ratios(axes: Axes, records: Sequence[Record]) -> None:
     """Bars: how many times the first side's value each other side's is; dots are rounds, a mark what is wanted."""
     names, row = [], 0
     for record in records:
-        wanted = record.get("wanted", {}).get("times_faster")
+        wanted = times_faster(record)
         for i, (name, ratio) in enumerate(record["times_faster_than"].items()):
             axes.barh(row, ratio["median"], height=0.6, color=BLUE if i == 0 else SKY)
             axes.plot(ratio["all"], [row] * len(ratio["all"]), "o", color=BLACK, markersize=2.5)
             axes.text(max(ratio["all"]), row, f"  {ratio['median']:.2f} ×", va="center", fontsize=8)
-            if wanted is not None and name == record["sides"][1]["name"]:
-                axes.plot([wanted, wanted], [row - 0.4, row + 0.4], color=ORANGE, linewidth=2)
+            if name in wanted:
+                axes.plot([wanted[name]] * 2, [row - 0.4, row + 0.4], color=ORANGE, linewidth=2)
             names.append(f"{record['name']}: {name}")
             row += 1
     most = max(ratio["most"] for record in records for ratio in record["times_faster_than"].values())

@@ -48,6 +48,9 @@ def _arguments() -> Iterator[str]:
     for argument in arguments:
         if argument in ("--scratch", "--out"):
             next(arguments, None)
+        elif argument == "--vllm":
+            next(arguments, None)
+            yield from (argument, "PYTHON")
         elif not argument.startswith(("--scratch=", "--out=")):
             yield argument
 

@@ -87,8 +87,8 @@ class Case:
     """group/name"""
     question: str
     build: Callable[["Setting"], Trial]
-    wanted: float | None = None
-    """Times faster than the second side, at least."""
+    wanted: float | Mapping[str, float] | None = None
+    """Times faster than the second side, at least; or than the sides of these names."""
     limit: float | None = None
     """The first side's value, at most, in the trial's unit."""
     rounds: int = 5
@@ -130,9 +130,9 @@ def chosen(globs: Sequence[str]) -> list[Case]:
 class Setting:
     """Where a case runs: at which sizes, on which backend and kernels, with which room for scratch files."""
 
-    def __init__(self, scale: Scale, scratch: Path, kernels: bool = False):
+    def __init__(self, scale: Scale, scratch: Path, kernels: bool = False, vllm: Path | None = None):
         self.scale: Scale = scale
-        self.scratch = scratch
+        self.scratch, self.vllm = scratch, vllm
         self.backend = jax.default_backend()
         self.execution = on_kernels() if kernels and self.gpu else Execution.default()
         self._kept: tuple[Any, Any] | None = None

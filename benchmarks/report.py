@@ -12,7 +12,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.plots import draw
+from benchmarks.plots import draw, times_faster
 from benchmarks.record import save
 
 STYLES = {"met": "green", "missed": "yellow", "wrong": "bold red", "failed": "bold red", "absent": "dim"}
@@ -49,8 +49,9 @@ def table(records: Sequence[Record]) -> Table:
 
 def wanted(record: Record) -> str:
     """What is wanted of a case, in words."""
-    words = {"times_faster": "≥ {:.2f} ×", "at_most": "≤ {:g} " + record.get("unit", "")}
-    return "\n".join(words[kind].format(value) for kind, value in record.get("wanted", {}).items())
+    words = [f"≥ {least:.2f} ×" for least in times_faster(record).values()]
+    limit = record.get("wanted", {}).get("at_most")
+    return "\n".join([*words, *([] if limit is None else [f"≤ {limit:g} {record.get('unit', '')}"])])
 
 
 def spread_text(values: dict[str, Any], unit: str = "") -> str:

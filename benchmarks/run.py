@@ -117,14 +117,17 @@ def _outcome(case: Case, setting: Setting, trial: Trial, record: dict[str, Any])
         if kind in first:
             return {"outcome": kind, "why": first[kind]}
     judged = setting.scale == "full" or case.always_measured
-    wanted = {"times_faster": case.wanted, "at_most": case.limit}
+    faster = case.wanted
+    if isinstance(faster, float | int):
+        faster = {trial.sides[1].name: faster}
+    wanted = {"times_faster": faster and dict(faster), "at_most": case.limit}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     verdicts = []
-    if case.wanted is not None:
-        ratio = record.get("times_faster_than", {}).get(trial.sides[1].name)
+    for name, least in (faster or {}).items():
+        ratio = record.get("times_faster_than", {}).get(name)
         if ratio is None:
-            return {"outcome": "measured", "wanted": wanted, "why": f"{trial.sides[1].name} has no number"}
-        verdicts.append(ratio["median"] >= case.wanted)
+            return {"outcome": "measured", "wanted": wanted, "why": f"{name} has no number"}
+        verdicts.append(ratio["median"] >= least)
     if case.limit is not None:
         verdicts.append(first["values"]["median"] <= case.limit)
     outcome = ("met" if all(verdicts) else "missed") if judged and verdicts else "measured"

@@ -1,4 +1,4 @@
-"""transformers' Ling-3 as a benchmark needs it: its public `generate`, in the form that is fastest for each case."""
+"""transformers' model as a benchmark needs it: its public `generate`, in the form that is fastest for each case."""
 
 import importlib.util
 import os
@@ -17,9 +17,9 @@ GATHERED = 64
 
 
 class Peer:
-    """The checkpoint in `directory` in transformers, float32, on all cores."""
+    """The checkpoint in `directory` in transformers, on all cores."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, dtype: str = "float32"):
         if importlib.util.find_spec("transformers") is None:
             raise Absent("transformers is not installed: pip install -e '.[parity]'")
         import torch  # noqa: PLC0415 -- an extra
@@ -28,9 +28,10 @@ class Peer:
         torch.set_num_threads(os.cpu_count() or 1)
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # that faster kernels exist for GPUs
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
         self.torch, self.model = torch, model.eval().requires_grad_(False)
-        self.pad = self.model.config.pad_token_id
+        pad = self.model.config.pad_token_id
+        self.pad = 0 if pad is None else pad
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
         """`new` greedy tokens of each prompt, in one left-padded batch."""
@@ -75,7 +76,7 @@ class Peer:
         choices = {}
         for experts, attention in self._choices(sum(map(len, prompts))):
             self._implement(experts, attention)
-            name = f"experts {experts}, attention {attention}"
+            name = f"attention {attention}" if experts is None else f"experts {experts}, attention {attention}"
             choices[name] = experts, attention
             for _ in range(2):
                 begin = time.perf_counter()
@@ -84,13 +85,17 @@ class Peer:
         self._implement(*choices[min(seconds, key=seconds.__getitem__)])
         return {name: round(value, 3) for name, value in seconds.items()}
 
-    def _choices(self, rows: int) -> Iterator[tuple[str, str]]:
+    def _choices(self, rows: int) -> Iterator[tuple[str | None, str]]:
         """Attention takes next to nothing here; its plain form is tried with the usual experts alone."""
+        if not any("experts" in name for name, _ in self.model.named_parameters()):
+            yield from ((None, "sdpa"), (None, "eager"))
+            return
         for experts in EXPERTS:
             if experts != "batched_mm" or rows <= GATHERED:
                 yield experts, "sdpa"
         yield "grouped_mm", "eager"
 
-    def _implement(self, experts: str, attention: str) -> None:
-        self.model.set_experts_implementation(experts)
+    def _implement(self, experts: str | None, attention: str) -> None:
+        if experts is not None:
+            self.model.set_experts_implementation(experts)
         self.model.set_attn_implementation(attention)

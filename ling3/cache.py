@@ -4,6 +4,7 @@ A mixer's state is any pytree of the two: `Paged` nodes lie in pages, all other 
 knows no more of a layer than that.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -55,18 +56,22 @@ class Paged(eqx.Module):
     """An array of a state that lies in pages: `entries[p, i]` is entry i of page p.
 
     An entry stands for `tokens` consecutive tokens, so a page of the engine's `page_size` tokens has
-    page_size / tokens entries. Which pages are whose, and in which order, `Span.table` says.
+    page_size / tokens entries. Which pages are whose, and in which order, `Span.table` says. With a `window`, a token's
+    output depends only on the entries of the last `window` tokens, its own included: pages behind them may be freed.
     """
 
     entries: Float[Array, "pages page *entry"]
     tokens: int = eqx.field(static=True, default=1)
+    window: int | None = eqx.field(static=True, default=None)
 
     @staticmethod
-    def empty(pages: int, page_size: int, entry: tuple[int, ...], dtype: Any, tokens: int = 1) -> "Paged":
+    def empty(
+        pages: int, page_size: int, entry: tuple[int, ...], dtype: Any, tokens: int = 1, window: int | None = None
+    ) -> "Paged":
         """Zeros for so many pages of `page_size` tokens. ValueError if an entry's tokens do not divide that."""
         if page_size % tokens:
             raise ValueError(f"page_size is {page_size}, expected a multiple of {tokens}, the tokens of an entry")
-        return Paged(jnp.zeros((pages, page_size // tokens, *entry), dtype), tokens)
+        return Paged(jnp.zeros((pages, page_size // tokens, *entry), dtype), tokens, window)
 
     @property
     def page_size(self) -> int:
@@ -85,7 +90,7 @@ class Paged(eqx.Module):
         owner = jnp.take_along_axis(span.table, jnp.minimum(column, span.table.shape[1] - 1), axis=1)
         owner = jnp.where(kept, owner, pages)
         new = new.astype(self.entries.dtype)
-        return Paged(self.entries.at[owner, positions % page].set(new, mode="drop"), self.tokens)
+        return dataclasses.replace(self, entries=self.entries.at[owner, positions % page].set(new, mode="drop"))
 
 
 class KDAState(eqx.Module):
@@ -122,6 +127,13 @@ def pages_of(states: State) -> tuple[Paged, ...]:
     return tuple(node for node in jax.tree.leaves(states, is_leaf=is_paged) if is_paged(node))
 
 
+def window_of(states: State) -> int | None:
+    """The largest window of the paged arrays: no token needs a page behind it. None if one of them has no window."""
+    pages = pages_of(states)
+    windows = [paged.window for paged in pages if paged.window is not None]
+    return max(windows) if windows and len(windows) == len(pages) else None
+
+
 def slots_of(states: State) -> State:
     """The states without their paged arrays, which are None: what a slot holds."""
     return jax.tree.map(lambda node: None if is_paged(node) else node, states, is_leaf=is_paged)
@@ -140,6 +152,6 @@ def map_pages(function: Callable[..., Array], states: State, *others: State) -> 
     def mapped(node: Any, *rest: Any) -> Any:
         if not is_paged(node):
             return node
-        return Paged(function(node.entries, *(paged.entries for paged in rest)), node.tokens)
+        return dataclasses.replace(node, entries=function(node.entries, *(paged.entries for paged in rest)))
 
     return jax.tree.map(mapped, states, *others, is_leaf=is_paged)

@@ -20,6 +20,7 @@ import jax
 
 from ling3 import checkpoint
 from ling3.checkpoint import hub
+from ling3.engine import memory
 from ling3.engine.actor import Actor, Reader, join_abandoned, result
 from ling3.engine.intake import Intake, Truncate, listed
 from ling3.engine.loop import Loop, QueueFull
@@ -86,6 +87,8 @@ class Engine:
         length, pages, decode_rows = settings.max_model_len, settings.num_pages, settings.decode_rows
         assert length is not None and pages is not None and decode_rows is not None, "resolved"
         self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, length
+        window = memory.window(model, settings.page_size)
+        most_pages = settings.most_pages(length, window)
         self._intake = Intake(
             tokenizer=tokenizer,
             vocab=config.vocab_size,
@@ -93,6 +96,7 @@ class Engine:
             room=length,
             pages=pages,
             page_size=settings.page_size,
+            most_pages=most_pages,
             max_queue=settings.max_queue,
         )
         widths, chunk = settings.token_paddings, settings.chunked_prefill_size
@@ -103,6 +107,8 @@ class Engine:
             columns=-(-length // settings.page_size),
             buckets=tuple(width for width in widths if width <= smallest(widths, chunk)),
             rows=(decode_rows,) if settings.batch_invariant else _doublings(settings.max_running_requests),
+            window=window,
+            most_pages=most_pages,
         )
         runner = Runner(model, shapes, execution)
         self._loop = Loop(runner, chunk, settings.decode_steps, settings.max_queue, overlap=settings.overlap)

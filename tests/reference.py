@@ -20,7 +20,7 @@ def forward(weights: Weights, config, tokens: list[int]) -> tuple[Array, dict[st
 
     Beside these, `….mlp.gate.margin` `[T]` says how near each token's choice of experts came to another one.
     """
-    at = _Reader(weights, "model")
+    at = Reader(weights, "model")
     stages = {}
     x = stages["model.word_embeddings"] = at("word_embeddings").weight[np.asarray(tokens)]
     for i in range(config.num_hidden_layers):
@@ -39,14 +39,14 @@ def forward(weights: Weights, config, tokens: list[int]) -> tuple[Array, dict[st
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader:
+class Reader:
     """The weights under one name: `at("mlp")` goes deeper, `at.A_log` is an array, `at.linear("q_proj", x)` applies."""
 
     weights: Weights
     prefix: str
 
-    def __call__(self, name: str) -> "_Reader":
-        return _Reader(self.weights, f"{self.prefix}.{name}")
+    def __call__(self, name: str) -> "Reader":
+        return Reader(self.weights, f"{self.prefix}.{name}")
 
     def __getattr__(self, name: str) -> Array:
         return self.weights[f"{self.prefix}.{name}"]
@@ -68,7 +68,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return weight * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
 
 
-def kda(at: _Reader, config, x: Array) -> Array:
+def kda(at: Reader, config, x: Array) -> Array:
     """Kimi Delta Attention, `[T, D] -> [T, D]`: `S ← exp(g) S`, `S ← S + k b (v - Sᵀk)ᵀ`, `o = Sᵀq`, token by token."""
     length, heads, size = len(x), config.num_attention_heads, config.head_dim
     q, k, v = (
@@ -100,7 +100,7 @@ def short_conv(x: Array, weight: Array) -> Array:
     return sum(weight[:, 0, j] * padded[j : j + len(x)] for j in range(taps))
 
 
-def mla(at: _Reader, config, x: Array) -> Array:
+def mla(at: Reader, config, x: Array) -> Array:
     """Multi-head latent attention with one output gate per head, `[T, D] -> [T, D]`; keys and values are expanded."""
     length, heads = len(x), config.num_attention_heads
     nope, rope, value, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank
@@ -130,7 +130,7 @@ def rotate(x: Array, theta: float) -> Array:
     return np.stack([y.real, y.imag], axis=-1).reshape(x.shape)
 
 
-def moe(at: _Reader, config, layer: int, x: Array, stages: dict[str, Array]) -> Array:
+def moe(at: Reader, config, layer: int, x: Array, stages: dict[str, Array]) -> Array:
     """`Σ_e w_e expert_e(x) + shared(x)`, `[T, D] -> [T, D]`, with the clamps of 0-based `layer`, if any."""
     routed, shared = (
         limits[layer] if limits is not None else 0.0
@@ -176,7 +176,7 @@ def best(scores: Array, count: int) -> tuple[Array, Array]:
     return chosen, ranked[:, count - 1] - ranked[:, count]
 
 
-def swiglu(at: _Reader, x: Array, limit: float = 0.0) -> Array:
+def swiglu(at: Reader, x: Array, limit: float = 0.0) -> Array:
     """`down(silu(gate x) · up x)`; with a limit L > 0, `down(min(silu(gate x), L) · clip(up x, -L, L))`."""
     gate, up = silu(at.linear("gate_proj", x)), at.linear("up_proj", x)
     if limit > 0:

@@ -20,6 +20,7 @@ from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import PLAIN
 from ling3.families.ling3 import kda_config, mla_config, moe_config
 from ling3.layers.mla import MLA, MLAConfig
+from ling3.layers.rope import Rope
 
 ROOT = pathlib.Path(ling3.__file__).parent
 KEY = jax.random.key(0)
@@ -87,6 +88,13 @@ def mla(module):
     layer(ONE, state, span(1))
 
 
+def gqa(module):
+    config = module.GQAConfig(TINY.hidden_size, 4, 2, 6, std=1.0, rope=Rope.plain(1e4, 6), norm_eps=1e-6)
+    layer = module.GQA.init(config, **OPTIONS)
+    layer(X, None, WHOLE)
+    layer(ONE, layer.empty_state(BATCH, 4, PAGE, jnp.float32), span(1))
+
+
 def moe(module):
     layer = module.MoE.init(module.MoEConfig(**vars(moe_config(TINY, 1))), **OPTIONS)
     layer(X, WHOLE)
@@ -99,10 +107,9 @@ def attention(module):
     positions, length = WHOLE.positions(SEQ), WHOLE.length
     expansion = module.Expansion(numbers(2 * (8 + 8), 16), heads=2, nope=8)
     module.block_attention(q, positions, numbers(BATCH, 256, 20), length, expansion)
+    module.block_attention(q, positions, numbers(BATCH, 256, 48), length, module.PerHead(heads=2, value=12))
     pages, table = numbers(4, PAGE, 20), span(SEQ).table
     module.paged_attention(q, positions, pages, table, length, expansion)
-    heads = module.PerHead(2, 12)
-    module.block_attention(q, positions, numbers(BATCH, 256, 48), length, heads)
     module.latent_attention(numbers(BATCH, 2, 20), positions[:, :2], pages, table, length)
 
 
@@ -151,6 +158,7 @@ FILES = {
     "layers/mlp": mlp,
     "layers/kda": kda,
     "layers/mla": mla,
+    "layers/gqa": gqa,
     "layers/moe": moe,
     "ops/attention": attention,
     "cache": cache,
@@ -165,9 +173,9 @@ def is_array_type(node):
         isinstance(node, ast.Subscript)
         and isinstance(node.slice, ast.Tuple)
         and len(node.slice.elts) == 2
-        and not isinstance(node.slice.elts[0], ast.Constant)
         and isinstance(node.slice.elts[1], ast.Constant)
         and isinstance(node.slice.elts[1].value, str)
+        and ast.unparse(node.value) != "Literal"
     )
 
 

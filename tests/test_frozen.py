@@ -1,4 +1,4 @@
-"""Parity without torch: frozen answers of transformers' `BailingHybridForCausalLM` (see `frozen/make_frozen.py`)."""
+"""Parity without torch: frozen answers of transformers' models (see `frozen/make_frozen.py`)."""
 
 from pathlib import Path
 
@@ -12,7 +12,10 @@ import ling3
 FROZEN = Path(__file__).parent / "frozen"
 
 
-@pytest.fixture(scope="module", params=["tiny-like", pytest.param("flash-like", marks=pytest.mark.slow), "no-bound"])
+CASES = ["tiny-like", pytest.param("flash-like", marks=pytest.mark.slow), "no-bound", "kimi-linear"]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request):
     """A model in fp32, and what transformers made of the same checkpoint."""
     expected = safetensors.numpy.load_file(FROZEN / f"{request.param}.safetensors")

@@ -37,16 +37,16 @@ def offline(setting: Setting) -> Trial:
         return "the same tokens in company and alone"
 
     sides = [
-        Side("engine, all at once", _seconds(lambda: together(engine, requests)), company),
-        Side("the same engine, one by one", _seconds(lambda: singly(engine, requests)), is_peer),
+        Side("engine, all at once", seconds(lambda: together(engine, requests)), company),
+        Side("the same engine, one by one", seconds(lambda: singly(engine, requests)), is_peer),
         Side(
             "an engine for one request",
-            _seconds(lambda: singly(lone, requests)),
+            seconds(lambda: singly(lone, requests)),
             lambda: agrees(singly(lone, requests), expected),
         ),
         Side(
             "ling3.generate, one by one",
-            _seconds(lambda: generated(model, requests)),
+            seconds(lambda: generated(model, requests)),
             lambda: agrees(generated(model, requests), expected),
         ),
     ]
@@ -94,10 +94,10 @@ def transformers(setting: Setting) -> Trial:
     sides = [
         Side(
             "engine, all at once",
-            _seconds(lambda: together(engine, requests)),
+            seconds(lambda: together(engine, requests)),
             lambda: agrees(together(engine, requests), peer.answer(requests, BATCH)),
         ),
-        Side("transformers, batches of 16", _seconds(lambda: peer.answer(requests, BATCH)), is_peer),
+        Side("transformers, batches of 16", seconds(lambda: peer.answer(requests, BATCH)), is_peer),
     ]
     about = _about(requests) | {"implementations_tried_s": tried}
     return Trial(sides, unit="s", tokens=sum(request.max_tokens for request in requests), about=about)
@@ -143,7 +143,8 @@ def _params(request: SampleRequest) -> ling3.SamplingParams:
     return ling3.SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
 
 
-def _seconds(run: Callable[[], Any]) -> Callable[[], float]:
+def seconds(run: Callable[[], Any]) -> Callable[[], float]:
+    """Measures seconds of `run`."""
     timed = milliseconds(run)
     return lambda: timed() / 1e3
 

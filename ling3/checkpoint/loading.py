@@ -1,5 +1,6 @@
 """From a published checkpoint to the module tree; `save` goes the other way."""
 
+import math
 import os
 import pathlib
 from typing import Any
@@ -12,7 +13,7 @@ from jaxtyping import DTypeLike
 
 from ling3 import families
 from ling3.checkpoint import hub, shards
-from ling3.checkpoint.copying import Copier, Copy
+from ling3.checkpoint.copying import BLOCK, Copier, Copy
 from ling3.checkpoint.names import Leaf, Weight, leaves, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import save
@@ -40,11 +41,12 @@ def load(
     that one, and what the structure keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
 
     All headers are checked against the configuration before any weight is read: nothing may be missing or left over
-    but the multi-token-prediction layers, which are skipped. Files are read by all cores, block by block, straight into
-    the arrays, so memory peaks at the model (on an accelerator: at its largest array on the host); a progress bar goes
-    to stderr when that takes over two seconds. `check_finite` looks at every weight for NaN and infinity.
+    but the multi-token-prediction layers, which are skipped, and a tied `lm_head`, which must equal the embedding.
+    Files are read by all cores, block by block, straight into the arrays, so memory peaks at the model (on an
+    accelerator: at its largest array on the host); a progress bar goes to stderr when that takes over two seconds.
+    `check_finite` looks at every weight for NaN and infinity.
 
-    Raises CheckpointError for files that are damaged or do not fit, ConfigError for a configuration that is no Ling-3,
+    Raises CheckpointError for files that are damaged or do not fit, ConfigError for a configuration of no known family,
     and `hub.resolve`'s errors where there is no checkpoint.
     """
     refuse_fork()
@@ -95,7 +97,10 @@ def _account(
     files: dict[str, SafetensorsFile],
     wanted: np.dtype | None,
 ) -> None:
-    """Every name, shape and dtype in the headers against what the configuration asks for, in both directions."""
+    """Every name, shape and dtype in the headers against what the configuration asks for, in both directions.
+
+    Then copies of tensors (a tied `lm_head`) against their originals.
+    """
     missing, shapes, dtypes, mixed = [], [], [], []
     expected = set()
     for leaf, weights in parts:
@@ -115,8 +120,10 @@ def _account(
             stored.setdefault(info.dtype, weight.name)
         if wanted is None and len(stored) > 1:
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
-    skips = families.family_of(config).skips
-    left = [f"{name}, in {files[name].path.name}" for name in files if name not in expected and not skips(name, config)]
+    family = families.family_of(config)
+    others = [name for name in files if name not in expected and not family.skips(name, config)]
+    copies = {name: original for name in others if (original := family.copies(name, config)) is not None}
+    left = [f"{name}, in {files[name].path.name}" for name in others if name not in copies]
     if missing or left or shapes or dtypes or mixed:
         kinds = [
             ("tensors that the configuration asks for and no file has", missing),
@@ -126,6 +133,29 @@ def _account(
             ("experts of one layer in several types; load with dtype=jnp.float32 or jnp.bfloat16", mixed),
         ]
         raise CheckpointError(shards.complaint(directory, kinds) + _hint(missing, left))
+    if differing := [
+        f"{name}, in {files[name].path.name}: differs from {original}"
+        for name, original in copies.items()
+        if not _equal(files[name], name, files[original], original)
+    ]:
+        kind = "tensors that the configuration ties to another one and that differ from it; correct tie_word_embeddings"
+        raise CheckpointError(shards.complaint(directory, [(kind, differing)]))
+
+
+def _equal(file: SafetensorsFile, name: str, other_file: SafetensorsFile, other: str) -> bool:
+    """True if two tensors are of one shape and dtype, and have the same bytes."""
+    info, known = file.tensors[name], other_file.tensors[other]
+    if (info.dtype, info.shape) != (known.dtype, known.shape):
+        return False
+    mine, theirs = np.empty((2, BLOCK), DTYPES[info.dtype])
+    size = math.prod(info.shape)
+    for start in range(0, size, BLOCK):
+        here, there = mine[: size - start], theirs[: size - start]
+        file.read(name, start, here)
+        other_file.read(other, start, there)
+        if not np.array_equal(here.view(np.uint8), there.view(np.uint8)):
+            return False
+    return True
 
 
 def _hint(missing: list[str], left: list[str]) -> str:

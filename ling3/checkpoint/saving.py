@@ -1,13 +1,16 @@
 """From the module tree to a published checkpoint, written whole or not at all."""
 
+import dataclasses
 import errno
 import functools
 import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import equinox as eqx
 import filelock
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from ling3.families.ling3_config import ConfigError
 from ling3.model import CausalLM
 from ling3.runtime import regular_file
 from ling3.runtime.progress import progress
+from ling3.runtime.quoting import shown
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -61,10 +65,10 @@ def save(
     """Write `model` to the directory `path` in the published layout, each array in the dtype it has.
 
     `export(load(x)) == x`, tensor by tensor; but multi-token-prediction layers, which `load` skips, are not there,
-    `num_nextn_predict_layers` is 0, and `A_log` has the shape of its family's published files: [heads] in Ling-3's,
-    [1, 1, heads, 1] in Kimi-Linear's, whichever of the two was loaded. More than
-    `max_shard_bytes` goes into several files with an index. The files of a tokenizer come from the checkpoint
-    `tokenizer_from`, if one is given. `check_finite` refuses weights that are NaN or infinite, as `load` does.
+    `num_nextn_predict_layers` is 0, and `A_log` has the shape that its family publishes ([heads] for Ling-3), whichever
+    was loaded. More than `max_shard_bytes` goes into several files with an index. The files of a tokenizer come from
+    the checkpoint `tokenizer_from`, if one is given. `check_finite` refuses weights that are NaN or infinite, as `load`
+    does.
 
     An existing directory must be empty, or with `overwrite` a Ling-3 checkpoint: its configuration and weights are
     replaced, with `tokenizer_from` its tokenizer too, and every other file stays.
@@ -72,8 +76,8 @@ def save(
     Atomic: everything is written to a hidden directory, in `path` or beside it, and takes its place at the end; on an
     error all is as it was. If the process is killed just then, the next `load` or `save` completes or undoes it.
 
-    Raises CheckpointError when `path` is taken, another process saves there, or the model's arrays do not fit its
-    configuration or are not finite, and OSError when the files cannot be written.
+    Raises CheckpointError when `path` is taken, another process saves there, or the model does not fit its
+    configuration or is not finite, and OSError when the files cannot be written.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes: found {max_shard_bytes}; expected at least 1")
@@ -137,7 +141,8 @@ def _replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...])
 
 def _checked_leaves(model: CausalLM) -> list[Leaf]:
     found = list(leaves(model))
-    expected = {leaf.path: leaf.value for leaf in leaves(structure(model.config))}
+    built = structure(model.config)
+    expected = {leaf.path: leaf.value for leaf in leaves(built)}
     wrong = []
     for leaf in found:
         shape, own = (), None
@@ -148,9 +153,33 @@ def _checked_leaves(model: CausalLM) -> list[Leaf]:
             there = f"{leaf.value.dtype}{list(leaf.value.shape)}"
             wrong.append(f"{leaf.path}: found {there}; expected {list(shape)} of {', '.join(map(str, dtypes))}")
     wrong += [f"{path}: absent" for path in expected.keys() - {leaf.path for leaf in found}]
-    if wrong:
-        raise CheckpointError(shards.complaint("the model", [("arrays that do not fit its configuration", wrong)]))
+    own = dict(_statics(model))
+    other = [
+        f"{path}: found {shown(own[path])}; expected {shown(value)}"
+        for path, value in _statics(built)
+        if path in own and own[path] != value
+    ]
+    if wrong or other:
+        kinds = [
+            ("arrays that do not fit its configuration", wrong),
+            ("fields that do not fit its configuration, as after an ablation that it has no word for", other),
+        ]
+        raise CheckpointError(shards.complaint("the model", kinds))
     return found
+
+
+def _statics(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What the modules have beside arrays, but for their names: what they compute, which no tensor's shape tells."""
+    if isinstance(node, tuple):
+        for i, each in enumerate(node):
+            yield from _statics(each, f"{path}.{i}")
+    elif isinstance(node, eqx.Module):
+        for field in dataclasses.fields(node):
+            value, own = getattr(node, field.name), f"{path}.{field.name}".lstrip(".")
+            if not field.metadata.get("static"):
+                yield from _statics(value, own)
+            elif field.name != "name":
+                yield own, value
 
 
 def _check_finite(found: list[Leaf]) -> None:

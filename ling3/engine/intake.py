@@ -27,6 +27,8 @@ class Intake:
     """The most tokens of a request."""
     pages: int
     page_size: int
+    most_pages: int
+    """The most pages that a sequence holds at once."""
     max_queue: int
 
     def request(
@@ -76,7 +78,7 @@ class Intake:
         elif truncate == "prompt" and params.max_tokens < self.room:
             places = places[-(self.room - params.max_tokens) :]
         check_room(places, params.max_tokens, self.room, name)
-        pages = -(-(len(places) + params.max_tokens - 1) // self.page_size)
+        pages = min(-(-(len(places) + params.max_tokens - 1) // self.page_size), self.most_pages)
         if pages > self.pages:
             raise ValueError(
                 f"{name} has {len(places)} tokens and max_tokens is {params.max_tokens}: that takes {pages} pages of "

@@ -22,7 +22,7 @@ import numpy as np
 
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
 from ling3.engine.request import Request, TokenSequence
-from ling3.engine.runner import Runner, smallest
+from ling3.engine.runner import Runner, Shapes, smallest
 from ling3.engine.sampling import Choice
 from ling3.engine.scheduler import Scheduler
 
@@ -53,7 +53,7 @@ class Loop:
     def __init__(self, runner: Runner, chunk: int, decode_steps: int, max_queue: int, overlap: bool = True):
         self.runner, self.chunk, self.decode_steps = runner, chunk, decode_steps
         self.max_queue, self.overlap = max_queue, overlap
-        self.scheduler = Scheduler(runner.shapes.slots, runner.shapes.pages, runner.shapes.page_size)
+        self.scheduler = _scheduler(runner.shapes)
         self.requests: dict[int, Request] = {}
         self.in_flight: list[Call] = []
         self._backlog: deque[Request] = deque()
@@ -151,10 +151,10 @@ class Loop:
 
         Returns what is to be raised: the fault, or what has come of beginning anew.
         """
-        requests, shapes = [*self.requests.values(), *self._backlog], self.runner.shapes
+        requests = [*self.requests.values(), *self._backlog]
         self.requests, self.in_flight = {}, []
         self._backlog.clear()
-        self.scheduler = Scheduler(shapes.slots, shapes.pages, shapes.page_size)
+        self.scheduler = _scheduler(self.runner.shapes)
         for request in requests:
             request.fault = error
             for sequence in request.sequences:
@@ -226,6 +226,7 @@ class Loop:
 
     def _preempt(self, sequence: TokenSequence) -> None:
         """Puts a sequence back into the queue, its states and pages kept on the host bit for bit."""
+        self.scheduler.free_behind(sequence)
         sequence.saved = self.runner.swap_out(sequence) if sequence.held else None
         sequence.preemptions += 1
         self._counts["preemptions"] += 1
@@ -247,6 +248,8 @@ class Loop:
                 spent += smallest(self.runner.shapes.buckets, size)
                 if calls and spent > self.chunk:
                     return calls
+                reserved = self.scheduler.reserve(sequence, self._goal(sequence))
+                assert reserved, "a sequence is admitted with the pages for any one of its chunks"
                 choice = self.runner.prefill(sequence, sequence.prompt[start : start + size])
                 sequence.prefilled += size
                 self._counts["prefill_calls"] += 1
@@ -314,3 +317,8 @@ class Loop:
             self.scheduler.release(sequence)
         if sequence.request.finished:
             del self.requests[sequence.request.request_id]
+
+
+def _scheduler(shapes: Shapes) -> Scheduler:
+    """The scheduler of an empty pool."""
+    return Scheduler(shapes.slots, shapes.pages, shapes.page_size, shapes.window, shapes.most_pages)

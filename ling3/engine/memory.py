@@ -6,7 +6,7 @@ import pathlib
 import equinox as eqx
 import jax
 
-from ling3.cache import pages_of, slots_of
+from ling3.cache import State, pages_of, slots_of, window_of
 from ling3.engine.pool import cache_dtype, new_memory
 from ling3.model import CausalLM
 
@@ -14,8 +14,8 @@ from ling3.model import CausalLM
 MEMORY = pathlib.Path("/proc/meminfo")
 
 
-def pages_that_fit(model: CausalLM, slots: int, columns: int, page_size: int, mem_fraction: float) -> int:
-    """As many pages as fit into `mem_fraction` of the free memory beside the slots, or as could ever be used.
+def pages_that_fit(model: CausalLM, slots: int, most: int, page_size: int, mem_fraction: float) -> int:
+    """As many pages as fit into `mem_fraction` of the free memory beside the slots, but at most `most` for each slot.
 
     Raises ValueError if that is not one.
     """
@@ -26,7 +26,7 @@ def pages_that_fit(model: CausalLM, slots: int, columns: int, page_size: int, me
             f"{slots} slots of {slot / 1e6:.1f} MB and one page of {page / 1e6:.1f} MB do not fit into mem_fraction "
             f"{mem_fraction} of the {free / 1e6:,.0f} MB free: lower max_running_requests or raise mem_fraction"
         )
-    return min(fit, slots * columns)
+    return min(fit, slots * most)
 
 
 def check(model: CausalLM, slots: int, pages: int, page_size: int) -> None:
@@ -41,10 +41,20 @@ def check(model: CausalLM, slots: int, pages: int, page_size: int) -> None:
 
 def _bytes(model: CausalLM, page_size: int) -> tuple[int, int]:
     """What a slot takes, and what a page does."""
-    memory = eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
+    memory = _memory(model, page_size)
     parts = (slots_of(memory), pages_of(memory))
     state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in parts)
     return state + 8 * model.config.vocab_size, page  # a slot's states, and a bias and a count of each token
+
+
+def window(model: CausalLM, page_size: int) -> int | None:
+    """The window behind which a sequence needs no pages; None if it needs all."""
+    return window_of(_memory(model, page_size))
+
+
+def _memory(model: CausalLM, page_size: int) -> tuple[State, ...]:
+    """The shapes of one slot and one page."""
+    return eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
 
 
 def free_bytes() -> int:

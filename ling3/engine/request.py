@@ -67,6 +67,8 @@ class TokenSequence:
 
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
+    first_page: int = 0
+    """The block table's column of the first of `pages`: as many before it were freed."""
     saved: Any = None
     """Its states and pages on the host, while it is swapped out."""
     prefilled: int = 0
@@ -107,6 +109,11 @@ class TokenSequence:
     def held(self) -> int:
         """Tokens in its caches once no call is in flight: all but the newest of the output."""
         return self.prefilled + max(len(self.token_ids) - 1, 0)
+
+    @property
+    def next_position(self) -> int:
+        """The position of the first token of its next call, unless it ends in one that is in flight."""
+        return self.prefilled + max(len(self.token_ids) + self.ahead - 1, 0)
 
     @property
     def left(self) -> int:

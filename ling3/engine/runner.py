@@ -47,6 +47,10 @@ class Shapes:
     """Prefill buckets: a prefill call's tokens are padded to the smallest that holds them."""
     rows: tuple[int, ...]
     """Decode buckets: rows of a decode call, padded likewise."""
+    window: int | None = None
+    """A sequence needs only the pages of its last `window` tokens; None: all its pages."""
+    most_pages: int = 2**31 - 1
+    """The most pages that a sequence holds at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Runner:
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
         """The states and pages of a sequence, copied to the host; waits for the device."""
-        used = sequence.pages[: -(-sequence.held // self.shapes.page_size)]
+        used = sequence.pages[: -(-sequence.held // self.shapes.page_size) - sequence.first_page]
         states = jax.device_get(swap_out(_int(sequence.slot), self.pool))
         return Saved(states, tuple(jax.device_get(read_pages(pages, self.pool)) for pages in self._moves(used)))
 
@@ -193,7 +197,8 @@ class Runner:
         for row, sequence in zip(self._places(sequences, rows), sequences, strict=True):
             assert sequence.slot is not None, "a sequence without a slot is in no call"
             slots[row] = sequence.slot
-            table[row, : len(sequence.pages)] = sequence.pages
+            first = sequence.first_page
+            table[row, first : first + len(sequence.pages)] = sequence.pages
         return Rows(*jax.device_put((slots, table)), in_place=rows == self.shapes.slots)
 
     def _places(self, sequences: Sequence[TokenSequence], rows: int) -> Sequence[int]:

@@ -12,11 +12,13 @@ from ling3.engine.request import TokenSequence
 class Scheduler:
     """First come, first served: the head of the queue is never overtaken, and the youngest sequence is preempted first.
 
-    `slots` sequences run at once. A page holds `page_size` tokens, and belongs to one sequence or is free.
+    `slots` sequences run at once. A page holds `page_size` tokens, and belongs to one sequence or is free. With a
+    `window`, a sequence needs only the pages of its last `window` tokens, and holds at most `most_pages` at once.
     """
 
-    def __init__(self, slots: int, pages: int, page_size: int):
+    def __init__(self, slots: int, pages: int, page_size: int, window: int | None = None, most_pages: int = 2**31 - 1):
         self.slots, self.pages, self.page_size = slots, pages, page_size
+        self.window, self.most_pages = window, most_pages
         self.running: list[TokenSequence] = []  # the oldest first
         self._waiting: list[tuple[int, int, TokenSequence]] = []
         self._ticket = itertools.count()
@@ -62,22 +64,40 @@ class Scheduler:
     def admit(self, tokens: int) -> TokenSequence | None:
         """Gives the head of the queue a slot and pages for so many tokens; None, and nothing given, if they lack."""
         sequence = self.head()
-        if sequence is None or not self._free_slots or self.pages_for(tokens) > len(self._free_pages):
+        if sequence is None or not self._free_slots or not self.reserve(sequence, tokens):
             return None
         heapq.heappop(self._waiting)
         sequence.slot = self._free_slots.pop()
-        self.reserve(sequence, tokens)
         self.running.append(sequence)
         self.running.sort(key=lambda r: r.order)
         return sequence
 
     def reserve(self, sequence: TokenSequence, tokens: int) -> bool:
-        """Gives a sequence pages for so many tokens in all; False, and none given, if there are too few."""
-        missing = self.pages_for(tokens) - len(sequence.pages)
+        """Gives a sequence pages for so many tokens in all; False, and none given, if there are too few.
+
+        With a window it first frees the pages behind it, and gives at most `most_pages`. These are enough for the next
+        chunk of a prompt, and each chunk frees as many pages as the next one can lack.
+        """
+        self.free_behind(sequence)
+        missing = min(self.pages_for(tokens) - sequence.first_page, self.most_pages) - len(sequence.pages)
         if missing > len(self._free_pages):
             return False
         sequence.pages.extend(self._free_pages.pop() for _ in range(missing))
         return True
+
+    def free_behind(self, sequence: TokenSequence) -> None:
+        """Frees the pages that lie wholly behind the window of the sequence's next token.
+
+        Calls in flight may still read them: programs run in the order of their dispatch, and whatever the next owner
+        writes into these pages is dispatched later.
+        """
+        if self.window is None:
+            return
+        first = max(sequence.next_position - self.window + 1, 0) // self.page_size
+        behind = first - sequence.first_page
+        self._free_pages.extend(reversed(sequence.pages[:behind]))
+        del sequence.pages[:behind]
+        sequence.first_page = first
 
     def release(self, sequence: TokenSequence) -> None:
         """Frees a sequence's slot and pages."""

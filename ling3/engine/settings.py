@@ -136,12 +136,24 @@ class EngineSettings:
         if rows is None:
             rows = min(slots, CPU_ROWS) if jax.default_backend() == "cpu" else slots
         if pages is None:
-            columns = -(-length // self.page_size)
-            pages = memory.pages_that_fit(model, slots, columns, self.page_size, self.mem_fraction)
+            most = self.most_pages(length, memory.window(model, self.page_size))
+            pages = memory.pages_that_fit(model, slots, most, self.page_size, self.mem_fraction)
             pages = min(pages, MAX_PAGES)
         else:
             memory.check(model, slots, pages, self.page_size)
         return dataclasses.replace(self, max_model_len=length, decode_rows=rows, num_pages=pages)
+
+    def most_pages(self, length: int, window: int | None) -> int:
+        """The most pages that a sequence of up to `length` tokens holds at once.
+
+        With a `window` these are the pages of one call: of its own tokens and of the window - 1 tokens before them,
+        which may begin anywhere in a page.
+        """
+        pages = -(-length // self.page_size)
+        if window is None:
+            return pages
+        tokens = window - 1 + max(self.chunked_prefill_size, self.decode_steps)
+        return min(pages, -(-(tokens - 1) // self.page_size) + 1)
 
     def __getitem__(self, name: str) -> Any:
         """A setting by its name, for one release: `Engine.settings` was a dict."""

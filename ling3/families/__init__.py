@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import kimi_linear, ling3, llama, mistral, qwen2, qwen3, qwen3_moe
-from ling3.families.config_fields import read_json
+from ling3.families.config_fields import ConfigError, as_object, found, read_json
 from ling3.families.family import Family
 from ling3.layers.scope import with_names
 from ling3.model import CausalLM
@@ -58,18 +58,23 @@ def read_config(path: str | os.PathLike[str]) -> Any:
     `architectures` decides, and `model_type` where there are none. Raises ConfigError.
     """
     raw, source = read_json(path)
-    return _named(raw).read(raw, source)
+    return _named(as_object(raw, source), source).read(raw, source)
 
 
-def _named(raw: Any) -> Family:
-    """The family that a `config.json` names; Ling-3, which says what it misses, where it names none of them."""
-    fields = raw if isinstance(raw, dict) else {}
-    names = fields.get("architectures") or [fields.get("model_type")]
+def _named(raw: dict[str, Any], source: str) -> Family:
+    """The family that a `config.json` names."""
+    architectures, model_type = raw.get("architectures"), raw.get("model_type")
+    names = architectures or [model_type]
     for family in _FAMILIES:
-        answers_to = family.architectures if fields.get("architectures") else family.model_types
+        answers_to = family.architectures if architectures else family.model_types
         if isinstance(names, list) and all(name in answers_to for name in names):
             return family
-    return ling3.FAMILY
+    if model_type in ling3.FAMILY.model_types or any(name.startswith("kda_") for name in raw):
+        return ling3.FAMILY  # whose reader tells Ling-3 from Ling 2.6, of the same model_type, and knows unnamed files
+    name = "model_type" if model_type and not architectures else "architectures"
+    known = ", ".join(f"{family.name} ({', '.join(family.architectures)})" for family in _FAMILIES)
+    problem = f"{name}: {found(raw.get(name))}; ling3 reads {known}; register others with ling3.register_family"
+    raise ConfigError(source, [problem])
 
 
 for _module in (ling3, kimi_linear, llama, mistral, qwen2, qwen3, qwen3_moe):

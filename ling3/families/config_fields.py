@@ -60,6 +60,9 @@ TELLING = re.compile(
 )
 """Words that suggest that an unknown field changes the computation: it is refused unless its value turns it off."""
 
+MAX_PARAMETERS = 2**42
+"""The most parameters of a config, so that a damaged file allocates nothing absurd."""
+
 _BOUNDS = {
     "ge": ("from", operator.ge),
     "gt": ("above", operator.gt),
@@ -317,6 +320,12 @@ def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
         raise ConfigError(str(file), [f"cannot be read ({error}); expected a checkpoint's config.json"]) from error
     except ValueError as error:
         raise ConfigError(str(file), [str(error).removeprefix(f"{file}: ")]) from error
+
+
+def too_large(parameters: int) -> Iterable[str]:
+    """The problem of sizes that are plausible one by one, and that together no model has."""
+    if parameters > MAX_PARAMETERS:
+        yield f"the sizes together: found about {parameters:,} parameters; expected at most {MAX_PARAMETERS:,}"
 
 
 def found(value: object) -> str:

@@ -34,6 +34,9 @@ class Family:
     """`published_shape(name, shape)`: the shape of that tensor in the checkpoint, where it has more axes of 1."""
     skips: Callable[[str, Any], bool] = lambda name, config: False
     """`skips(name, config)`: True for a tensor that checkpoints may have beside the model's, and that `load` leaves."""
+    copies: Callable[[str, Any], str | None] = lambda name, config: None
+    """`copies(name, config)`: for a tensor that repeats one of the model's, the name of that one. `load` compares the
+    two, and `save` does not write it."""
     without_skipped: Callable[[Any], Any] = lambda config: config
     """The config of a checkpoint that has none of the tensors that `load` skips: what `save` writes."""
     vary: Callable[[Any, Sequence[int] | None, Mapping[str, Any]], Any] = _vary

@@ -18,6 +18,7 @@ from ling3.families.config_fields import (
     read,
     read_json,
     rules,
+    too_large,
 )
 from ling3.layers.gate import OutputGate
 from ling3.runtime.quoting import shown
@@ -29,7 +30,6 @@ ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
 MODEL_TYPE = "bailing_hybrid"
 ABLATED, ABLATED_TYPE = "Ling3AblatedForCausalLM", "ling3_ablated"
 """Architecture and model_type of a model with a variant field, which no other program should take for a Ling-3."""
-MAX_PARAMETERS = 2**42
 
 
 def _head_dim(raw: Mapping[str, Any], problems: list[str]) -> Any:
@@ -319,19 +319,18 @@ HARMLESS = ("max_window_layers", "mtp_loss_scaling_factor", "mtp_use_kda", "part
 
 def _not_ling3(raw: Mapping[str, Any]) -> str | None:
     """Why this file is another model's. Ling 2.6, with Lightning attention, has the same `model_type`."""
-    reads = "ling3 reads Ling-3, and other families once they are registered (ling3.register_family)"
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
     if _is_ablated(raw):
         return None
     if model_type not in (None, MODEL_TYPE):
-        return f"model_type: found {shown(model_type)}; expected '{MODEL_TYPE}'; {reads}"
+        return f"model_type: found {shown(model_type)}; expected '{MODEL_TYPE}'; this reads Ling-3 alone"
     if architectures is None and any(name.startswith("kda_") for name in raw):
         return None
     if isinstance(architectures, list) and architectures and all(name in ARCHITECTURES for name in architectures):
         return None
     said = "absent, and no KDA field either" if architectures is None else found(architectures)
     return (
-        f"architectures: {said}; expected {' or '.join(ARCHITECTURES)}; {reads} (Ling 2.6, of the same model_type, "
+        f"architectures: {said}; expected {' or '.join(ARCHITECTURES)} (Ling 2.6, of the same model_type, "
         "has Lightning attention instead of KDA, which ling3 does not compute)"
     )
 
@@ -356,8 +355,7 @@ def _misfits(c: Ling3Config) -> Iterable[str]:
         yield _misfit(c, "num_experts_per_tok", f"at most {choosable}, topk_group * num_experts / n_group")
     if c.topk_group > c.n_group:
         yield _misfit(c, "topk_group", f"at most n_group, {c.n_group}")
-    if (parameters := _parameters(c)) > MAX_PARAMETERS:
-        yield f"the sizes together: found about {parameters:,} parameters; expected at most {MAX_PARAMETERS:,}"
+    yield from too_large(_parameters(c))
 
 
 def _misfit(c: Ling3Config, name: str, expected: str) -> str:

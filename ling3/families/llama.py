@@ -7,7 +7,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import field, read
 from ling3.families.family import Family
-from ling3.families.transformer import ONLY, TransformerConfig, attention, build, published_name, swiglu
+from ling3.families.transformer import ONLY, TransformerConfig, attention, build, published_name, swiglu, tied_copy
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
 
@@ -50,4 +50,5 @@ FAMILY = Family(
     read=LlamaConfig.from_dict,
     init=init,
     published=published_name,
+    copies=tied_copy,
 )

@@ -7,7 +7,16 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import read
 from ling3.families.family import Family
-from ling3.families.transformer import ONLY, WINDOWED, WindowedConfig, attention, build, published_name, swiglu
+from ling3.families.transformer import (
+    ONLY,
+    WINDOWED,
+    WindowedConfig,
+    attention,
+    build,
+    published_name,
+    swiglu,
+    tied_copy,
+)
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
 
@@ -45,4 +54,5 @@ FAMILY = Family(
     read=Qwen2Config.from_dict,
     init=init,
     published=published_name,
+    copies=tied_copy,
 )

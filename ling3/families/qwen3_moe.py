@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families.config_fields import field, read
+from ling3.families.config_fields import field, found, read, too_large
 from ling3.families.family import Family
 from ling3.families.qwen3 import Qwen3Fields
-from ling3.families.transformer import ONLY, WINDOWED, build, count, published_name, size, swiglu
+from ling3.families.transformer import ONLY, WINDOWED, build, count, published_name, size, swiglu, tied_copy
 from ling3.layers.moe import MoE, MoEConfig
 from ling3.model import CausalLM, FeedForward
 
@@ -46,6 +46,10 @@ class Qwen3MoeConfig(Qwen3Fields):
         chosen, experts = self.num_experts_per_tok, self.num_experts
         if chosen > experts:
             yield f"num_experts_per_tok: found {chosen}; expected at most num_experts, {experts}; correct it"
+        if any(layer >= self.num_hidden_layers for layer in self.mlp_only_layers):
+            last = self.num_hidden_layers - 1
+            yield f"mlp_only_layers: {found(self.mlp_only_layers)}; expected layers from 0 to {last}; correct it"
+        yield from too_large(3 * self.num_hidden_layers * experts * self.hidden_size * self.moe_intermediate_size)
 
 
 def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
@@ -81,4 +85,5 @@ FAMILY = Family(
     read=Qwen3MoeConfig.from_dict,
     init=init,
     published=published_name,
+    copies=tied_copy,
 )

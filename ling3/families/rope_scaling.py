@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ling3.families.config_fields import as_object, check, field
+from ling3.families.config_fields import check, field, pick
 from ling3.layers.rope import Rope
 
 
@@ -95,14 +95,14 @@ class RopeScaling:
 
 def read_scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
     """The scaling that a file asks for, under either name; None for RoPE's default kind."""
-    given = raw.get("rope_scaling") or raw.get("rope_parameters")
-    if given is None:
-        return None
-    own = as_object(given, "rope_scaling")
+    given = pick(raw, ("rope_scaling", "rope_parameters"), problems)
+    if not isinstance(given, Mapping):
+        return given
+    own = dict(given)
     own.pop("rope_theta", None)
     if own.pop("partial_rotary_factor", 1.0) != 1.0:
         problems.append("rope_scaling.partial_rotary_factor: expected 1; in ling3 every channel of a head is rotated")
-    if {own.get("rope_type"), own.get("type")} <= {None, "default"}:
+    if all(own.get(name) in (None, "default") for name in ("rope_type", "type")):
         return None
     return own
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families.config_fields import Only, check, field, published
+from ling3.families.config_fields import Only, check, field, published, too_large
 from ling3.families.rope_scaling import RopeScaling, read_scaling
 from ling3.layers.gqa import GQAConfig
 from ling3.layers.linear import Linear
@@ -19,6 +19,11 @@ from ling3.model import CausalLM, Decoder, DecoderLayer, FeedForward, Mixer
 
 size = functools.partial(field, ge=1, le=2**20)
 count = functools.partial(field, ge=1, le=4096)
+
+
+def _divided(hidden: int, heads: int) -> int | None:
+    return None if hidden % heads else hidden // heads
+
 
 ONLY = {
     "hidden_act": Only(("silu", "swish"), "every MLP is a SwiGLU", written=True),
@@ -42,10 +47,10 @@ class TransformerConfig:
     num_hidden_layers: int = field(ge=1, le=1000)
     num_attention_heads: int = count()
     num_key_value_heads: int = count(absent=lambda values: values["num_attention_heads"])
-    head_dim: int = count(absent=lambda values: values["hidden_size"] // values["num_attention_heads"])
+    head_dim: int = count(absent=lambda values: _divided(values["hidden_size"], values["num_attention_heads"]))
     max_position_embeddings: int = field(ge=1, le=2**31 - 1)
     rms_norm_eps: float = field(gt=0, lt=1, absent=1e-6)
-    rope_theta: float = field(ge=1, absent=10000.0, aliases=("rope_parameters.rope_theta", "rope_scaling.rope_theta"))
+    rope_theta: float = field(gt=1, absent=10000.0, aliases=("rope_parameters.rope_theta", "rope_scaling.rope_theta"))
     rope_scaling: RopeScaling | None = field(read=read_scaling, aliases=("rope_parameters",))
     tie_word_embeddings: bool = field(absent=False)
     initializer_range: float = field(gt=0, absent=0.02)
@@ -66,6 +71,9 @@ class TransformerConfig:
             yield f"num_key_value_heads: found {shared}; expected a divisor of num_attention_heads, {heads}; correct it"
         if self.head_dim % 2:
             yield f"head_dim: found {self.head_dim}; expected an even number, as RoPE rotates pairs of channels"
+        attention = 2 * self.hidden_size * self.head_dim * (heads + shared)
+        layers = self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        yield from too_large(2 * self.vocab_size * self.hidden_size + layers)
 
     @property
     def rope(self) -> Rope:
@@ -151,3 +159,8 @@ def swiglu(config: Any, key: PRNGKeyArray, dtype: DTypeLike, bias: bool = False)
 def published_name(name: str, config: Any) -> str:
     """transformers' names for these parts."""
     return name.replace("model.word_embeddings.", "model.embed_tokens.").replace(".attention.", ".self_attn.")
+
+
+def tied_copy(name: str, config: Any) -> str | None:
+    """`lm_head` repeats the embedding in files of tied models that have one (Qwen3-0.6B)."""
+    return "model.embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else None

@@ -18,7 +18,7 @@ is. Cutting again what is cut already changes nothing.
 """
 
 import dataclasses
-import fnmatch
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -43,13 +43,15 @@ MECHANISMS = {
     "decay": "A_log",
     "decay bound": "lower_bound",
     "writing strength": "b_proj",
-    "short convolution": "*_conv1d",
-    "rotary embedding": "rope_theta",
+    "short convolution": r"\w+_conv1d",
+    "rotary embedding": r"rope_theta|rotation",
+    "norms of q and k": r"[qk]_norm",
     "experts per token": "top_k",
     "routing bias": "expert_bias",
     "shared expert": "shared_experts",
 }
-"""The field by which a decoder layer, its attention, its mixture of experts or its router has a mechanism."""
+"""The field by which a decoder layer, its attention, its mixture of experts or its router has a mechanism: a regular
+expression."""
 
 DROPPED = -1e4
 """The routing bias of a dropped expert: below any score, and finite."""
@@ -73,7 +75,7 @@ def _fields(module: Any, pattern: str) -> list[str]:
     """The fields of a module with such a name that may be None, or are whole numbers."""
     fields = dataclasses.fields(module) if isinstance(module, eqx.Module) else ()
     optional = [x.name for x in fields if x.type is int or types.NoneType in typing.get_args(x.type)]
-    return fnmatch.filter(optional, pattern)
+    return [name for name in optional if re.fullmatch(pattern, name)]
 
 
 def inventory(model: CausalLM) -> str:
@@ -144,8 +146,13 @@ def no_short_conv(model: CausalLM, layers: Layers = None) -> CausalLM:
 
 
 def no_rope(model: CausalLM, layers: Layers = None) -> CausalLM:
-    """MLA's rotary channels are not rotated: scores depend on contents and on the causal mask, and on no distance."""
-    return _cut(model, "rotary embedding", layers, False, rope_theta=None)
+    """Nothing is rotated: scores depend on contents and on the mask, and on no distance."""
+    return _cut(model, "rotary embedding", layers, False, **{MECHANISMS["rotary embedding"]: None})
+
+
+def no_qk_norm(model: CausalLM, layers: Layers = None) -> CausalLM:
+    """Queries and keys of grouped-query attention as the projections give them, without Qwen3's norms per head."""
+    return _cut(model, "norms of q and k", layers, False, **{MECHANISMS["norms of q and k"]: None})
 
 
 def no_attention(model: CausalLM, layers: Sequence[int]) -> CausalLM:
@@ -257,7 +264,7 @@ def _edited(
     new = []
     for i, module in chosen.items():
         names = [field.name for field in dataclasses.fields(module)]
-        fields = {n: x for pattern, x in edits[i].items() for n in fnmatch.filter(names, pattern)}
+        fields = {n: x for pattern, x in edits[i].items() for n in names if re.fullmatch(pattern, n)}
         new.append(dataclasses.replace(module, **fields))
     config, family = model.config, family_of(model.config)
     for kind in dict.fromkeys(map(type, chosen.values())):

@@ -104,6 +104,8 @@ def ablations(model: CausalLM, suite: Suite = "all") -> list[Ablation]:
         add(f"{kind}: no short convolution", "memory", "q, k, v = silu(W x)", convolved, ablate.no_short_conv)
     for kind, rotated in having("rotary embedding").items():
         add(f"{kind}: no RoPE", "memory", "rope(x) → x", rotated, ablate.no_rope)
+    for kind, normed in having("norms of q and k").items():
+        add(f"{kind}: no norms of q and k", "memory", "RMSNorm(q), RMSNorm(k) → q, k", normed, ablate.no_qk_norm)
     for i, layer in ablate.having(model, "attention", uncut=True).items():
         add(f"layer {i}: no {type(layer.attention).__name__}", "layers", "h = x", [i], ablate.no_attention)
 

@@ -56,7 +56,7 @@ class GQA(eqx.Module):
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     head_dim: int = eqx.field(static=True)
-    rope: Rope | None = eqx.field(static=True)
+    rotation: Rope | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
 
     @staticmethod
@@ -79,7 +79,7 @@ class GQA(eqx.Module):
             q_norm=norm(),
             k_norm=norm(),
             head_dim=config.head_dim,
-            rope=config.rope,
+            rotation=config.rope,
             window=config.window,
         )
 
@@ -105,7 +105,7 @@ class GQA(eqx.Module):
 
     def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> Paged:
         """Pages of keys and values, and nothing per slot."""
-        return Paged.empty(pages, page_size, (self.entry,), dtype)
+        return Paged.empty(pages, page_size, (self.entry,), dtype, window=self.window)
 
     def __call__(
         self, x: Float[Array, "batch seq {self.hidden}"], state: Paged | None, span: Span
@@ -130,7 +130,7 @@ class GQA(eqx.Module):
         """The normed and rotated queries, times the softmax scale head_dim^-0.5."""
         q = rearrange(self.q_proj(x, execution), "b s (h d) -> b s h d", h=self.heads)
         q = q if self.q_norm is None else self.q_norm(q)
-        q = q if self.rope is None else self.rope(q, positions)
+        q = q if self.rotation is None else self.rotation(q, positions)
         return q * self.head_dim**-0.5
 
     def entries(
@@ -142,7 +142,7 @@ class GQA(eqx.Module):
         """What is remembered of each token: [normed and rotated keys of all heads | values of all heads]."""
         k = rearrange(self.k_proj(x, execution), "b s (h d) -> b s h d", h=self.kv_heads)
         k = k if self.k_norm is None else self.k_norm(k)
-        k = k if self.rope is None else self.rope(k, positions)
+        k = k if self.rotation is None else self.rotation(k, positions)
         return jnp.concatenate([rearrange(k, "b s h d -> b s (h d)"), self.v_proj(x, execution)], axis=-1)
 
     def _attended(

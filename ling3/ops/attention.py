@@ -119,9 +119,16 @@ def paged_attention(
 
     Rows are sorted by their number of pages and form groups of up to GROUP; the loop has one iteration for each group
     and page column in use, so a long row adds no work to other groups. Each row's pages are summed in order, whatever
-    the other rows are. Not differentiable, since the number of iterations depends on the data.
+    the other rows are. Columns wholly behind a `window` are not read.
+
+    Not differentiable, since the number of iterations depends on the data.
     """
     batch, page_size, columns = q.shape[0], pages.shape[1], table.shape[1]
+    if window is not None:  # each row begins with the page of the oldest position that it attends to
+        oldest = jnp.where(length > 0, jnp.min(row_positions, axis=1) - window + 1, 0)
+        first = jnp.maximum(oldest, 0)[:, None] // page_size
+        table = jnp.take_along_axis(table, first + jnp.arange(columns, dtype=jnp.int32)[None], axis=1, mode="clip")
+        row_positions, length = row_positions - page_size * first, length - page_size * first[:, 0]
     used = -(-length // page_size)
     if batch <= GROUP:
 
@@ -129,11 +136,7 @@ def paged_attention(
             block = pages.at[lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False)].get(mode="clip")
             return _attend(carry, q, row_positions, block, i * page_size, length, expansion, window)
 
-        first = 0
-        if window is not None:  # pages that no row looks back to are left out, which changes no bit of a sum
-            oldest = jnp.where(length > 0, jnp.min(row_positions, axis=1) - window + 1, columns * page_size)
-            first = jnp.maximum(jnp.min(oldest), 0) // page_size
-        return _finish(lax.fori_loop(first, jnp.max(used), together, _empty(q, expansion)))
+        return _finish(lax.fori_loop(0, jnp.max(used), together, _empty(q, expansion)))
 
     order = jnp.argsort(used, descending=True, stable=True)
     spare = -batch % GROUP

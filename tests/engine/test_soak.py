@@ -49,6 +49,7 @@ def test_an_answer_that_depends_on_company_is_found(monkeypatch):
     assert any("token_ids differ from place" in line for line in found.differences)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_kept_is_found(monkeypatch):
     kept, output = [], Request.output
     monkeypatch.setattr(Request, "output", lambda self: kept.append(output(self)) or kept[-1])

@@ -95,6 +95,7 @@ def test_the_engine_s_settings_are_those_of_the_protocol(prompts, tmp_path, caps
     assert MAX_TOKENS == 2000 == Gsm8k.max_tokens and Gsm8k.temperature == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
 def test_a_killed_run_is_taken_up(prompts, tmp_path, capsys, monkeypatch):
     """No line is lost, none is asked twice, and the half-written one is asked again."""

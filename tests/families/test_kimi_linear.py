@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from kimi_reference import SMALL
 from published_configs import KIMI_LINEAR
 
 import ling3
@@ -16,37 +17,9 @@ from ling3.cache import Span
 from ling3.checkpoint.names import weight_names
 from ling3.execution import Execution
 from ling3.families.kimi_linear import KimiLinearConfig
+from ling3.interpret.ablations import ablations
 from ling3.interpret.inspect import Memory, report
 
-SMALL = KIMI_LINEAR | {
-    "vocab_size": 96,
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "num_hidden_layers": 3,
-    "linear_attn_config": {
-        "kda_layers": [1, 3],
-        "full_attn_layers": [2],
-        "num_heads": 3,
-        "head_dim": 8,
-        "short_conv_kernel_size": 4,
-    },
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "model_max_length": 128,
-    "num_experts": 8,
-    "num_experts_per_token": 3,
-    "num_expert_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 10,
-    "initializer_range": 0.3,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-}
 CONFIG = KimiLinearConfig.from_dict(SMALL)
 
 
@@ -77,21 +50,20 @@ def prompts(*lengths):
 
 def test_the_published_configs_census():
     """Kimi-Linear-48B-A3B: transformers' own model has as many parameters, in other tensors."""
-    weights = {weight.name: weight.shape for weight in weight_names(KimiLinearConfig.from_dict(KIMI_LINEAR))}
-    assert len(weights) == 20_493
-    assert sum(int(np.prod(shape)) for shape in weights.values()) == 49_122_681_728
+    described = report(KimiLinearConfig.from_dict(KIMI_LINEAR))
+    assert sum(row.tensors for row in described.arrays) == 20_493
+    assert (described.parameters, described.activated) == (49_122_681_728, 3_484_459_904)
+    assert described.memory.cache_per_token == 7 * (512 + 64) * 2
+    weights = {row.published: row.published_shape for row in described.arrays}
     assert weights["model.layers.0.mlp.gate_proj.weight"] == (9216, 2304)
     assert weights["model.layers.25.self_attn.A_log"] == (1, 1, 32, 1)
     assert weights["model.layers.26.self_attn.kv_a_proj_with_mqa.weight"] == (576, 2304)
-    assert weights["model.layers.26.block_sparse_moe.experts.255.w2.weight"] == (2304, 1024)
+    assert weights["model.layers.26.block_sparse_moe.experts.{0..255}.w2.weight"] == (2304, 1024)
     own = {name.removeprefix("model.layers.1.self_attn.") for name in weights if name.startswith("model.layers.1.self")}
     parts = ("q_proj", "k_proj", "v_proj", "o_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "o_norm")
     convs = ("q_conv1d", "k_conv1d", "v_conv1d")
     assert own == {*(f"{part}.weight" for part in (*parts, *convs)), "A_log", "dt_bias"}
     assert "lm_head.weight" in weights and "model.embed_tokens.weight" in weights
-    described = report(KimiLinearConfig.from_dict(KIMI_LINEAR))
-    assert described.activated == 3_484_459_904
-    assert described.memory.cache_per_token == 7 * (512 + 64) * 2
 
 
 def test_the_config_is_written_as_it_is_read():
@@ -260,6 +232,7 @@ def test_answers_are_the_same_bits_in_company_and_after_preemption(model):
         assert crowd[number].logprobs == alone.logprobs
 
 
+@pytest.mark.slow
 def test_it_trains(model):
     tokens = jnp.asarray(prompts(12, 12), jnp.int32)
     losses = []
@@ -283,3 +256,15 @@ def test_it_is_inspected_and_traced(model):
     assert sorted(seen.kda) == [0, 2] and sorted(seen.mla) == [1] and sorted(seen.moe) == [1, 2]
     assert seen.kda[0].gate.shape == (1, 9, 3, 8) and seen.mla[1].gate is None
     assert jnp.all(seen.kda[0].decay < 0)
+
+
+def test_its_mechanisms_are_cut(model):
+    """As Ling-3's are, for its modules are Ling-3's; MLA has neither an output gate nor a rotation to lose."""
+    names = [ablation.name for ablation in ablations(model)]
+    assert len(names) == 16 and "KDA: no output gate" in names
+    assert not {"KDA: softplus law", "MLA: no output gate", "MLA: no RoPE"} & set(names)
+    without = ling3.ablate.no_output_gate(ling3.ablate.lower_bound(model, -5.0), "kda")
+    without = ling3.ablate.no_shared_expert(ling3.ablate.no_decay(without, [2]))
+    first, last = without.model.layers[0].attention, without.model.layers[2].attention
+    assert (first.lower_bound, first.g_proj, last.f_proj) == (-5.0, None, None) and first.f_proj is not None
+    assert jnp.all(jnp.isfinite(without(jnp.asarray(prompts(9), jnp.int32))))

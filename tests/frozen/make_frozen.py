@@ -1,7 +1,7 @@
 """Write the frozen cases anew: `python tests/frozen/make_frozen.py`, with the extra `parity` installed.
 
 Each directory is a checkpoint in the published layout (bf16). The file of its name beside it holds tokens, and what
-transformers' `BailingHybridForCausalLM`, in fp32 on the CPU, makes of them.
+transformers' `BailingHybridForCausalLM` or `KimiLinearForCausalLM`, in fp32 on the CPU, makes of them.
 """
 
 import dataclasses
@@ -14,8 +14,13 @@ import safetensors.numpy
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "parity")]
 
+import kimi_reference  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
 from oracle import Oracle  # noqa: E402
 from random_checkpoint import TINY_LIKE, draw_well_posed, write  # noqa: E402
+
+from ling3.families.kimi_linear import KimiLinearConfig  # noqa: E402
 
 SMALL = dataclasses.replace(
     TINY_LIKE,
@@ -38,14 +43,41 @@ CASES = {
     "flash-like": dataclasses.replace(SMALL, q_lora_rank=None, first_k_dense_replace=2, rope_theta=6000000.0),
     "no-bound": dataclasses.replace(SMALL, kda_lower_bound=None),
 }
+PLAIN = {"dtype": torch.float32, "experts_implementation": "eager"}
+KIMI = KimiLinearConfig.from_dict(kimi_reference.SMALL)
 LENGTH, PROMPT_LENGTHS, NEW_TOKENS = 81, (1, 9, 66), 24
+
+
+def answers(tokens: list[int], logits, greedy) -> dict[str, np.ndarray]:
+    """What `logits(tokens)` and `greedy(prompt, count)` say of a sequence and of its beginnings."""
+    expected = {"tokens": np.array(tokens, np.int32), "logits": logits(tokens)}
+    for length in PROMPT_LENGTHS:
+        expected[f"greedy_after_{length}"] = np.array(greedy(tokens[:length], NEW_TOKENS), np.int32)
+    return expected
+
+
+def kimi_answers(path: Path, tokens: list[int]) -> dict[str, np.ndarray]:
+    """Those of transformers' Kimi-Linear, without a cache."""
+    model = transformers.KimiLinearForCausalLM.from_pretrained(path, **PLAIN).eval().requires_grad_(False)
+
+    def logits(ids):
+        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+    def greedy(prompt, count):
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(logits(ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+    return answers(tokens, logits, greedy)
+
 
 if __name__ == "__main__":
     for name, config in CASES.items():
         weights, tokens, _, _ = draw_well_posed(config, LENGTH, bfloat16=True)
         oracle = Oracle(config, weights)
-        expected = {"tokens": np.array(tokens, np.int32), "logits": oracle.logits(tokens)}
-        for length in PROMPT_LENGTHS:
-            expected[f"greedy_after_{length}"] = np.array(oracle.greedy(tokens[:length], NEW_TOKENS), np.int32)
         write(HERE / name, config, weights)
-        safetensors.numpy.save_file(expected, HERE / f"{name}.safetensors")
+        safetensors.numpy.save_file(answers(tokens, oracle.logits, oracle.greedy), HERE / f"{name}.safetensors")
+    weights, tokens, _ = kimi_reference.draw_well_posed(KIMI, LENGTH, bfloat16=True)
+    kimi_reference.write(HERE / "kimi-linear", KIMI, weights)
+    safetensors.numpy.save_file(kimi_answers(HERE / "kimi-linear", tokens), HERE / "kimi-linear.safetensors")

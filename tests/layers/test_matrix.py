@@ -83,8 +83,8 @@ def test_another_kind_computes_as_its_dense_numbers_do(quantized):
     assert not [matrix for matrix in jax.tree.leaves(quantized, is_leaf=is_matrix) if isinstance(matrix, Linear)]
     np.testing.assert_allclose(quantized(TOKENS), dense(TOKENS), atol=1e-5)
     (prompt,) = TOKENS[:1].tolist()
-    assert ling3.generate(quantized, [prompt], max_tokens=6) == ling3.generate(dense, [prompt], max_tokens=6)
-    engine = ling3.Engine(quantized, max_running_requests=2, num_pages=8, page_size=16, max_model_len=64)
+    small = {"num_pages": 8, "page_size": 16, "max_model_len": 64, "chunked_prefill_size": 32, "token_paddings": (32,)}
+    engine = ling3.Engine(quantized, max_running_requests=2, **small)
     (output,) = engine.generate([prompt], ling3.SamplingParams(max_tokens=6))
     assert [list(output.token_ids)] == ling3.generate(quantized, [prompt], max_tokens=6)
 

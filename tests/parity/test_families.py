@@ -1,106 +1,35 @@
 """Every family against transformers' own model: fp32, CPU, random checkpoints as transformers saves them."""
 
+import copy
 import json
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 pytest.importorskip("transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 
 import torch
 import transformers
+from family_cases import CASES, LENGTHS, logits_of, tokens
 
 import ling3
+from ling3.evals.perplexity import log_likelihood
 
-LENGTHS = (1, 2, 63, 257, 300)
 LOGITS = 2e-4
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-    "bos_token_id": 0,
-    "pad_token_id": None,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
-    "norm_topk_prob": True,
-    "head_dim": 16,
-}
-CASES = {
-    "llama": ("Llama", {}),
-    "llama tied, one head each": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
-    "llama dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
-    "llama yarn": ("Llama", {"rope_parameters": YARN}),
-    "llama yarn, mscale": (
-        "Llama",
-        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}},
-    ),
-    "llama 3.1": ("Llama", {"rope_parameters": LLAMA3}),
-    "mistral": ("Mistral", {"sliding_window": 40}),
-    "mistral without a window": ("Mistral", {"sliding_window": None}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3-moe": ("Qwen3Moe", EXPERTS),
-    "qwen3-moe, some dense, weights as they are": (
-        "Qwen3Moe",
-        EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [1]},
-    ),
-    "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-}
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request, tmp_path_factory):
-    """transformers' model and ling3's, of one checkpoint; weights are large enough for logits near 1."""
-    family, fields = CASES[request.param]
-    directory = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | fields)
-    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
-    for name, tensor in theirs.named_parameters():
-        if tensor.ndim > 1 and "embed" not in name:
-            tensor.normal_(0, 1.2 * tensor.shape[-1] ** -0.5)
-        elif "embed" in name:
-            tensor.normal_(0, 1.0 if not config.tie_word_embeddings else 0.3)
-        elif name.endswith("bias"):
-            tensor.normal_(0, 0.3)
-        else:
-            tensor.uniform_(0.5, 1.5)
-    theirs.save_pretrained(directory)
-    return directory, theirs, ling3.load(directory, jnp.float32)
-
-
-def tokens(length, seed=0):
-    return np.random.default_rng(seed).integers(2, 97, size=length).tolist()
-
-
-def logits_of(theirs, ids):
-    return theirs(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+def case(request, open_family):
+    """transformers' model and ling3's, of one checkpoint."""
+    return open_family(request.param)
 
 
 def test_logits(case):
-    _, theirs, ours = case
+    theirs, ours = case.theirs, case.ours
     ids = tokens(max(LENGTHS))
     for length in LENGTHS:
         expected = logits_of(theirs, ids[:length])
@@ -110,7 +39,7 @@ def test_logits(case):
 
 
 def test_rows_of_unequal_length_on_a_cache(case):
-    _, theirs, ours = case
+    theirs, ours = case.theirs, case.ours
     rows = [tokens(length, seed=length) for length in (1, 65, 130, 2)]
     padded = jnp.asarray([row + [0] * (130 - len(row)) for row in rows], jnp.int32)
     logits, cache = ours.step(padded, ours.init_cache(4, 160), jnp.asarray([len(row) for row in rows], jnp.int32))
@@ -122,7 +51,7 @@ def test_rows_of_unequal_length_on_a_cache(case):
 
 
 def test_greedy_continuations(case):
-    _, theirs, ours = case
+    theirs, ours = case.theirs, case.ours
     prompts = [tokens(length, seed=length) for length in (3, 50, 120)]
     expected = []
     for prompt in prompts:
@@ -139,7 +68,7 @@ def test_greedy_continuations(case):
 
 
 def test_it_is_saved_as_it_was(case, tmp_path):
-    directory, _, ours = case
+    directory, ours = case.directory, case.ours
     ling3.save(ours, tmp_path / "own")
     again = ling3.load(tmp_path / "own")
     assert again.config == ours.config
@@ -151,3 +80,39 @@ def test_it_is_saved_as_it_was(case, tmp_path):
     ids = tokens(70)
     difference = logits_of(theirs.requires_grad_(False), ids) - np.asarray(ours(jnp.asarray([ids], jnp.int32))[0])
     assert np.abs(difference).max() <= LOGITS
+
+
+def test_gradients(case, tmp_path):
+    """Of the mean cross entropy, each tensor's within 1e-4 of its largest number: fp32 both ways through the depth."""
+    ids = tokens(70)
+    theirs = copy.deepcopy(case.theirs).requires_grad_(True)
+    logits = theirs(torch.tensor([ids]), use_cache=False).logits[0]
+    torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).backward()
+
+    def loss(model):
+        row = jnp.asarray([ids], jnp.int32)
+        return -jnp.mean(log_likelihood(model(row)[:, :-1], row[:, 1:]))
+
+    # A tree of gradients is a tree of the model's: saved, it has the published names.
+    ling3.save(eqx.filter_jit(eqx.filter_grad(loss))(case.ours), tmp_path / "gradients")
+    ours = safetensors.numpy.load_file(tmp_path / "gradients" / "model.safetensors")
+    expected = unstacked({name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()})
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert np.abs(ours[name] - gradient).max() <= 1e-4 * np.abs(gradient).max(), name
+
+
+def unstacked(named):
+    """transformers 5 has the experts of a layer in one tensor; published checkpoints have them one by one."""
+    found = {}
+    for name, array in named.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = array
+            continue
+        for e, own in enumerate(array):
+            parts = {"down_proj": own}
+            if name.endswith("gate_up_proj"):
+                parts = dict(zip(("gate_proj", "up_proj"), np.split(own, 2), strict=True))
+            for part, weight in parts.items():
+                found[f"{name.rpartition('.')[0]}.{e}.{part}.weight"] = weight
+    return found

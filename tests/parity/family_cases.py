@@ -1,0 +1,101 @@
+"""A random checkpoint for each thing that a family can do, as transformers saves it: small, and with logits near 1."""
+
+import dataclasses
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+import ling3
+
+LENGTHS = (1, 2, 63, 257, 300)
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+CASES = {
+    "llama": ("Llama", {}),
+    "llama tied, one head each": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama yarn, mscale": (
+        "Llama",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}},
+    ),
+    "llama 3.1": ("Llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {"sliding_window": 40}),
+    "mistral without a window": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "qwen3-moe, some dense, weights as they are": (
+        "Qwen3Moe",
+        EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [1]},
+    ),
+    "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyCase:
+    """transformers' model and ling3's, in fp32, of the checkpoint in `directory`."""
+
+    directory: pathlib.Path
+    theirs: transformers.PreTrainedModel
+    ours: ling3.CausalLM
+
+
+def make(name: str, directory: pathlib.Path) -> FamilyCase:
+    """The case of a name in `CASES`."""
+    family, fields = CASES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | fields)
+    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    for weight, tensor in theirs.named_parameters():
+        if tensor.ndim > 1 and "embed" not in weight:
+            tensor.normal_(0, 1.2 * tensor.shape[-1] ** -0.5)
+        elif "embed" in weight:
+            tensor.normal_(0, 1.0 if not config.tie_word_embeddings else 0.3)
+        elif weight.endswith("bias"):
+            tensor.normal_(0, 0.3)
+        else:
+            tensor.uniform_(0.5, 1.5)
+    theirs.save_pretrained(directory)
+    return FamilyCase(directory, theirs, ling3.load(directory, jnp.float32))
+
+
+def tokens(length, seed=0):
+    return np.random.default_rng(seed).integers(2, 97, size=length).tolist()
+
+
+def logits_of(theirs, ids):
+    return theirs(torch.tensor([ids]), use_cache=False).logits[0].numpy()

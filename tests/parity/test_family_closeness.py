@@ -1,0 +1,38 @@
+"""How far transformers' fp32 and ling3's are from the truth, which is `transformer_reference.py` in float64."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
+pytest.importorskip("transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
+
+import jax.numpy as jnp
+import safetensors.numpy
+import transformer_reference
+from family_cases import CASES, LENGTHS, logits_of, tokens
+
+
+def distances(case) -> tuple[np.ndarray, np.ndarray]:
+    """|logit - true logit| of every token at every length: of transformers, and of ling3."""
+    weights = safetensors.numpy.load_file(case.directory / "model.safetensors")
+    ids = tokens(max(LENGTHS))
+    truth = transformer_reference.forward(weights, case.ours.config, ids)
+    theirs = [np.abs(logits_of(case.theirs, ids[:n]) - truth[:n]).ravel() for n in LENGTHS]
+    ours = [np.abs(np.asarray(case.ours(jnp.asarray([ids[:n]], jnp.int32))[0]) - truth[:n]).ravel() for n in LENGTHS]
+    return np.concatenate(theirs), np.concatenate(ours)
+
+
+def test_ling3_is_as_close_to_the_truth_as_transformers(open_family, capsys):
+    """In the median and at worst, over all checkpoints and lengths."""
+    found = {name: distances(open_family(name)) for name in CASES}
+    theirs, ours = (np.concatenate(each) for each in zip(*found.values(), strict=True))
+    found["all"] = theirs, ours
+    with capsys.disabled():
+        print(f"\n{'fp32 logits - truth, max (median)':46}{'transformers':>20}{'ling3':>20}")
+        for name, pair in found.items():
+            cells = (f"{distance.max():.1e} ({np.median(distance):.1e})" for distance in pair)
+            print(f"{name:46}" + "".join(f"{cell:>20}" for cell in cells))
+    assert theirs.max() <= 2e-4, "two readings of the model, which share no code"
+    for name, pair in found.items():
+        assert np.median(pair[1]) <= np.median(pair[0]), name
+    assert ours.max() <= theirs.max()

@@ -1,0 +1,108 @@
+"""A tiny checkpoint of each family of plain transformers, of numbers that any NumPy draws alike."""
+
+import functools
+import json
+import pathlib
+import tempfile
+
+import numpy as np
+import published_transformers as published
+import safetensors.numpy
+
+import ling3
+from ling3.checkpoint import weight_names
+from ling3.families import read_config
+
+SIZES = {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "head_dim": 8,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "max_position_embeddings": 256,
+    "max_window_layers": 0,
+    "moe_intermediate_size": 12,
+    "num_attention_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "torch_dtype": "float32",
+    "vocab_size": 64,
+}
+CASES = {
+    "llama": (
+        published.LLAMA_32_1B,
+        {"rope_scaling": published.LLAMA_32_1B["rope_scaling"] | {"original_max_position_embeddings": 64}},
+    ),
+    "mistral": (published.MISTRAL_V01, {"sliding_window": 12}),
+    "qwen2": (published.QWEN25_05B, {"use_sliding_window": True, "sliding_window": 12}),
+    "qwen3": (published.QWEN3_06B, {"head_dim": 12}),
+    "qwen3-moe": (published.QWEN3_30B_A3B, {"mlp_only_layers": [0], "num_hidden_layers": 2}),
+}
+"""Of each family a published config, and what is special to the tiny one. Windows are shorter than `TOKENS`."""
+
+TOKENS = np.random.RandomState(0).randint(2, 64, size=24).tolist()
+
+
+def write(name: str, directory: pathlib.Path) -> None:
+    """The case's checkpoint in the published layout, float32, with logits near 1."""
+    base, own = CASES[name]
+    (directory / "config.json").write_text(json.dumps({k: SIZES.get(k, v) for k, v in base.items()} | own))
+    draw, tensors = np.random.RandomState(1), {}
+    for weight in sorted(weight_names(read_config(directory)), key=lambda weight: weight.name):
+        numbers = draw.standard_normal(weight.shape)
+        if weight.name.endswith("norm.weight"):
+            numbers = 1 + 0.2 * numbers
+        else:
+            numbers *= 0.2 if "embed" in weight.name or weight.name.endswith("bias") else 1.5 * weight.shape[-1] ** -0.5
+        tensors[weight.name] = numbers.astype(np.float32)
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+
+
+@functools.cache
+def open_model(name: str) -> ling3.CausalLM:
+    """The case's model."""
+    with tempfile.TemporaryDirectory() as directory:
+        write(name, pathlib.Path(directory))
+        return ling3.load(directory)
+
+
+POSITIONS, VOCAB = (0, 11, 23), (0, 9, 18, 27, 36, 45, 54, 63)
+FROZEN: dict[str, list[list[float]]] = {
+    "llama": [
+        [0.0033, -1.95278, -1.00821, -1.28143, -0.85462, 1.72167, 1.58249, 1.30666],
+        [0.05437, -1.1268, -1.10377, 0.09553, -1.42963, 0.03583, 0.32258, 0.97738],
+        [0.35827, 1.39646, 0.90258, 0.9495, 0.35128, -0.67447, -0.66446, 0.53682],
+    ],
+    "mistral": [
+        [1.29231, 1.77273, -0.90491, 0.03257, 0.69641, 0.80115, 0.70687, -1.95059],
+        [0.93436, 0.03906, -0.47761, -0.93103, -0.5326, 2.74402, 1.45629, 1.01776],
+        [1.32756, 1.48775, -1.19941, 1.25854, 1.13565, -0.66554, -2.33939, -2.97772],
+    ],
+    "qwen2": [
+        [-2.26122, 1.11544, -4.04341, -1.98887, -1.05077, 1.88781, 0.59455, -0.94241],
+        [-2.01551, 0.245, -2.97608, -0.69598, -2.06563, 1.96417, 1.05754, -1.27954],
+        [0.34132, 1.02378, -1.19958, -0.29139, 0.68554, -0.45516, 0.50996, -1.03408],
+    ],
+    "qwen3": [
+        [-3.02936, 2.20417, 0.8774, -0.1665, 0.38081, 1.86509, -0.68907, -0.89159],
+        [0.70287, 0.77104, 1.09819, 0.27245, 1.83186, -0.30799, -0.18937, -0.91802],
+        [2.9018, -1.29202, -0.61528, 1.27545, 0.96897, -2.47913, 0.30376, -0.56294],
+    ],
+    "qwen3-moe": [
+        [-1.28919, 1.68378, 3.49257, 2.04142, -0.11999, -2.0392, -0.3019, -1.77758],
+        [-0.99925, 0.31407, 0.21964, 1.6541, -1.03581, -0.004, -1.09012, -0.75717],
+        [-0.22096, -0.60633, 2.38237, -1.70744, 1.75005, -0.07131, 2.30847, 1.16489],
+    ],
+}
+"""What transformers makes of `TOKENS` in float32: logits of some tokens, a row for each of some positions."""
+
+GREEDY: dict[str, list[int]] = {
+    "llama": [11, 50, 22, 11, 50, 22, 22, 34, 51, 11, 60, 43],
+    "mistral": [22, 33, 11, 5, 33, 53, 46, 45, 55, 22, 42, 52],
+    "qwen2": [61, 61, 61, 61, 61, 53, 24, 42, 11, 11, 17, 27],
+    "qwen3": [0, 44, 0, 44, 0, 44, 0, 44, 0, 44, 53, 6],
+    "qwen3-moe": [12, 32, 31, 13, 21, 44, 31, 13, 29, 18, 6, 59],
+}
+"""And its greedy continuations. `tests/parity/test_frozen_families.py` checks both, and prints them anew."""
