@@ -17,8 +17,8 @@
 # - **Ling-3**: three KDA layers, then one of MLA with RoPE and a gate per head; full gates, a bounded decay.
 #
 # The two hybrids have experts after the first layer, as published, so they use two thirds of their parameters for a
-# token. The rules are those of notebook 6: predictions first, rates swept per model with a
-# seed of its own, three fresh seeds, every run shown. `experiments/` made the 23 runs in half an hour of a shared core.
+# token. The rules are those of notebook 6: predictions first, rates swept per model with a seed of its own, three fresh
+# seeds, every run shown. `experiments/` made the 23 runs in half an hour of a shared core.
 
 # %%
 import pathlib
@@ -324,7 +324,7 @@ table(
 # - *Kimi-Linear and Ling-3* (H4 holds) differ by 1 % in text. In recall they differ by a factor of 2.6, all of it from
 #   that one run: without it the means are equal. This experiment does not tell them apart.
 # - *Rates* (H5 holds). Qwen3 is best at 0.002, the hybrids at 0.008.
-# - *Time*. **H6 is wrong** where this was written: a token of context costs Qwen3 10 to 13 times what it costs a
+# - *Time*. **H6 is wrong** where this was written: a token of context costs Qwen3 9 to 13 times what it costs a
 #   hybrid, not 1.8 to 6.4 times. Four layers grow with the context instead of one, and each of them takes about three
 #   times as long over a token as MLA does, although it reads 1.6 times the bytes and computes less. All are above their
 #   thin lines: at this size memory is not the limit, and neither bytes nor operations predict the time.
@@ -359,8 +359,8 @@ assert 0.95 < without / geometric["Kimi-Linear"] < 1.05
 #   parameters, has the 3:1 hybrid and full MLA 2 % of perplexity apart
 #   ([arXiv 2510.26692](https://arxiv.org/abs/2510.26692), Table 1).
 # - *Why.* Three things differ at once: mixers, dense MLPs against experts, and positions. That the recall is due to the
-#   short convolutions is likely, since KDA without them and MLA alone failed at MQAR in
-#   notebook 6 likewise; here it was not tested.
+#   short convolutions is likely, since KDA without them and MLA alone failed at MQAR in notebook 6 likewise; here it
+#   was not tested.
 # - *Where a state is full.* Eight pairs are little for 4 heads of 32 × 32 numbers in three layers. With more pairs or
 #   longer contexts a state has to forget, a list does not; that is what the MLA layer is for, and where full attention
 #   should win.
