@@ -50,14 +50,14 @@ def _append(file: Path, line: dict[str, Any]) -> None:
 
 
 def main(
-    task: Literal["segment_reset", "mqar", "parity", "palindrome", "all"] = "all",
+    task: Literal["segment_reset", "mqar", "parity", "palindrome", "text_and_recall", "all"] = "all",
     small: bool = False,
     out: Path = RESULTS,
 ) -> None:
     """Run what is not stored yet.
 
     Args:
-        task: which experiment; all of them take about an hour of one core.
+        task: which experiment; all of them take about an hour and a half of one core.
         small: a tenth of the steps, two learning rates and one seed, into OUT/small, as a quick check.
         out: the directory of the results.
     """

@@ -1,7 +1,8 @@
 """What is compared: the small model, the variants of each task, and the budget of a run.
 
-A KDA layer of this model has 25,570 parameters in its attention and an MLA layer 25,280; a variant that lacks a part
-has a wider MLP instead. So the variants of a task match within 1 %.
+A KDA layer of the small model has 25,570 parameters in its attention and an MLA layer 25,280; a variant that lacks a
+part has a wider MLP instead. So the variants of a task match within 1 %. `text_and_recall` compares architectures: its
+variants are models of three families and of *nano*'s size.
 """
 
 import dataclasses
@@ -9,11 +10,13 @@ from typing import Any
 
 import ling3
 from experiments.tasks import TASKS, Task
+from ling3.families.kimi_linear import KimiLinearConfig
+from ling3.families.qwen3 import Qwen3Config
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A task, the model's depth, its variants as changes to the config, and the budget of each run.
+    """A task, the model's depth, its variants as configs or changes to the small one, and the budget of each run.
 
     `rows` are the sequences of a batch. `learning_rates` are swept with `sweep_seed`, and `more_rates` for the variants
     whose best of these was the lowest; the best of each variant is then run with each of `seeds`, and those runs alone
@@ -22,7 +25,7 @@ class Experiment:
 
     task: Task
     layers: int
-    variants: dict[str, dict[str, Any]]
+    variants: dict[str, Any]
     steps: int
     rows: int = 16
     warmup: int = 40
@@ -37,10 +40,12 @@ class Experiment:
         """The learning rates that are swept for a variant."""
         return (*self.more_rates.get(variant, ()), *self.learning_rates)
 
-    def config(self, variant: str) -> ling3.Ling3Config:
-        """The model of a variant."""
-        changes = {"layer_group_size": ONLY_KDA} | self.variants[variant]
-        return small(self.task.vocabulary, self.layers, **changes)
+    def config(self, variant: str) -> Any:
+        """The model of a variant, a config of its family."""
+        changes = self.variants[variant]
+        if not isinstance(changes, dict):
+            return changes
+        return small(self.task.vocabulary, self.layers, **{"layer_group_size": ONLY_KDA} | changes)
 
 
 def small(vocabulary: int, layers: int, **changes: Any) -> ling3.Ling3Config:
@@ -75,6 +80,49 @@ DECAY_OFF = {"kda_decay": False, "intermediate_size": 86}
 NO_CONV = {"kda_short_conv": False, "intermediate_size": 68}
 
 LOWER = (1e-3, 2e-3)
+
+MIXTURE = TASKS["text_and_recall"]()
+COMMON = {
+    "vocab_size": MIXTURE.vocabulary,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.05,
+}
+HYBRID = COMMON | {
+    "intermediate_size": 384,
+    "first_k_dense_replace": 1,
+    "head_dim": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+"""*nano*'s sizes, with three KDA layers to one of MLA: the first layer's MLP is dense, the others have experts."""
+KDA_LAYERS = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4, "head_dim": 32}
+
+ARCHITECTURES = {
+    "Qwen3": Qwen3Config.from_dict(COMMON | {"intermediate_size": 612, "num_key_value_heads": 2, "head_dim": 32}),
+    "Kimi-Linear": KimiLinearConfig.from_dict(HYBRID | {"moe_intermediate_size": 64, "linear_attn_config": KDA_LAYERS}),
+    "Ling-3": ling3.Ling3Config(
+        **HYBRID,
+        layer_group_size=4,
+        q_lora_rank=64,
+        rope_theta=10000.0,
+        moe_intermediate_size=60,
+        moe_shared_expert_intermediate_size=60,
+        eos_token_id=(),
+        pad_token_id=None,
+    ),
+}
+"""The published config fields of three families, at 1.31 million parameters (within 0.3 %)."""
 
 EXPERIMENTS = {
     "segment_reset": Experiment(
@@ -125,5 +173,16 @@ EXPERIMENTS = {
             "1:1": {"layer_group_size": 2},
             "MLA": {"layer_group_size": ONLY_MLA},
         },
+    ),
+    "text_and_recall": Experiment(
+        MIXTURE,
+        layers=4,
+        steps=400,
+        rows=8,
+        learning_rates=(2e-3, 4e-3, 8e-3, 1.6e-2),
+        more_rates={"Qwen3": (5e-4, 1e-3)},
+        points=10,
+        held_out=32,
+        variants=ARCHITECTURES,
     ),
 }

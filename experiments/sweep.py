@@ -19,6 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 import ling3
 from experiments.design import Experiment
 from experiments.tasks import Task
+from ling3.train import balanced, plain
+from ling3.train.balance import expert_biases
 
 HELD_OUT = 2**31
 """The seed of what runs are measured on; no run is trained with it."""
@@ -38,11 +40,15 @@ FINAL = 8
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A measurement on held-out examples: the mean loss in nats and the share of wrong answers, per place asked."""
+    """A measurement on held-out examples: the mean loss in nats and the share of wrong answers, per place asked.
+
+    Of a mixture, these are the means over its `parts`.
+    """
 
     step: int
     loss: float
     error: float
+    parts: dict[str, "Point"] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +75,9 @@ _ADAM = optax.chain(
     optax.scale_by_adam(b1=0.9, b2=0.98),
     optax.add_decayed_weights(0.01, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)),
 )
+
+BIAS_RATE = 1e-3
+"""What a router's biases change by in a step, towards balanced loads."""
 
 
 def schedule(peak: float, warmup: int, steps: int) -> Float[np.ndarray, " steps"]:
@@ -106,16 +115,23 @@ def answer_loss(
 def _descend(
     model: ling3.CausalLM, state: PyTree, batches: Batches, rates: Float[Array, " steps"]
 ) -> tuple[ling3.CausalLM, PyTree]:
-    """One step for each of `batches`."""
+    """One step for each of `batches`. Where experts have biases, `model` is `balanced`."""
     weights, rest = eqx.partition(model, eqx.is_inexact_array)
 
     def step(carry, xs):
         weights, state = carry
         batch, rate = xs
         gradient, _ = jax.grad(lambda w: answer_loss(eqx.combine(w, rest), *batch), has_aux=True)(weights)
+        loads = expert_biases(gradient)
+        if loads:
+            gradient = eqx.tree_at(expert_biases, gradient, [jnp.zeros_like(load) for load in loads])
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # what optax is written for
             updates, state = _ADAM.update(gradient, state, weights)
-        return (jax.tree.map(lambda w, u: w - rate * u, weights, updates), state), None
+        weights = jax.tree.map(lambda w, u: w - rate * u, weights, updates)
+        if loads:
+            biases = [bias - BIAS_RATE * jnp.sign(load) for bias, load in zip(expert_biases(weights), loads)]
+            weights = eqx.tree_at(expert_biases, weights, biases)
+        return (weights, state), None
 
     xs = ((batches.tokens, batches.targets, batches.mask), rates)
     (weights, state), _ = lax.scan(step, (weights, state), xs)
@@ -125,10 +141,23 @@ def _descend(
 _answer_loss = eqx.filter_jit(answer_loss)
 
 
-def _measured(model: ling3.CausalLM, unseen: Batches, step: int) -> Point:
-    batches = zip(unseen.tokens, unseen.targets, unseen.mask, strict=True)
-    loss, error = np.mean([[float(x) for x in _answer_loss(model, *batch)] for batch in batches], axis=0)
-    return Point(step, round(float(loss), 7), round(float(error), 7))
+def _unseen(experiment: Experiment, steps: range) -> dict[str, Batches]:
+    """Held-out batches of the task, or of each of its parts."""
+    parts = experiment.task.parts or (experiment.task,)
+    return {part.name: stream(part, HELD_OUT, steps, experiment.held_out) for part in parts}
+
+
+def _measured(model: ling3.CausalLM, unseen: dict[str, Batches], step: int) -> Point:
+    def point(values: Float[np.ndarray, " 2"], **parts: Point) -> Point:
+        loss, error = values
+        return Point(step, round(float(loss), 7), round(float(error), 7), parts)
+
+    means = {}
+    for name, part in unseen.items():
+        batches = zip(part.tokens, part.targets, part.mask, strict=True)
+        means[name] = np.mean([[float(x) for x in _answer_loss(model, *batch)] for batch in batches], axis=0)
+    parts = {name: point(mean) for name, mean in means.items()} if len(means) > 1 else {}
+    return point(np.mean(list(means.values()), axis=0), **parts)
 
 
 def training(
@@ -140,10 +169,10 @@ def training(
     variant. FloatingPointError if a measured loss is not finite.
     """
     task, steps, every = experiment.task, experiment.steps, experiment.steps // experiment.points
-    model = ling3.init(experiment.config(variant), key=jax.random.key(seed))
+    model = balanced(ling3.init(experiment.config(variant), key=jax.random.key(seed)))
     state = _ADAM.init(eqx.filter(model, eqx.is_inexact_array))
     rates = jnp.asarray(schedule(learning_rate, experiment.warmup, steps))
-    unseen = stream(task, HELD_OUT, range(1), experiment.held_out)
+    unseen = _unseen(experiment, range(1))
     for first in range(0, steps, every):
         batches = stream(task, seed, range(first, first + every), experiment.rows)
         model, state = _descend(model, state, batches, rates[first : first + every])
@@ -153,7 +182,7 @@ def training(
                 f"{task.name}, {variant}: the loss is {point.loss} by step {point.step} at the learning rate "
                 f"{learning_rate:g}: lower it"
             )
-        yield model, point
+        yield plain(model), point
 
 
 def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -> Run:
@@ -163,8 +192,7 @@ def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -
     final = None
     if seed != experiment.sweep_seed:
         # From later steps than the points', so that the choice of the reported runs did not depend on these rows.
-        unseen = stream(experiment.task, HELD_OUT, range(1, 1 + FINAL), experiment.held_out)
-        final = _measured(models[-1], unseen, experiment.steps)
+        final = _measured(models[-1], _unseen(experiment, range(1, 1 + FINAL)), experiment.steps)
     return Run(
         task=experiment.task.name,
         variant=variant,
@@ -188,10 +216,16 @@ def read(file: Path) -> list[Run]:
     names, runs = {field.name for field in dataclasses.fields(Run)}, []
     for line in file.read_text(encoding="utf-8").splitlines():
         values: dict[str, Any] = {name: value for name, value in json.loads(line).items() if name in names}
-        values["curve"] = tuple(Point(**point) for point in values["curve"])
-        values["final"] = None if values["final"] is None else Point(**values["final"])
+        values["curve"] = tuple(_point(point) for point in values["curve"])
+        values["final"] = None if values["final"] is None else _point(values["final"])
         runs.append(Run(**values))
     return runs
+
+
+def _point(values: dict[str, Any]) -> Point:
+    parts = {name: _point(part) for name, part in values.get("parts", {}).items()}
+    with_parts: dict[str, Any] = values | {"parts": parts}
+    return Point(**with_parts)
 
 
 def best_rate(runs: Sequence[Run], experiment: Experiment, variant: str) -> float:

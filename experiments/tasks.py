@@ -1,4 +1,4 @@
-"""Four tasks, each of which tests one mechanism: what is to be kept, found, counted or forgotten.
+"""Five tasks: four that test one mechanism each (what is to be kept, found, counted or forgotten), and a mixture.
 
 A batch is a pure function of (task, seed, step), so all variants of a model see the same stream. `targets[b, t]` is the
 answer expected after the tokens up to t; where the mask is False none is expected.
@@ -9,6 +9,7 @@ answer expected after the tokens up to t; where the mask is False none is expect
 | mqar | key-value pairs, then some keys among blanks | the value of each key (Arora et al., arXiv 2312.04927) |
 | segment_reset | segments of a reset, pairs and queries | the key's value in this segment, NULL for a stale key |
 | palindrome | a string, a separator, the string backwards | its letters (Kimi Linear, arXiv 2510.26692, Figure 4) |
+| text_and_recall | *nano*'s word problems, or names with things and then names | the next token, or the name's thing |
 """
 
 import dataclasses
@@ -18,6 +19,9 @@ from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32
+
+import ling3
+from ling3.train.nano.problems import OBJECTS, PEOPLE, Split, ask, problems
 
 BLANK, RESET, SEPARATOR, NULL = 0, 0, 0, 1
 """Tokens that are no key, value or letter; the first three in one task each, NULL (segment_reset) a target only."""
@@ -34,11 +38,15 @@ class Examples:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A generator of examples at fixed sizes, and the number of its tokens."""
+    """A generator of examples at fixed sizes, and the number of its tokens.
+
+    A mixture has `parts`: held-out examples are drawn, and measured, for each of them.
+    """
 
     name: str
     vocabulary: int
     draw: Callable[[np.random.Generator, int], Examples]
+    parts: tuple["Task", ...] = ()
 
     def batch(self, seed: int, step: int, rows: int) -> Examples:
         """The `rows` examples that every model trained with `seed` sees at `step`."""
@@ -126,8 +134,73 @@ def palindrome(length: int = 40, letters: int = 16) -> Task:
     return Task("palindrome", 1 + letters, draw)
 
 
+@functools.cache
+def _tokenizer() -> ling3.Tokenizer:
+    return ling3.load_tokenizer("nano")
+
+
+def word_problems(split: Split, length: int = 128) -> Task:
+    """Text: *nano*'s word problems with their solutions, one after the other, and every next token is asked for.
+
+    A row begins with a problem, and ends in the midst of one.
+    """
+
+    def draw(rng: np.random.Generator, rows: int) -> Examples:
+        stream, text = problems(int(rng.integers(2**32)), split), []
+        for _ in range(rows):
+            row: list[int] = []
+            while len(row) <= length:
+                problem = next(stream)
+                row += _tokenizer().encode(f"{ask(problem)} {problem.solution}\n\n")
+            text.append(row[: length + 1])
+        tokens = np.array(text).reshape(rows, length + 1)
+        return _examples(tokens[:, :-1], tokens[:, 1:], np.ones((rows, length), bool))
+
+    return Task("text", _tokenizer().vocab_size, draw)
+
+
+def word_recall(length: int = 128, pairs: int = 8) -> Task:
+    """Associative recall in words: `pairs` names, each with a thing; then, over and over, one of the names at random.
+
+    Names and things are those of the word problems, 20 each, and all of them tokens. After a name's first time its
+    thing is asked for, and stands there. A guess among the row's things is right 1 / `pairs` of the time. ValueError if
+    the pairs do not fit.
+    """
+    keys, values = (
+        np.array([_tokenizer().encode(f" {word}") for word in words]).reshape(len(words))
+        for words in ([name for name, _ in PEOPLE], OBJECTS)
+    )
+    if length % 2 or 2 * pairs >= length or pairs > len(keys):
+        raise ValueError(f"{pairs} pairs of {len(keys)} names and their queries do not fit in {length} tokens")
+
+    def draw(rng: np.random.Generator, rows: int) -> Examples:
+        key, value = keys[_distinct(rng, rows, len(keys), pairs)], rng.choice(values, size=(rows, pairs))
+        bound = np.broadcast_to(np.arange(pairs), (rows, pairs))
+        order = np.concatenate([bound, rng.integers(pairs, size=(rows, length // 2 - pairs))], axis=1)
+        tokens = np.stack([np.take_along_axis(x, order, axis=1) for x in (key, value)], axis=-1).reshape(rows, length)
+        mask = np.broadcast_to((np.arange(length) >= 2 * pairs) & (np.arange(length) % 2 == 0), (rows, length))
+        return _examples(tokens, np.where(mask, np.roll(tokens, -1, axis=1), 0), mask)
+
+    return Task("recall", _tokenizer().vocab_size, draw)
+
+
+def text_and_recall(length: int = 128, pairs: int = 8) -> Task:
+    """Batches of which half the rows are text and the others recall; held-out problems have solutions of their own."""
+    recall = word_recall(length, pairs)
+
+    def draw(rng: np.random.Generator, rows: int) -> Examples:
+        text, recalled = word_problems("train", length).draw(rng, rows - rows // 2), recall.draw(rng, rows // 2)
+        return _examples(
+            np.concatenate([text.tokens, recalled.tokens]),
+            np.concatenate([text.targets, recalled.targets]),
+            np.concatenate([text.mask, recalled.mask]),
+        )
+
+    return Task("text_and_recall", recall.vocabulary, draw, parts=(word_problems("held_out", length), recall))
+
+
 TASKS: dict[str, Callable[[], Task]] = {
-    task.__name__: functools.cache(task) for task in (segment_reset, mqar, parity, palindrome)
+    task.__name__: functools.cache(task) for task in (segment_reset, mqar, parity, palindrome, text_and_recall)
 }
 """Each task at the size of the stored results."""
 

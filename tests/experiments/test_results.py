@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from experiments import sweep
 from experiments.__main__ import RESULTS, conduct
 from experiments.design import EXPERIMENTS
 from experiments.tasks import mqar, parity
+from ling3.train.balance import balanced, expert_biases
 
 TINY = dataclasses.replace(
     EXPERIMENTS["parity"],
@@ -54,6 +56,36 @@ def test_runs_keep_to_the_budget_and_match_in_parameters(name):
         assert run.steps_to_90 == next((point.step for point in run.curve if point.error <= 0.1), None)
     parameters = [run.parameters for run in runs]
     assert max(parameters) <= 1.01 * min(parameters)
+
+
+def test_a_mixture_is_measured_part_by_part():
+    runs = sweep.read(RESULTS / "text_and_recall.jsonl")
+    points = [point for run in runs for point in (*run.curve, *([run.final] if run.final else []))]
+    for point in points:
+        assert point.parts.keys() == {"text", "recall"}
+        for name in ("loss", "error"):
+            mean = sum(getattr(part, name) for part in point.parts.values()) / 2
+            assert getattr(point, name) == pytest.approx(mean, abs=1e-6)  # each was rounded to seven digits
+    assert all(run.parameters == parameters(EXPERIMENTS["text_and_recall"].config(run.variant)) for run in runs)
+
+
+def parameters(config):
+    """Of a model, without allocating it."""
+    model = eqx.filter_eval_shape(sweep.ling3.init, config, key=jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(model))
+
+
+@pytest.mark.slow
+def test_loads_balance_themselves_in_training():
+    experiment = EXPERIMENTS["text_and_recall"]
+    changes = {"num_hidden_layers": 2, "layer_group_size": 2, "hidden_size": 32, "intermediate_size": 64}
+    config = dataclasses.replace(experiment.config("Ling-3"), **changes)
+    tiny = dataclasses.replace(experiment, variants={"tiny": config}, steps=4, warmup=1, points=2, rows=4, held_out=2)
+    first, (model, point) = sweep.training(tiny, "tiny", 4e-3, seed=1)
+    (bias,) = (np.asarray(own) / sweep.BIAS_RATE for own in expert_biases(balanced(model)))
+    np.testing.assert_allclose(bias, np.round(bias), atol=1e-4)  # four steps up, down or, at a fair load, nowhere
+    assert 1 <= np.abs(bias).max() < 4.5 and np.ptp(bias) > 1.5
+    assert point.loss < first[1].loss and point.parts["text"].step == 4
 
 
 @pytest.mark.slow

@@ -1,16 +1,21 @@
 """The tasks keep their word: answers as a slow second definition gives them, streams that repeat, sizes, chances."""
 
+import re
+
 import numpy as np
 import pytest
 
+import ling3
 from experiments.design import EXPERIMENTS
-from experiments.tasks import NULL, RESET, SEPARATOR, TASKS, mqar, palindrome, parity, segment_reset
+from experiments.tasks import NULL, RESET, SEPARATOR, TASKS, mqar, palindrome, parity, segment_reset, word_recall
+from ling3.train.nano.problems import Problem, Step
 
 SMALL = {
     "parity": parity(7),
     "mqar": mqar(20, 4, 6, 5),
     "segment_reset": segment_reset(4, 3, 4, 8, 6),
     "palindrome": palindrome(12, 5),
+    "recall": word_recall(24, 4),
 }
 
 
@@ -44,11 +49,21 @@ def slow_palindrome(tokens):
     return [None] * half + tokens[:half][::-1]
 
 
+def slow_recall(tokens, pairs=4):
+    """A word that is there for the second time, or a later one, asks for what followed the first."""
+    answers = [None] * len(tokens)
+    for t in range(2 * pairs, len(tokens), 2):
+        answers[t] = tokens[tokens.index(tokens[t]) + 1]
+        assert answers[t] == tokens[t + 1]
+    return answers
+
+
 SLOW = {
     "parity": slow_parity,
     "mqar": slow_mqar,
     "segment_reset": slow_segment_reset,
     "palindrome": slow_palindrome,
+    "recall": slow_recall,
 }
 
 
@@ -79,7 +94,8 @@ def test_tokens_and_targets_are_in_the_vocabulary_and_all_of_it_is_used(name):
     assert batch.tokens.shape == batch.targets.shape == batch.mask.shape
     assert batch.tokens.dtype == batch.targets.dtype == np.int32
     used = set(batch.tokens.ravel().tolist()) | set(batch.targets[batch.mask].tolist())
-    assert used == set(range(task.vocabulary))
+    # Word problems have few words, and the vocabulary is nano's.
+    assert used <= set(range(task.vocabulary)) if task.parts else used == set(range(task.vocabulary))
 
 
 def test_the_sizes_are_those_of_the_stored_results():
@@ -90,6 +106,7 @@ def test_the_sizes_are_those_of_the_stored_results():
         "mqar": (32, [6] * 4),
         "parity": (40, [40] * 4),
         "palindrome": (40, [20] * 4),
+        "text_and_recall": (128, [128, 128, 56, 56]),
     }
 
 
@@ -122,9 +139,28 @@ def test_stale_keys_were_bound_in_an_earlier_segment():
             seen |= own
 
 
-def test_mqar_that_does_not_fit_is_refused():
+def test_text_asks_for_each_next_token_and_held_out_problems_have_solutions_of_their_own():
+    task, tok = TASKS["text_and_recall"](), ling3.load_tokenizer("nano")
+    unseen, recall = (part.batch(0, 0, 40) for part in task.parts)
+    assert (task.parts[0].name, task.parts[1].name) == ("text", "recall")
+    rows = {"train": task.batch(0, 0, 80).tokens[:40], "held_out": unseen.tokens}
+    for split, tokens in rows.items():
+        solutions = re.findall(r"\nAnswer: (.*)\n\n", "".join(tok.decode(row) for row in tokens.tolist()))
+        assert len(solutions) > 40
+        for solution in solutions:
+            steps = [Step(int(a), sign, int(b)) for a, sign, b in re.findall(r"(\d+) ([-+×]) (\d+) =", solution)]
+            problem = Problem("", tuple(steps))
+            assert (problem.solution, problem.split) == (solution, split)
+    assert np.array_equal(unseen.targets[:, :-1], unseen.tokens[:, 1:]) and unseen.mask.all()
+    assert all(tok.decode(row).startswith("Question: ") for row in unseen.tokens.tolist())
+    assert set(recall.tokens.ravel().tolist()) < set(unseen.tokens.ravel().tolist())
+
+
+def test_pairs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="12 tokens, but there are 32 and 11"):
         mqar(length=11, pairs=4)
+    with pytest.raises(ValueError, match="8 pairs of 20 names and their queries do not fit in 16 tokens"):
+        word_recall(length=16)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
