@@ -129,7 +129,8 @@ class Report:
         facts.add_row("activated", f"{self.activated:,} per token, of them {self.embedding:,} in the embedding table")
         if variant:
             facts.add_row("ablated", Text(json.dumps(variant)[1:-1]))
-        if unrotated := [i for i, x in ablate.having(self.model, "rotary embedding").items() if x.rope_theta is None]:
+        some, rotated = (ablate.having(self.model, "rotary embedding", uncut) for uncut in (False, True))
+        if unrotated := sorted(some.keys() - rotated.keys()):
             facts.add_row("positions", f"no RoPE in layers {_ranges(unrotated)}")
         facts.add_row("cache", f"{self.memory.cache_per_token:,} bytes per token")
         for name, size in states.items():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import transformer_reference
+from rich.console import Console
 from tiny_transformers import CASES, FROZEN, GREEDY, POSITIONS, TOKENS, VOCAB, open_model, write
 
 import ling3
@@ -98,6 +99,9 @@ def test_it_is_inspected(name):
     assert described.memory.cache_per_token == 4 * entry
     kinds = [(layer["attention"], layer["mlp"]) for layer in described.to_dict()["layers"]]
     assert kinds == [("gqa", "dense"), ("gqa", "moe")][: config.num_hidden_layers]
+    with (console := Console(width=80)).capture() as shown:
+        console.print(described)
+    assert "GQA" in shown.get() and "no RoPE" not in shown.get()
 
 
 @pytest.mark.parametrize("name", CASES)
