@@ -70,7 +70,7 @@ def save(
     the checkpoint `tokenizer_from`, if one is given. `check_finite` refuses weights that are NaN or infinite, as `load`
     does.
 
-    An existing directory must be empty, or with `overwrite` a Ling-3 checkpoint: its configuration and weights are
+    An existing directory must be empty, or with `overwrite` a checkpoint: its configuration and weights are
     replaced, with `tokenizer_from` its tokenizer too, and every other file stays.
 
     Atomic: everything is written to a hidden directory, in `path` or beside it, and takes its place at the end; on an

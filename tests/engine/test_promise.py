@@ -255,6 +255,7 @@ def test_without_the_promise_answers_differ_by_rounding_alone():
         np.testing.assert_allclose([one.logprob for one in logprobs], [one.logprob for one in same_logprobs], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_row_for_every_slot_keeps_the_promise():
     """Where decoding is in place, while others are prefilled, preempted and aborted beside it."""
     own = engine(decode_rows=SLOTS, num_pages=14)

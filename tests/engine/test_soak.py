@@ -57,6 +57,7 @@ def test_an_answer_that_is_kept_is_found(monkeypatch):
     assert any(line.endswith("objects of RequestOutput are alive, 0 at the beginning") for line in found.leaks)
 
 
+@pytest.mark.slow
 def test_a_page_that_is_lost_is_found(monkeypatch):
     release = ling3.engine.scheduler.Scheduler.release
 

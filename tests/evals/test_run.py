@@ -226,6 +226,7 @@ def test_every_setting_of_the_engine_is_recorded(ask, engine):
     assert line["settings"]["engine"].keys().isdisjoint(line["schedule"])
 
 
+@pytest.mark.slow
 def test_a_run_is_taken_up_with_another_schedule_and_not_with_other_shapes(ask):
     whole = ask()
     lines = timeless(ask.lines())

@@ -18,9 +18,8 @@ from ling3.interpret import ablate
 from ling3.interpret.ablations import ablations
 from ling3.interpret.inspect import report
 
-# What takes long to compile: a user's run takes two families, `make slow` the rest.
-FIRST = ("mistral", "qwen3-moe")
-SOME = [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+# What takes long to compile: a user's run takes one family, `make slow` the rest.
+SOME = [name if name == "mistral" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 ROW = np.asarray([TOKENS], np.int32)
 
 

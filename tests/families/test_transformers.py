@@ -49,7 +49,9 @@ def config_of(tmp_path, raw):
     return read_config(tmp_path)
 
 
-@pytest.mark.parametrize("name", CENSUS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "B-A" in name else name for name in CENSUS]
+)
 def test_the_census_of_published_configs(tmp_path, name):
     """Parameters and tensors as on the hub; nothing is allocated, as no machine could hold the largest."""
     raw, parameters, tensors = CENSUS[name]
