@@ -1,13 +1,11 @@
 """Llama 2, 3, 3.1 and 3.2, and Yi (`LlamaForCausalLM`): grouped-query attention and SwiGLU."""
 
 import dataclasses
-from typing import Any
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families.config_fields import field, read
-from ling3.families.family import Family
-from ling3.families.transformer import ONLY, TransformerConfig, attention, build, published_name, swiglu, tied_copy
+from ling3.families.config_fields import field
+from ling3.families.transformer import TransformerConfig, attention, build, family, swiglu
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
 
@@ -16,18 +14,12 @@ from ling3.model import CausalLM
 class LlamaConfig(TransformerConfig):
     """Llama's fields (Grattafiori et al., arXiv 2407.21783, §3.2). Raises ConfigError."""
 
+    architecture = "LlamaForCausalLM"
+    model_type = "llama"
+
     attention_bias: bool = field(absent=False)
     """Biases of all four projections of attention."""
     mlp_bias: bool = field(absent=False)
-
-    @staticmethod
-    def from_dict(raw: object, source: str = "config.json") -> "LlamaConfig":
-        """The config in the JSON object `raw`, every field of which is accounted for; `source` is for errors."""
-        return read(LlamaConfig, raw, source, only=ONLY)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The published `config.json`."""
-        return self.written("LlamaForCausalLM", "llama", ONLY)
 
 
 def init(config: LlamaConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
@@ -42,13 +34,4 @@ def init(config: LlamaConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalL
     )
 
 
-FAMILY = Family(
-    name="Llama",
-    architectures=("LlamaForCausalLM",),
-    model_types=("llama",),
-    config=LlamaConfig,
-    read=LlamaConfig.from_dict,
-    init=init,
-    published=published_name,
-    copies=tied_copy,
-)
+FAMILY = family("Llama", LlamaConfig, init)

@@ -1,22 +1,11 @@
 """Qwen3 (`Qwen3ForCausalLM`): no biases, but norms of queries and keys, and heads of a size of their own."""
 
 import dataclasses
-from typing import Any
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families.config_fields import field, read
-from ling3.families.family import Family
-from ling3.families.transformer import (
-    ONLY,
-    WINDOWED,
-    WindowedConfig,
-    attention,
-    build,
-    published_name,
-    swiglu,
-    tied_copy,
-)
+from ling3.families.config_fields import field
+from ling3.families.transformer import WindowedConfig, attention, build, family, swiglu
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
 
@@ -39,14 +28,8 @@ class Qwen3Fields(WindowedConfig):
 class Qwen3Config(Qwen3Fields):
     """A dense Qwen3's config. Raises ConfigError."""
 
-    @staticmethod
-    def from_dict(raw: object, source: str = "config.json") -> "Qwen3Config":
-        """The config in the JSON object `raw`, every field of which is accounted for; `source` is for errors."""
-        return read(Qwen3Config, raw, source, only=ONLY, derived=WINDOWED)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The published `config.json`."""
-        return self.written("Qwen3ForCausalLM", "qwen3", ONLY)
+    architecture = "Qwen3ForCausalLM"
+    model_type = "qwen3"
 
 
 def init(config: Qwen3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
@@ -60,13 +43,4 @@ def init(config: Qwen3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalL
     )
 
 
-FAMILY = Family(
-    name="Qwen3",
-    architectures=("Qwen3ForCausalLM",),
-    model_types=("qwen3",),
-    config=Qwen3Config,
-    read=Qwen3Config.from_dict,
-    init=init,
-    published=published_name,
-    copies=tied_copy,
-)
+FAMILY = family("Qwen3", Qwen3Config, init)

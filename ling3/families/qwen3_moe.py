@@ -2,14 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families.config_fields import field, found, read, too_large
-from ling3.families.family import Family
+from ling3.families.config_fields import field, found, too_large
 from ling3.families.qwen3 import Qwen3Fields
-from ling3.families.transformer import ONLY, WINDOWED, build, count, published_name, size, swiglu, tied_copy
+from ling3.families.transformer import build, count, family, size, swiglu
 from ling3.layers.moe import MoE, MoEConfig
 from ling3.model import CausalLM, FeedForward
 
@@ -17,6 +15,9 @@ from ling3.model import CausalLM, FeedForward
 @dataclasses.dataclass(frozen=True)
 class Qwen3MoeConfig(Qwen3Fields):
     """Qwen3-MoE's fields (Qwen Team, arXiv 2505.09388, §2). Raises ConfigError."""
+
+    architecture = "Qwen3MoeForCausalLM"
+    model_type = "qwen3_moe"
 
     moe_intermediate_size: int = size()
     num_experts: int = count(aliases=("num_local_experts",))
@@ -26,15 +27,6 @@ class Qwen3MoeConfig(Qwen3Fields):
     """Of so many layers, the last is sparse, unless `mlp_only_layers` names it."""
     mlp_only_layers: tuple[int, ...] = field(ge=0, absent=())
     """Layers, 0-based, that are dense."""
-
-    @staticmethod
-    def from_dict(raw: object, source: str = "config.json") -> "Qwen3MoeConfig":
-        """The config in the JSON object `raw`, every field of which is accounted for; `source` is for errors."""
-        return read(Qwen3MoeConfig, raw, source, only=ONLY, derived=WINDOWED)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The published `config.json`."""
-        return self.written("Qwen3MoeForCausalLM", "qwen3_moe", ONLY)
 
     def mlp_kind(self, layer: int) -> str:
         """The feed-forward of 0-based `layer`: `dense` or `moe`."""
@@ -77,13 +69,4 @@ def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Caus
     return build(config, lambda i, own: config.mixer(i, key=own, dtype=dtype), feed_forward, key=key, dtype=dtype)
 
 
-FAMILY = Family(
-    name="Qwen3-MoE",
-    architectures=("Qwen3MoeForCausalLM",),
-    model_types=("qwen3_moe",),
-    config=Qwen3MoeConfig,
-    read=Qwen3MoeConfig.from_dict,
-    init=init,
-    published=published_name,
-    copies=tied_copy,
-)
+FAMILY = family("Qwen3-MoE", Qwen3MoeConfig, init)

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families.config_fields import Only, check, field, published, too_large
+from ling3.families.config_fields import Only, check, field, published, read, too_large
+from ling3.families.family import Family
 from ling3.families.rope_scaling import RopeScaling, read_scaling
 from ling3.layers.gqa import GQAConfig
 from ling3.layers.linear import Linear
@@ -16,6 +17,8 @@ from ling3.layers.mlp import MLP
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import Rope
 from ling3.model import CausalLM, Decoder, DecoderLayer, FeedForward, Mixer
+
+_Config = TypeVar("_Config", bound="TransformerConfig")
 
 size = functools.partial(field, ge=1, le=2**20)
 count = functools.partial(field, ge=1, le=4096)
@@ -40,6 +43,11 @@ class TransformerConfig:
 
     # `check` names what is wrong; the import hook's type check would come before it.
     __no_type_check__ = True
+
+    architecture: ClassVar[str]
+    model_type: ClassVar[str]
+    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    """Published fields that repeat others."""
 
     vocab_size: int = field(ge=1, le=2**24)
     hidden_size: int = size()
@@ -82,9 +90,14 @@ class TransformerConfig:
             return Rope.plain(self.rope_theta, self.head_dim)
         return self.rope_scaling.rope(self.rope_theta, self.head_dim, self.max_position_embeddings)
 
-    def written(self, architecture: str, model_type: str, only: Mapping[str, Only]) -> dict[str, Any]:
+    @classmethod
+    def from_dict(cls: type[_Config], raw: object, source: str = "config.json") -> _Config:
+        """The config in the JSON object `raw`, every field of which is accounted for; `source` is for errors."""
+        return read(cls, raw, source, only=ONLY, derived=cls.derived)
+
+    def to_dict(self) -> dict[str, Any]:
         """The published `config.json`."""
-        raw = {"architectures": [architecture], "model_type": model_type, **published(self, only)}
+        raw = {"architectures": [self.architecture], "model_type": self.model_type, **published(self, ONLY)}
         scaling = self.rope_scaling
         return raw | {"rope_scaling": None if scaling is None else scaling.to_dict()}
 
@@ -97,17 +110,16 @@ class WindowedConfig(TransformerConfig):
     sliding_window: int | None = field(ge=1)
     max_window_layers: int = field(ge=0, absent=lambda values: values["num_hidden_layers"])
 
+    # In the files that transformers 5 writes.
+    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "layer_types": lambda c: [
+            "full_attention" if c.window(i) is None else "sliding_attention" for i in range(c.num_hidden_layers)
+        ]
+    }
+
     def window(self, layer: int) -> int | None:
         """Tokens that a query of 0-based `layer` attends to, its own among them; None for all of them."""
         return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
-
-
-WINDOWED: dict[str, Callable[[Any], Any]] = {
-    "layer_types": lambda c: [
-        "full_attention" if c.window(i) is None else "sliding_attention" for i in range(c.num_hidden_layers)
-    ]
-}
-"""A field of transformers 5's files that repeats those of `WindowedConfig`."""
 
 
 def attention(config: TransformerConfig, **options: Any) -> GQAConfig:
@@ -164,3 +176,17 @@ def published_name(name: str, config: Any) -> str:
 def tied_copy(name: str, config: Any) -> str | None:
     """`lm_head` repeats the embedding in files of tied models that have one (Qwen3-0.6B)."""
     return "model.embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else None
+
+
+def family(name: str, config: type[TransformerConfig], init: Callable[..., CausalLM]) -> Family:
+    """The record of a family whose config is a `TransformerConfig`; `init(config, *, key, dtype)` builds its tree."""
+    return Family(
+        name=name,
+        architectures=(config.architecture,),
+        model_types=(config.model_type,),
+        config=config,
+        read=config.from_dict,
+        init=init,
+        published=published_name,
+        copies=tied_copy,
+    )
