@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from family_laws import answers_in_company_and_alone, losses_of_training, prompts
 from jaxtyping import Array, Float
 
 import ling3
-from ling3 import families, train
+from ling3 import families
 from ling3.interpret.ablations import ablations
 from ling3.interpret.inspect import Memory, report
 from ling3.layers.linear import Linear
@@ -83,11 +84,6 @@ def model():
     return ling3.init(FadingConfig(), key=jax.random.key(0))
 
 
-def prompts(*lengths):
-    draw = np.random.default_rng(0)
-    return [draw.integers(3, 96, size=length).tolist() for length in lengths]
-
-
 def test_it_saves_and_loads(tmp_path):
     assert isinstance(model().model.layers[0].attention, ling3.Mixer)
     ling3.save(model(), tmp_path / "own")
@@ -120,40 +116,13 @@ def test_it_generates_what_whole_sequences_say():
 
 
 def test_answers_are_the_same_bits_in_company_and_after_preemption():
-    engine = ling3.Engine(
-        model(),
-        max_running_requests=3,
-        num_pages=6,
-        page_size=8,
-        chunked_prefill_size=8,
-        token_paddings=(8,),
-        decode_rows=3,
-        decode_steps=2,
-        max_model_len=48,
-    )
     params = [ling3.SamplingParams(max_tokens=20, temperature=t, seed=3, ignore_eos=True, logprobs=0) for t in (0, 1)]
-    asked = list(zip(prompts(3, 11, 8, 17, 1, 14), params * 3, strict=True))
-    numbers = [engine.submit(*request) for request in asked]
-    crowd = {}
-    while engine.has_work:
-        crowd |= {delta.request_id: delta.output.outputs[0] for delta in engine.step() if delta.output is not None}
-    assert engine.stats().preemptions
-    for number, (prompt, how) in zip(numbers, asked, strict=True):
-        (alone,) = engine.generate([prompt], how)
-        assert crowd[number].token_ids == alone.token_ids
-        assert crowd[number].logprobs == alone.logprobs
+    crowd, alone = answers_in_company_and_alone(model(), prompts(3, 11, 8, 17, 1, 14), params * 3)
+    assert crowd == alone
 
 
 def test_it_trains():
-    tokens = jnp.asarray(prompts(12, 12), jnp.int32)
-    losses = []
-    train.train(
-        model(),
-        [train.Batch(tokens, jnp.ones(tokens.shape))] * 6,
-        train.Optimization(steps=6, learning_rate=1e-2, warmup=1),
-        every=1,
-        report=lambda point, _: losses.append(point.loss),
-    )
+    losses = losses_of_training(model(), prompts(12, 12))
     assert losses[-1] < losses[0]
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import transformer_reference
+from family_laws import answers_in_company_and_alone, losses_of_training
 from rich.console import Console
 from tiny_transformers import CASES, FROZEN, GREEDY, POSITIONS, TOKENS, VOCAB, open_model, write
 
 import ling3
-from ling3 import train
 from ling3.interpret import ablate
 from ling3.interpret.ablations import ablations
 from ling3.interpret.inspect import report
@@ -54,24 +54,10 @@ def test_answers_are_generates_in_company_and_alone(name):
     prompts = [TOKENS[:3], TOKENS, TOKENS[:9], TOKENS[5:19]]
     expected = ling3.generate(model, prompts, max_tokens=12, ignore_eos=True)
     assert expected[1] == GREEDY[name] and len({tuple(tokens) for tokens in expected}) == 4
-    engine = ling3.Engine(
-        model,
-        max_running_requests=3,
-        num_pages=5,
-        page_size=8,
-        chunked_prefill_size=8,
-        token_paddings=(8,),
-        decode_rows=3,
-        decode_steps=2,
-        max_model_len=40,
-    )
-    params = ling3.SamplingParams(max_tokens=12, ignore_eos=True, logprobs=0)
-    crowd = [output.outputs[0] for output in engine.generate(prompts, params)]
-    assert [list(output.token_ids) for output in crowd] == expected
-    assert engine.stats().preemptions
-    for prompt, output in zip(prompts, crowd, strict=True):
-        (alone,) = engine.generate([prompt], params)
-        assert (alone.token_ids, alone.logprobs) == (output.token_ids, output.logprobs)
+    params = [ling3.SamplingParams(max_tokens=12, ignore_eos=True, logprobs=0)] * len(prompts)
+    crowd, alone = answers_in_company_and_alone(model, prompts, params)
+    assert [list(tokens) for tokens, _ in crowd] == expected
+    assert crowd == alone
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,15 +102,7 @@ def test_it_is_traced(name):
 
 @pytest.mark.parametrize("name", SOME)
 def test_training_lowers_the_loss(name):
-    model, tokens = ling3.init(open_model(name).config, key=jax.random.key(0)), jnp.asarray([TOKENS] * 2, jnp.int32)
-    losses = []
-    train.train(
-        model,
-        [train.Batch(tokens, jnp.ones(tokens.shape))] * 6,
-        train.Optimization(steps=6, learning_rate=1e-2, warmup=1),
-        every=1,
-        report=lambda point, _: losses.append(point.loss),
-    )
+    losses = losses_of_training(ling3.init(open_model(name).config, key=jax.random.key(0)), [TOKENS] * 2)
     assert losses[-1] < 0.8 * losses[0]
 
 
