@@ -27,6 +27,13 @@ SETTINGS = {
 PAGES, SLOTS = SETTINGS["num_pages"], SETTINGS["max_running_requests"]
 # The model's, and of the tokenizer's directory config.json's, generation_config.json's two, and the tokenizer's own.
 ENDS = (5, 4, 0, 351, 1)
+LONG = ling3.SamplingParams(max_tokens=100, ignore_eos=True, logprobs=1)
+SHORT = ling3.SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
+PROMPTS = [[7, 8, 9], list(range(20, 65)), [11], list(range(100, 140)), [12, 13], [14]]
+
+
+class Fault(RuntimeError):
+    """A fault of the device, raised by a test."""
 
 
 @functools.cache

@@ -17,34 +17,15 @@ import weakref
 
 import jax
 import pytest
-from small_engine import answer, balanced, engine, idle
+from small_engine import LONG, PROMPTS, SHORT, Fault, answer, balanced, engine, idle
 
 from ling3 import SamplingParams
 from ling3.engine.loop import Loop
 
-LONG = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=1)
-SHORT = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
-PROMPTS = [[7, 8, 9], list(range(20, 65)), [11], list(range(100, 140)), [12, 13], [14]]
-
 
 @pytest.fixture(scope="module")
-def shared():
-    made = engine()
-    made.warmup()
-    return made
-
-
-@pytest.fixture
-def served(shared):
-    """The engine of this module; each test leaves it idle."""
-    yield shared
-    gc.collect()
-    assert idle(shared)
-
-
-@pytest.fixture(scope="module")
-def alone(shared):
-    return [answer(shared.generate([prompt], SHORT)[0].outputs[0]) for prompt in PROMPTS]
+def alone(warm):
+    return [answer(warm.generate([prompt], SHORT)[0].outputs[0]) for prompt in PROMPTS]
 
 
 def threads():
@@ -116,10 +97,6 @@ def test_leaving_the_iterator_aborts_what_is_unfinished(served):
     deltas = served.stream_all(PROMPTS, LONG)
     del deltas
     assert served.stats() == after
-
-
-class Fault(RuntimeError):
-    """The device's."""
 
 
 def test_a_fault_ends_all_requests_also_those_that_the_queue_has_no_room_for(monkeypatch, alone):

@@ -24,11 +24,6 @@ CHAT = [{"role": "user", "content": "hi"}]
 PROMPTS = [[7, 8, 9], list(range(20, 65)), [11], list(range(100, 170)), [12, 13]]
 
 
-@pytest.fixture(scope="module")
-def shared():
-    return engine()
-
-
 @pytest.fixture
 def served(shared):
     """The engine of this module; each test leaves it idle."""

@@ -8,29 +8,17 @@ import threading
 import time
 
 import pytest
-from small_engine import answer, balanced, engine, idle
+from small_engine import LONG, PROMPTS, SHORT, Fault, answer, balanced, engine, idle
 
 from ling3 import QueueFull, SamplingParams
 
-LONG = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=1)
-SHORT = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
-PROMPTS = [[7, 8, 9], list(range(20, 65)), [11], list(range(100, 140)), [12, 13], [14]]
 
-
-@pytest.fixture(scope="module")
-def shared():
-    made = engine()
-    made.warmup()
-    return made
-
-
-@pytest.fixture
-def served(shared, caplog):
-    """The engine of this module; each test leaves it idle, and asyncio has nothing to complain of."""
-    yield shared
-    gc.collect()
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-    assert idle(shared)
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    """asyncio logs no warning, neither in a test nor after it, when `served` collects what is left."""
+    yield
+    records = caplog.get_records("call") + caplog.get_records("teardown")
+    assert [record for record in records if record.levelno >= logging.WARNING] == []
 
 
 def alone(served, prompts, params):
@@ -189,10 +177,6 @@ def test_one_event_loop_after_the_other_and_two_at_once(served):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(lambda: asyncio.run(main())) for _ in range(2)]:
             assert [answer(output.outputs[0]) for output in future.result()] == expected
-
-
-class Fault(RuntimeError):
-    """The device's."""
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_engine
 from jaxtyping import TypeCheckError
-from small_engine import SETTINGS, answer, balanced, engine, idle, model, reciter, tokenizer
+from small_engine import LONG, SETTINGS, SHORT, Fault, answer, balanced, engine, idle, model, reciter, tokenizer
 
 import ling3
 from ling3 import SamplingParams
@@ -21,14 +22,7 @@ from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
 # An id whose embedding is NaN in `poisoned`.
 POISON = 390
-LONG = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=1)
-SHORT = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
-PROMPTS = [[7, 8, 9], list(range(20, 65)), [11], list(range(100, 140))]
-
-
-@pytest.fixture(scope="module")
-def shared():
-    return engine()
+PROMPTS = small_engine.PROMPTS[:4]
 
 
 @pytest.fixture
@@ -812,10 +806,6 @@ def test_ctrl_c_stays_ignored_where_it_is(busy):
 
 
 # The engine's own faults
-
-
-class Fault(RuntimeError):
-    """The device's."""
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode", "swap_in", "swap_out"])
