@@ -99,3 +99,30 @@ def tokens(length, seed=0):
 
 def logits_of(theirs, ids):
     return theirs(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def distance_on_a_cache(theirs, ours, rows, following):
+    """The largest distance of the logits of rows of unequal lengths on a cache, and of a token that follows each."""
+    lengths = jnp.asarray([len(row) for row in rows], jnp.int32)
+    padded = jnp.asarray([row + [0] * (max(map(len, rows)) - len(row)) for row in rows], jnp.int32)
+    logits, cache = ours.step(padded, ours.init_cache(len(rows), 160), lengths)
+    step, _ = ours.step(jnp.asarray(following, jnp.int32)[:, None], cache)
+    found = [np.concatenate([own[: len(row)], new]) for row, own, new in zip(rows, logits, step, strict=True)]
+    expected = [logits_of(theirs, [*row, token]) for row, token in zip(rows, following, strict=True)]
+    return np.max([np.abs(one - other).max() for one, other in zip(found, expected, strict=True)])
+
+
+def greedy_answers(theirs, ours, prompts, count=24):
+    """Those of transformers, by a whole forward pass for each token, of `ling3.generate` and of the engine."""
+    expected = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(logits_of(theirs, ids)[-1].argmax()))
+        expected.append(ids[len(prompt) :])
+    generated = ling3.generate(ours, prompts, max_tokens=count, ignore_eos=True)
+    engine = ling3.Engine(
+        ours, max_running_requests=2, num_pages=24, page_size=16, chunked_prefill_size=32, token_paddings=(32,)
+    )
+    outputs = engine.generate(prompts, ling3.SamplingParams(max_tokens=count, ignore_eos=True))
+    return expected, generated, [list(output.token_ids) for output in outputs]

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the parity suite needs the extra `pa
 
 import torch
 import transformers
-from family_cases import CASES, LENGTHS, logits_of, tokens
+from family_cases import CASES, LENGTHS, distance_on_a_cache, greedy_answers, logits_of, tokens
 
 import ling3
 from ling3.evals.perplexity import log_likelihood
@@ -39,32 +39,15 @@ def test_logits(case):
 
 
 def test_rows_of_unequal_length_on_a_cache(case):
-    theirs, ours = case.theirs, case.ours
     rows = [tokens(length, seed=length) for length in (1, 65, 130, 2)]
-    padded = jnp.asarray([row + [0] * (130 - len(row)) for row in rows], jnp.int32)
-    logits, cache = ours.step(padded, ours.init_cache(4, 160), jnp.asarray([len(row) for row in rows], jnp.int32))
-    step, _ = ours.step(jnp.asarray([[5]] * 4, jnp.int32), cache)
-    for b, row in enumerate(rows):
-        expected = logits_of(theirs, [*row, 5])
-        assert np.abs(np.asarray(logits[b, : len(row)]) - expected[:-1]).max() <= LOGITS
-        assert np.abs(np.asarray(step[b, 0]) - expected[-1]).max() <= LOGITS
+    assert distance_on_a_cache(case.theirs, case.ours, rows, [5] * 4) <= LOGITS
 
 
 def test_greedy_continuations(case):
-    theirs, ours = case.theirs, case.ours
     prompts = [tokens(length, seed=length) for length in (3, 50, 120)]
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(24):
-            ids.append(int(logits_of(theirs, ids)[-1].argmax()))
-        expected.append(ids[len(prompt) :])
-    assert ling3.generate(ours, prompts, max_tokens=24, ignore_eos=True) == expected
-    engine = ling3.Engine(
-        ours, max_running_requests=2, num_pages=24, page_size=16, chunked_prefill_size=32, token_paddings=(32,)
-    )
-    outputs = engine.generate(prompts, ling3.SamplingParams(max_tokens=24, ignore_eos=True))
-    assert [list(output.token_ids) for output in outputs] == expected
+    expected, generated, served = greedy_answers(case.theirs, case.ours, prompts)
+    assert generated == expected
+    assert served == expected
 
 
 def test_it_is_saved_as_it_was(case, tmp_path):

@@ -16,13 +16,13 @@ import kimi_reference
 import safetensors.numpy
 import torch
 import transformers
+from family_cases import LENGTHS, distance_on_a_cache, greedy_answers, logits_of
 from published_configs import KIMI_LINEAR
 
 import ling3
 from ling3.checkpoint.names import leaves
 from ling3.families.kimi_linear import KimiLinearConfig, LinearAttention
 
-LENGTHS = (1, 2, 63, 257, 300)
 LOGITS = 2e-4
 BASE = dataclasses.replace(
     KimiLinearConfig.from_dict(KIMI_LINEAR),
@@ -91,10 +91,6 @@ def case(request, tmp_path_factory):
     return open_kimi(CONFIGS[request.param], tmp_path_factory.mktemp("checkpoint"))
 
 
-def logits_of(theirs, ids):
-    return theirs(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-
-
 def ours_of(ours, ids):
     return np.asarray(ours(jnp.asarray([ids], jnp.int32))[0])
 
@@ -129,33 +125,17 @@ def test_ling3_is_as_close_to_the_truth_as_transformers(tmp_path, capsys):
 
 
 def test_rows_of_unequal_length_on_a_cache(case):
-    rows = [case.tokens[:length] for length in (1, 65, 130, 2)]
-    padded = jnp.asarray([row + [0] * (130 - len(row)) for row in rows], jnp.int32)
-    logits, cache = case.ours.step(
-        padded, case.ours.init_cache(4, 160), jnp.asarray([len(row) for row in rows], jnp.int32)
-    )
-    following = [[case.tokens[len(row)]] for row in rows]
-    step, _ = case.ours.step(jnp.asarray(following, jnp.int32), cache)
-    for b, row in enumerate(rows):
-        expected = logits_of(case.theirs, row + following[b])
-        assert np.abs(np.asarray(logits[b, : len(row)]) - expected[:-1]).max() <= LOGITS
-        assert np.abs(np.asarray(step[b, 0]) - expected[-1]).max() <= LOGITS
+    lengths = (1, 65, 130, 2)
+    rows, following = [case.tokens[:length] for length in lengths], [case.tokens[length] for length in lengths]
+    assert distance_on_a_cache(case.theirs, case.ours, rows, following) <= LOGITS
 
 
 def test_greedy_continuations(case):
-    prompts = [case.tokens[:length] for length in (3, 50, 120)]
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(24):
-            ids.append(int(logits_of(case.theirs, ids)[-1].argmax()))
-        expected.append(ids[len(prompt) :])
-    assert ling3.generate(case.ours, prompts, max_tokens=24, ignore_eos=True) == expected
-    engine = ling3.Engine(
-        case.ours, max_running_requests=2, num_pages=24, page_size=16, chunked_prefill_size=32, token_paddings=(32,)
+    expected, generated, served = greedy_answers(
+        case.theirs, case.ours, [case.tokens[:length] for length in (3, 50, 120)]
     )
-    outputs = engine.generate(prompts, ling3.SamplingParams(max_tokens=24, ignore_eos=True))
-    assert [list(output.token_ids) for output in outputs] == expected
+    assert generated == expected
+    assert served == expected
 
 
 def renamed(directory, dense):
