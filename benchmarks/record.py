@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ling3.bench.report import machine
-from ling3.ops import experts_cpu
+from ling3.ops import matmul_cpu
 from ling3.runtime import native
 
 # Okabe and Ito's colours, told apart by the colour-blind; markers and dashes tell them apart in print.
@@ -29,7 +29,7 @@ PEERS = ("torch", "transformers", "flash-linear-attention", "triton")
 def where(module: str = "benchmarks") -> dict[str, Any]:
     """The command that is running, as it is repeated, and the machine with what is installed.
 
-    `native` is the kernel in C++ that large experts run on, "none" where it could not be compiled or is switched off.
+    `native` is the kernel in C++ that products of few rows run on, "none" where it could not be compiled or is switched off.
     """
     versions = {}
     for name in PEERS:
@@ -37,7 +37,7 @@ def where(module: str = "benchmarks") -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    kernels = {"native": native.target(experts_cpu.SOURCE, "experts") or "none"}
+    kernels = {"native": native.target(matmul_cpu.SOURCE, "matmul") or "none"}
     where = {"command": shlex.join(["python", "-m", module, *_arguments()]), "machine": machine() | versions | kernels}
     return where | {"commit": commit} if (commit := _commit()) else where
 

@@ -7,7 +7,7 @@ import shutil
 import jax
 import pytest
 
-from ling3.ops import experts_cpu
+from ling3.ops import experts_cpu, matmul_cpu
 from ling3.runtime import native
 
 KEPT = pathlib.Path(__file__).parent.parent / ".jax_cache" / "native"
@@ -23,13 +23,14 @@ def forget():
 
 @contextlib.contextmanager
 def installed():
-    """Inside, `native_experts` runs on its kernel, whatever the size."""
+    """Inside, operators run on their kernels, whatever the size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(native.VARIABLE, str(KEPT))
-        patch.setattr(experts_cpu, "LEAST", 0)
+        for kernel in (experts_cpu, matmul_cpu):
+            patch.setattr(kernel, "LEAST", 0)
         forget()
         jax.clear_caches()
-        assert native.target(experts_cpu.SOURCE, "experts") is not None
+        assert native.target(experts_cpu.SOURCE, "experts") and native.target(matmul_cpu.SOURCE, "matmul")
         yield
     forget()
     jax.clear_caches()

@@ -11,6 +11,8 @@ class Lowering:
     """Products of up to so many rows are computed as (W xᵀ)ᵀ: XLA's CPU backend repacks the right side of a product."""
     read_in_branch: bool = False
     """Rows of a narrow array are read in a branch: XLA's CPU backend would first convert the whole array."""
+    native: bool = False
+    """Products of few rows with a large matrix run in C++, where there is a compiler."""
     barriers: bool = False
     """A KDA step computes the factors of its state once: XLA's CPU backend would fuse them into the product."""
     accumulation: str = "float32"
@@ -18,4 +20,4 @@ class Lowering:
 
 
 XLA = Lowering()
-XLA_CPU = Lowering(few_rows=32, read_in_branch=True, barriers=True)
+XLA_CPU = Lowering(few_rows=32, read_in_branch=True, native=True, barriers=True)

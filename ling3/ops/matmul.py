@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ling3.ops import matmul_cpu
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.precision import exact, wide
 
@@ -18,7 +19,12 @@ def matmul_transposed(
     rows' values.
 
     A single bfloat16 row is computed as two, for which XLA has a product in bfloat16.
+
+    With `lowering.native` a kernel for CPUs takes the place of all this where it is faster; there a row's bits are the
+    same for every number of rows.
     """
+    if lowering.native and lowering.accumulation == "float32" and matmul_cpu.suits(x, weight):
+        return matmul_cpu.product(x, weight)
     rows = x.shape[-2]
     if rows == 1 and x.dtype == jnp.bfloat16:
         return matmul_transposed(jnp.concatenate([x, x], axis=-2), weight, lowering)[..., :1, :]

@@ -1,9 +1,9 @@
 """Kernels in C++, compiled when first used, on the machine that runs them, and cached.
 
-A kernel is one source file beside its operator, written against the headers of XLA's foreign function interface in
-jaxlib. The C++ compiler (the variable CXX, else `c++`) compiles it for this processor. Without a compiler, where it
-fails, and on Windows, operators run in their plain form. A library's name contains a hash of everything it was made
-from, so a library of another machine or version is never loaded.
+A kernel is one source file beside its operator, with the headers there, written against the headers of XLA's foreign
+function interface in jaxlib. The C++ compiler (the variable CXX, else `c++`) compiles it for this processor. Without a
+compiler, where it fails, and on Windows, operators run in their plain form. A library's name contains a hash of
+everything it was made from, so a library of another machine or version is never loaded.
 
     LING3_NATIVE=off            compiles and loads nothing
     LING3_NATIVE=/some/where    keeps libraries there
@@ -57,7 +57,7 @@ def _library(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
     try:
         compiler = [] if directory is None else _compiler()
         processor = _processor(compiler) if compiler else None
-        content = source.read_bytes()
+        content = b"\0".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
     except OSError as error:
         return _without(source, str(error))
     if directory is None or processor is None:

@@ -1,0 +1,48 @@
+// x Wᵀ for a few rows x on a CPU, for `matmul_cpu.py`: the weight is read in place, once for every block of rows.
+
+#include "products_cpu.h"
+
+namespace {
+
+// Tasks that a thread should find, so that none waits long for another; rows of a weight that a task has at least.
+constexpr int64_t TASKS = 8, LEAST = 16 * WEIGHTS;
+
+template <class T>
+void run(ffi::ThreadPool& pool, int64_t rows, int64_t outer, int64_t inner, const T* x, const T* weight, float* out) {
+  const int64_t share = std::max(LEAST, outer / (TASKS * std::max<int64_t>(pool.num_threads(), 1)));
+  const int64_t piece = (share + WEIGHTS - 1) / WEIGHTS * WEIGHTS;
+  for (int64_t row = 0; row < rows; row += BLOCK) {
+    const T* own[BLOCK];
+    const int64_t some = std::min<int64_t>(BLOCK, rows - row);
+    for (int64_t r = 0; r < some; r++) own[r] = x + (row + r) * inner;
+    const Rows<T> block(own, some, inner);
+    each(pool, (outer + piece - 1) / piece, [&](int64_t task) {
+      multiply(weight, task * piece, std::min((task + 1) * piece, outer), inner, block,
+               [&](int64_t r, int64_t o, float value) { out[(row + r) * outer + o] = value; });
+    });
+  }
+}
+
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::ResultBuffer<ffi::F32> out) {
+  if (weight.element_type() != x.element_type()) return ffi::Error::InvalidArgument("x and the weight differ in dtype");
+  auto run_as = [&](auto type) {
+    using T = decltype(type);
+    run<T>(pool, x.dimensions()[0], weight.dimensions()[0], weight.dimensions()[1],
+           static_cast<T*>(x.untyped_data()), static_cast<T*>(weight.untyped_data()), out->typed_data());
+  };
+  if (x.element_type() == ffi::BF16) {
+    run_as(BFloat16{});
+  } else {
+    run_as(float{});
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(matmul, Matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()                // x
+                                  .Arg<ffi::AnyBuffer>()                // weight
+                                  .Ret<ffi::Buffer<ffi::F32>>());       // out
