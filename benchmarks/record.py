@@ -29,7 +29,8 @@ PEERS = ("torch", "transformers", "flash-linear-attention", "triton")
 def where(module: str = "benchmarks") -> dict[str, Any]:
     """The command that is running, as it is repeated, and the machine with what is installed.
 
-    `native` is the kernel in C++ that products of few rows run on, "none" where it could not be compiled or is switched off.
+    `native` is the kernel in C++ that products of few rows run on, "none" where it could not be compiled or is
+    switched off.
     """
     versions = {}
     for name in PEERS:

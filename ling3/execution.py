@@ -60,5 +60,12 @@ class Execution:
 
 
 PLAIN = Execution()
-PLATFORMS: dict[str, Execution] = {"cpu": Execution(experts=experts.native_experts, lowering=XLA_CPU)}
+PLATFORMS: dict[str, Execution] = {
+    "cpu": Execution(
+        paged_attention=attention.native_attention,
+        latent_attention=attention.native_latent_attention,
+        experts=experts.native_experts,
+        lowering=XLA_CPU,
+    )
+}
 """The defaults of platforms that need something else than the plain forms."""

@@ -8,9 +8,9 @@ from ling3 import train
 
 
 def prompts(*lengths):
-    """Prompts of these lengths, of ids from 3 to 95: the same ones every time."""
+    """Prompts of these lengths, of ids from 3 to 63: the same ones every time."""
     draw = np.random.default_rng(0)
-    return [draw.integers(3, 96, size=length).tolist() for length in lengths]
+    return [draw.integers(3, 64, size=length).tolist() for length in lengths]
 
 
 def answers_in_company_and_alone(model, prompts, params):

@@ -7,9 +7,10 @@ import shutil
 import jax
 import pytest
 
-from ling3.ops import experts_cpu, matmul_cpu
+from ling3.ops import attention_cpu, experts_cpu, matmul_cpu
 from ling3.runtime import native
 
+KERNELS = {"attention": attention_cpu, "experts": experts_cpu, "matmul": matmul_cpu}
 KEPT = pathlib.Path(__file__).parent.parent / ".jax_cache" / "native"
 HAS_COMPILER = bool(native._compiler()) and shutil.which(native._compiler()[0]) is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
@@ -26,11 +27,12 @@ def installed():
     """Inside, operators run on their kernels, whatever the size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(native.VARIABLE, str(KEPT))
-        for kernel in (experts_cpu, matmul_cpu):
+        for kernel in KERNELS.values():
             patch.setattr(kernel, "LEAST", 0)
         forget()
         jax.clear_caches()
-        assert native.target(experts_cpu.SOURCE, "experts") and native.target(matmul_cpu.SOURCE, "matmul")
+        for name, kernel in KERNELS.items():
+            assert native.target(kernel.SOURCE, name) is not None
         yield
     forget()
     jax.clear_caches()

@@ -7,6 +7,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
+from ling3.ops import attention_cpu
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import Wide, exact, wide
@@ -177,6 +178,34 @@ def latent_attention(
     queries of one token, already scaled. Pages, table, `length` and what a query sees are those of `paged_attention`.
     """
     return paged_attention(q[:, None], row_positions, pages, table, length)[:, 0]
+
+
+def native_attention(
+    q: Float[Array, "batch heads rows width"],
+    row_positions: Int32[Array, "batch rows"],
+    pages: Float[Array, "pages page entry"],
+    table: Int32[Array, "batch columns"],
+    length: Int32[Array, " batch"],
+    expansion: Expansion | PerHead | None = None,
+    window: int | None = None,
+) -> Wide[Array, "batch heads rows value"]:
+    """`paged_attention` by the kernel for CPUs where entries are keys and values themselves, and queries are few."""
+    if isinstance(expansion, Expansion) or not attention_cpu.suits(q, pages):
+        return paged_attention(q, row_positions, pages, table, length, expansion, window)
+    value = pages.shape[2] if expansion is None else expansion.value
+    values = 0 if expansion is None else expansion.heads * expansion.value
+    return attention_cpu.paged(q, row_positions, pages, table, length, value, values, window)
+
+
+def native_latent_attention(
+    q: Float[Array, "batch rows entry"],
+    row_positions: Int32[Array, "batch rows"],
+    pages: Float[Array, "pages page entry"],
+    table: Int32[Array, "batch columns"],
+    length: Int32[Array, " batch"],
+) -> Wide[Array, "batch rows entry"]:
+    """`latent_attention` by the same."""
+    return native_attention(q[:, None], row_positions, pages, table, length)[:, 0]
 
 
 Carry = tuple[

@@ -17,7 +17,7 @@ void run(ffi::ThreadPool& pool, int64_t rows, int64_t outer, int64_t inner, cons
     for (int64_t r = 0; r < some; r++) own[r] = x + (row + r) * inner;
     const Rows<T> block(own, some, inner);
     each(pool, (outer + piece - 1) / piece, [&](int64_t task) {
-      multiply(weight, task * piece, std::min((task + 1) * piece, outer), inner, block,
+      multiply(weight, inner, task * piece, std::min((task + 1) * piece, outer), inner, block,
                [&](int64_t r, int64_t o, float value) { out[(row + r) * outer + o] = value; });
     });
   }

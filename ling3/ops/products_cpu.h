@@ -245,9 +245,10 @@ inline void tile_of(int64_t rows, Arguments... arguments) {
   tile<R>(arguments...);
 }
 
-// put(row, outer, x[row] · weight[outer]) for all rows of x and the weight's rows from `begin` to `end`.
+// put(row, outer, x[row] · weight[outer]) for all rows of x and the weight's rows from `begin` to `end`, which have
+// `inner` numbers and lie `stride` numbers apart.
 template <class T, class Put>
-void multiply(const T* weight, int64_t begin, int64_t end, int64_t inner, const Rows<T>& x, Put put) {
+void multiply(const T* weight, int64_t stride, int64_t begin, int64_t end, int64_t inner, const Rows<T>& x, Put put) {
   constexpr int64_t WIDTH = Numbers<T>::WIDTH;
   const int64_t whole = inner / WIDTH, left = inner % WIDTH;
   const int64_t asked = (WEIGHTS + x.tiles - 1) / x.tiles;
@@ -259,8 +260,8 @@ void multiply(const T* weight, int64_t begin, int64_t end, int64_t inner, const 
       const T *weights[WEIGHTS], *next[WEIGHTS];
       for (int w = 0; w < WEIGHTS; w++) {
         // Past the end, the last row again.
-        weights[w] = weight + std::min(outer + w, end - 1) * inner + from * WIDTH;
-        next[w] = to < whole ? weights[w] + PANEL * WIDTH : weight + std::min(outer + WEIGHTS + w, end - 1) * inner;
+        weights[w] = weight + std::min(outer + w, end - 1) * stride + from * WIDTH;
+        next[w] = to < whole ? weights[w] + PANEL * WIDTH : weight + std::min(outer + WEIGHTS + w, end - 1) * stride;
       }
       for (int64_t t = 0, ahead = 0; t < x.tiles; t++, ahead += asked) {
         const int some = int(std::max<int64_t>(0, std::min(asked, WEIGHTS - ahead)));

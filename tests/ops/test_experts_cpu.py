@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from expert_cases import by_hand, case, check_gradients, check_no_expert
+from family_laws import answers_in_company_and_alone, prompts
 from native_kernels import installed, needs_compiler
 from tiny import FLASH, TINY, open_model
 
@@ -169,13 +170,7 @@ class TestModel:
 
     @pytest.mark.slow
     def test_the_engines_promise(self):
-        """Alone, and among others: the same bits."""
-        draw = np.random.default_rng(0)
-        prompts = [draw.integers(3, TINY.vocab_size, size=int(n)).tolist() for n in draw.integers(1, 60, size=9)]
-        params = [ling3.SamplingParams(max_tokens=12, temperature=t % 2, seed=t, logprobs=0) for t in range(9)]
-        settings = {"max_running_requests": 4, "page_size": 16, "num_pages": 30, "max_model_len": 96}
-        engine = ling3.Engine(open_model(TINY), None, chunked_prefill_size=32, token_paddings=(16, 32), **settings)
-        together = engine.generate(prompts, params)
-        for prompt, own, answer in zip(prompts, params, together, strict=True):
-            alone = engine.generate([prompt], [own])[0]
-            assert (alone.token_ids, alone.logprobs) == (answer.token_ids, answer.logprobs)
+        """Alone, and among others, preempted and resumed: the same bits."""
+        params = [ling3.SamplingParams(max_tokens=12, temperature=t % 2, seed=t, logprobs=0) for t in range(6)]
+        company, alone = answers_in_company_and_alone(open_model(TINY), prompts(20, 3, 28, 9, 16, 25), params)
+        assert company == alone
