@@ -189,8 +189,8 @@ def native_attention(
     expansion: Expansion | PerHead | None = None,
     window: int | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
-    """`paged_attention` by the kernel for CPUs where entries are keys and values themselves, and queries are few."""
-    if isinstance(expansion, Expansion) or not attention_cpu.suits(q, pages):
+    """`paged_attention` by the kernel for CPUs, where it is faster and entries are keys and values themselves."""
+    if isinstance(expansion, Expansion) or not attention_cpu.suits(q, pages, expansion is None):
         return paged_attention(q, row_positions, pages, table, length, expansion, window)
     value = pages.shape[2] if expansion is None else expansion.value
     values = 0 if expansion is None else expansion.heads * expansion.value

@@ -1,5 +1,5 @@
-// Attention of a few queries over pages on a CPU, for `attention_cpu.py`: keys and values are read where they lie, and
-// only up to a row's own length.
+// Attention over pages on a CPU, for `attention_cpu.py`: keys and values are read where they lie, and only those that
+// are seen.
 
 #include <limits>
 
@@ -7,13 +7,13 @@
 
 namespace {
 
-// A row's positions are cut into parts, that several threads can share them: up to PARTS, of at least LEAST positions.
-// The cut depends on nothing but the row.
+// If a head has one block of queries, its positions are cut into parts, that several threads can share them: up to
+// PARTS, of at least LEAST positions. The cut depends on nothing but the row.
 constexpr int64_t PARTS = 8, LEAST = 256;
-// Positions whose scores are kept together.
-constexpr int64_t SCORES = 64;
-// Registers of a value, and rows, whose sums are kept in registers together.
-constexpr int CHANNELS = 4, QUERIES = 4;
+// Positions whose scores are kept together, and queries of a block where a head has more than BLOCK of them.
+constexpr int64_t SCORES = 64, MANY = 128;
+// Registers of a value, and queries, whose sums are kept in registers together.
+constexpr int CHANNELS = LANES == 8 ? 2 : 4, QUERIES = 4;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 inline Lanes every(float x) { return Lanes{} + x; }
@@ -52,29 +52,35 @@ struct Sizes {
   int64_t heads, rows, width, value, pages, page, entry, columns, values, window;
 };
 
-// The softmax over some positions of `rows` queries, not yet divided.
+// The softmax over some positions of a block of queries, not yet divided.
 struct Part {
-  int64_t row, head, from, to;
+  int64_t row, head, begin, count;  // the block's queries
+  int64_t from, to;                 // positions
   std::vector<float> top, total, sums;
 };
 
-// sums[q] = rescale[q] · sums[q] + Σ_j weights[q][j] · values[j] for Q queries and R registers of a value.
+// Some rows of numbers, which lie `stride` numbers apart.
+struct Table {
+  const float* at;
+  int64_t stride;
+};
+
+// sums[q] = rescale[q] · sums[q] + Σ_j weights[q][j] · values[j] for Q rows and R registers of a value, of `count` values.
 template <int Q, int R>
-inline void add_values(const float* values, int64_t stride, int64_t count, const float (*weights)[SCORES],
-                       const float* rescale, float* sums, int64_t value) {
+inline void add_values(Table values, int64_t count, Table weights, const float* rescale, float* sums, int64_t stride) {
   Lanes own[Q][R];
 #pragma GCC unroll 4
   for (int q = 0; q < Q; q++) {
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) own[q][r] = Numbers<float>::load(sums + q * value + r * LANES) * rescale[q];
+    for (int r = 0; r < R; r++) own[q][r] = Numbers<float>::load(sums + q * stride + r * LANES) * rescale[q];
   }
   for (int64_t j = 0; j < count; j++) {
     Lanes loaded[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) loaded[r] = kept(Numbers<float>::load(values + j * stride + r * LANES));
+    for (int r = 0; r < R; r++) loaded[r] = kept(Numbers<float>::load(values.at + j * values.stride + r * LANES));
 #pragma GCC unroll 4
     for (int q = 0; q < Q; q++) {
-      const Lanes weight = every(weights[q][j]);
+      const Lanes weight = every(weights.at[q * weights.stride + j]);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) own[q][r] = fused(weight, loaded[r], own[q][r]);
     }
@@ -82,58 +88,78 @@ inline void add_values(const float* values, int64_t stride, int64_t count, const
 #pragma GCC unroll 4
   for (int q = 0; q < Q; q++) {
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) store(sums + q * value + r * LANES, own[q][r]);
+    for (int r = 0; r < R; r++) store(sums + q * stride + r * LANES, own[q][r]);
   }
 }
 
-// The same for `queries` of them and all channels.
+// The same for all numbers of a value.
 template <int Q>
-inline void add_values_of(int64_t queries, const float* values, int64_t stride, int64_t count,
-                          const float (*weights)[SCORES], const float* rescale, float* sums, int64_t value) {
-  if constexpr (Q > 1) {
-    if (queries < Q) return add_values_of<Q - 1>(queries, values, stride, count, weights, rescale, sums, value);
-  }
+inline void add_values_of(Table values, int64_t count, Table weights, const float* rescale, float* sums, int64_t value) {
   int64_t c = 0;
   for (; c + CHANNELS * LANES <= value; c += CHANNELS * LANES) {
-    add_values<Q, CHANNELS>(values + c, stride, count, weights, rescale, sums + c, value);
+    add_values<Q, CHANNELS>({values.at + c, values.stride}, count, weights, rescale, sums + c, value);
   }
   for (; c + LANES <= value; c += LANES) {
-    add_values<Q, 1>(values + c, stride, count, weights, rescale, sums + c, value);
+    add_values<Q, 1>({values.at + c, values.stride}, count, weights, rescale, sums + c, value);
   }
   for (; c < value; c++) {
     for (int q = 0; q < Q; q++) {
       float sum = sums[q * value + c] * rescale[q];
-      for (int64_t j = 0; j < count; j++) sum += weights[q][j] * values[j * stride + c];
+      for (int64_t j = 0; j < count; j++) sum += weights.at[q * weights.stride + j] * values.at[j * values.stride + c];
       sums[q * value + c] = sum;
+    }
+  }
+}
+
+// The same for all rows.
+void add_values(int64_t rows, Table values, int64_t count, Table weights, const float* rescale, float* sums,
+                int64_t value) {
+  for (int64_t q = 0; q < rows; q += QUERIES) {
+    const Table own{weights.at + q * weights.stride, weights.stride};
+    switch (rows - q) {
+      case 1: add_values_of<1>(values, count, own, rescale + q, sums + q * value, value); break;
+      case 2: add_values_of<2>(values, count, own, rescale + q, sums + q * value, value); break;
+      case 3: add_values_of<3>(values, count, own, rescale + q, sums + q * value, value); break;
+      default: add_values_of<QUERIES>(values, count, own, rescale + q, sums + q * value, value);
     }
   }
 }
 
 void attend(const Sizes& sizes, const float* q, const int32_t* positions, const float* pages, const int32_t* table,
             Part& part) {
-  const float* queries[BLOCK];
-  for (int64_t r = 0; r < sizes.rows; r++) {
-    queries[r] = q + ((part.row * sizes.heads + part.head) * sizes.rows + r) * sizes.width;
-  }
-  const Rows<float> packed(queries, sizes.rows, sizes.width);
-  alignas(4 * LANES) float scores[BLOCK][SCORES];
-  float rescale[BLOCK];
-  part.top.assign(sizes.rows, -INFINITE);
-  part.total.assign(sizes.rows, 0);
-  part.sums.assign(sizes.rows * sizes.value, 0);
+  const bool many = part.count > BLOCK;
+  const float *queries[MANY], *first = q + ((part.row * sizes.heads + part.head) * sizes.rows + part.begin) * sizes.width;
+  for (int64_t r = 0; r < part.count; r++) queries[r] = first + r * sizes.width;
+  const Rows<float> packed(queries, many ? 0 : part.count, sizes.width);
+  std::vector<float> turned(many ? sizes.width * SCORES : 0);
+  const std::vector<float> ones(part.count, 1);
+  alignas(4 * LANES) float scores[MANY][SCORES];
+  float rescale[MANY];
+  part.top.assign(part.count, -INFINITE);
+  part.total.assign(part.count, 0);
+  part.sums.assign(part.count * sizes.value, 0);
   for (int64_t p = part.from, count; p < part.to; p += count) {
     const int64_t inside = p % sizes.page;
     count = std::min({SCORES, part.to - p, sizes.page - inside});
     const int64_t page = table[part.row * sizes.columns + p / sizes.page];
     const float* at = pages + (std::clamp<int64_t>(page, 0, sizes.pages - 1) * sizes.page + inside) * sizes.entry;
-    multiply(at + part.head * sizes.width, sizes.entry, 0, count, sizes.width, packed,
-             [&](int64_t r, int64_t j, float score) { scores[r][j] = score; });
-    for (int64_t r = 0; r < sizes.rows; r++) {
-      const int64_t own = positions[part.row * sizes.rows + r];
-      for (int64_t j = 0; j < SCORES; j++) {
-        const int64_t seen = p + j;
-        if (j >= count || seen > own || (sizes.window && seen <= own - sizes.window)) scores[r][j] = -INFINITE;
+    const float* keys = at + part.head * sizes.width;
+    if (many) {  // scores of SCORES positions at a time, from keys that lie across
+      for (int64_t j = 0; j < count; j++) {
+        for (int64_t c = 0; c < sizes.width; c++) turned[c * SCORES + j] = keys[j * sizes.entry + c];
       }
+      std::fill_n(scores[0], part.count * SCORES, 0.0f);
+      add_values(part.count, {turned.data(), SCORES}, sizes.width, {first, sizes.width}, ones.data(), scores[0], SCORES);
+    } else {
+      multiply(keys, sizes.entry, 0, count, sizes.width, packed,
+               [&](int64_t r, int64_t j, float score) { scores[r][j] = score; });
+    }
+    for (int64_t r = 0; r < part.count; r++) {
+      const int64_t own = positions[part.row * sizes.rows + part.begin + r];
+      const int64_t oldest = sizes.window ? own - sizes.window + 1 - p : 0;
+      std::fill_n(scores[r], std::clamp<int64_t>(oldest, 0, count), -INFINITE);
+      const int64_t end = std::clamp<int64_t>(own + 1 - p, 0, count);
+      std::fill(scores[r] + end, scores[r] + SCORES, -INFINITE);
       Lanes largest = every(part.top[r]), sum{};
       for (int64_t j = 0; j < SCORES; j += LANES) {
         const Lanes score = Numbers<float>::load(&scores[r][j]);
@@ -151,26 +177,26 @@ void attend(const Sizes& sizes, const float* q, const int32_t* positions, const 
       part.total[r] = part.total[r] * rescale[r] + total(sum);
       part.top[r] = top;
     }
-    for (int64_t r = 0; r < sizes.rows; r += QUERIES) {
-      add_values_of<QUERIES>(std::min<int64_t>(QUERIES, sizes.rows - r), at + sizes.values + part.head * sizes.value,
-                             sizes.entry, count, scores + r, rescale + r, &part.sums[r * sizes.value], sizes.value);
-    }
+    const Table values{at + sizes.values + part.head * sizes.value, sizes.entry};
+    add_values(part.count, values, count, {scores[0], SCORES}, rescale, part.sums.data(), sizes.value);
   }
 }
 
-// The parts of a head, in order, as one; zeros where nothing is seen.
+// The parts of a block, in order, as one.
 void join(const Sizes& sizes, const Part* parts, int64_t count, float* out) {
-  for (int64_t r = 0; r < sizes.rows; r++) {
+  for (int64_t r = 0; r < parts[0].count; r++) {
     float top = -INFINITE, all = 0;
+    float* own = out + ((parts[0].row * sizes.heads + parts[0].head) * sizes.rows + parts[0].begin + r) * sizes.value;
     for (int64_t i = 0; i < count; i++) top = std::max(top, parts[i].top[r]);
-    std::fill_n(out + r * sizes.value, sizes.value, 0.0f);
+    std::fill_n(own, sizes.value, 0.0f);
     for (int64_t i = 0; i < count; i++) {
       const float share = exponential(parts[i].top[r] - shift_of(top));
       all += share * parts[i].total[r];
-      for (int64_t c = 0; c < sizes.value; c++) out[r * sizes.value + c] += share * parts[i].sums[r * sizes.value + c];
+      for (int64_t c = 0; c < sizes.value; c++) own[c] += share * parts[i].sums[r * sizes.value + c];
     }
+    // Nothing seen gives zeros.
     all = all < std::numeric_limits<float>::min() ? std::numeric_limits<float>::min() : all;
-    for (int64_t c = 0; c < sizes.value; c++) out[r * sizes.value + c] /= all;
+    for (int64_t c = 0; c < sizes.value; c++) own[c] /= all;
   }
 }
 
@@ -183,25 +209,32 @@ ffi::Error Attention(ffi::ThreadPool pool, Floats q, Ints positions, Floats page
   const int64_t batch = queries[0];
   const Sizes sizes{queries[1], queries[2], queries[3], out->dimensions()[3],   held[0],
                     held[1],    held[2],    table.dimensions()[1], values, window};
-  if (sizes.rows > BLOCK) return ffi::Error::InvalidArgument("more queries of a head than the kernel takes");
+  const int64_t most = sizes.rows <= BLOCK ? PARTS : 1;
   std::vector<Part> parts;
-  std::vector<int64_t> begins(1);  // of each head's parts
+  std::vector<int64_t> begins;  // of each block's parts
   for (int64_t row = 0; row < batch; row++) {
-    const int32_t* own = positions.typed_data() + row * sizes.rows;
-    const auto [first, last] = std::minmax_element(own, own + sizes.rows);
-    const int64_t from = window ? std::max<int64_t>(0, *first - window + 1) : 0;
-    const int64_t to = std::min({int64_t(length.typed_data()[row]), *last + int64_t(1), sizes.columns * sizes.page});
-    const int64_t size = std::max(LEAST, (to - from + PARTS - 1) / PARTS);
-    for (int64_t head = 0; head < sizes.heads; head++) {
-      for (int64_t at = from; at < to; at += size) parts.push_back({row, head, at, std::min(at + size, to)});
-      begins.push_back(parts.size());
+    for (int64_t begin = 0; begin < sizes.rows; begin += MANY) {
+      const int64_t count = std::min(MANY, sizes.rows - begin);
+      const int32_t* own = positions.typed_data() + row * sizes.rows + begin;
+      const auto [first, last] = std::minmax_element(own, own + count);
+      const int64_t from = window ? std::max<int64_t>(0, *first - window + 1) : 0;
+      const int64_t to = std::min({int64_t(length.typed_data()[row]), *last + int64_t(1), sizes.columns * sizes.page});
+      const int64_t size = most > 1 ? std::max(LEAST, (to - from + most - 1) / most) : std::max<int64_t>(to - from, 1);
+      for (int64_t head = 0; head < sizes.heads; head++) {
+        begins.push_back(parts.size());
+        int64_t at = from;
+        do {  // one part at least, though it may be empty
+          parts.push_back({row, head, begin, count, at, std::min(at + size, to)});
+        } while ((at += size) < to);
+      }
     }
   }
+  begins.push_back(parts.size());
   each(pool, parts.size(), [&](int64_t i) {
     attend(sizes, q.typed_data(), positions.typed_data(), pages.typed_data(), table.typed_data(), parts[i]);
   });
-  each(pool, batch * sizes.heads, [&](int64_t i) {
-    join(sizes, parts.data() + begins[i], begins[i + 1] - begins[i], out->typed_data() + i * sizes.rows * sizes.value);
+  each(pool, begins.size() - 1, [&](int64_t i) {
+    join(sizes, parts.data() + begins[i], begins[i + 1] - begins[i], out->typed_data());
   });
   return ffi::Error::Success();
 }

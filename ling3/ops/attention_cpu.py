@@ -1,7 +1,8 @@
-"""Attention of few queries over pages on a CPU, by a kernel in C++ (`attention_cpu.cc`) that reads entries in place.
+"""Attention over pages on a CPU, by a kernel in C++ (`attention_cpu.cc`) that reads entries in place.
 
-XLA copies a row's pages, splits the copy into keys and values of each head, and does so for whole pages, however little
-of them is in use: at 32 rows of a few tokens each, a layer's attention took as long as its products with weights.
+XLA copies a row's pages, splits the copy into keys and values of each head, writes all scores to memory several times,
+and does so for whole pages, however little of them is seen. At 32 rows of a few tokens each, a decode step took a
+quarter of its time for that.
 """
 
 import pathlib
@@ -14,16 +15,17 @@ from jaxtyping import Array, Float, Float32, Int32
 from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
-LEAST = 1024
-"""Numbers of a token's queries below which compiling the kernel takes longer than it saves."""
-MOST = {"float32": 64, "bfloat16": 8}
-"""Queries of a key head above which XLA is faster; in bfloat16 it uses the processor's own products."""
+LEAST = 512
+"""Numbers of an entry below which compiling the kernel takes longer than it saves."""
+MOST = 8
+"""Queries in bfloat16 that share a latent above which XLA is faster, which has the processor's own products."""
 
 
-def suits(q: Float[Array, "batch heads rows width"], pages: Float[Array, "pages page entry"]) -> bool:
-    """True if the kernel is there and faster: few queries, not of a toy's size, over pages of float32."""
-    _, heads, rows, width = q.shape
-    if pages.dtype != jnp.float32 or rows > MOST.get(q.dtype.name, 0) or heads * rows * width < LEAST:
+def suits(q: Float[Array, "batch heads rows width"], pages: Float[Array, "pages page entry"], latents: bool) -> bool:
+    """True if the kernel is there and faster: over pages of float32, in a model that is not a toy."""
+    if pages.dtype != jnp.float32 or q.dtype not in (jnp.float32, jnp.bfloat16) or pages.shape[2] < LEAST:
+        return False
+    if latents and q.dtype == jnp.bfloat16 and q.shape[2] > MOST:
         return False
     return native.target(SOURCE, "attention") is not None
 

@@ -56,7 +56,7 @@ def in_float64(x, how, window=None):
         return np.asarray(jax.jit(lambda q, p: paged_attention(q, positions, p, table, length, how, window))(*wide))
 
 
-# Sizes at, below and beside registers, tiles, groups of queries, blocks of scores, parts of 256 and eight of them.
+# Sizes at, below and beside registers, tiles, groups and blocks of queries, blocks of scores, and parts.
 @pytest.mark.parametrize("window", [None, 1, 20, 300])
 @pytest.mark.parametrize(
     "sizes",
@@ -66,9 +66,10 @@ def in_float64(x, how, window=None):
         {"lengths": [64, 65, 300], "rows": 5, "width": 67, "ahead": 7},
         {"lengths": [2500, 7, 513], "rows": 2, "width": 33, "page": 256},
         {"lengths": [90, 31], "rows": 64, "width": 80, "page": 7, "ahead": 1},
+        {"lengths": [400, 3], "rows": 130, "width": 24, "ahead": 2},
         {"lengths": [600, 0, 3], "rows": 16, "width": 72, "latent": True},
     ],
-    ids=["least", "even", "odd", "long", "many", "latents"],
+    ids=["least", "even", "odd", "long", "many", "blocks", "latents"],
 )
 def test_it_is_attention_over_pages(sizes, window):
     x, how = case(**sizes)
@@ -134,9 +135,13 @@ class TestWhereItDoesNotSuit:
         how = Expansion(jnp.ones((12, 12)), 1, 4)
         assert CALL not in jax.jit(lambda *x: native_attention(*x, how)).lower(q, *rest).as_text()
 
-    @pytest.mark.parametrize(("rows", "dtype"), [(65, jnp.float32), (9, jnp.bfloat16), (2, jnp.float16)])
-    def test_many_queries_and_other_dtypes(self, rows, dtype):
-        x, how = case(lengths=[9], rows=rows, dtype=dtype)
+    @pytest.mark.parametrize(
+        "sizes",
+        [{"rows": attention_cpu.MOST + 1, "latent": True, "dtype": jnp.bfloat16}, {"dtype": jnp.float16}],
+        ids=["many queries of a latent", "another dtype"],
+    )
+    def test_what_xla_is_faster_with(self, sizes):
+        x, how = case(lengths=[9], **sizes)
         assert CALL not in kernel(how).lower(*x).as_text()
 
     def test_a_cache_of_bfloat16(self):
@@ -144,7 +149,7 @@ class TestWhereItDoesNotSuit:
         assert CALL not in kernel(how).lower(q, at, pool.astype(jnp.bfloat16), *rest).as_text()
 
     def test_toys_are_not_worth_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(attention_cpu, "LEAST", 1024)
+        monkeypatch.setattr(attention_cpu, "LEAST", 512)
         x, how = case(lengths=[9])
         assert CALL not in jax.jit(lambda *x: native_attention(*x, how)).lower(*x).as_text()
 
