@@ -34,7 +34,8 @@ import ling3
 from benchmarks.record import BLACK, BLUE, ORANGE, spread, write
 from ling3.cache import Span
 from ling3.engine.pool import Pool, Rows, decode
-from ling3.engine.runner import Runner, Shapes
+from ling3.engine.runner import Runner
+from ling3.engine.shapes import Shapes
 from ling3.execution import Execution
 
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -20,15 +20,15 @@ import jax
 
 from ling3 import checkpoint
 from ling3.checkpoint import hub
-from ling3.engine import memory
 from ling3.engine.actor import Actor, Reader, join_abandoned, result
 from ling3.engine.intake import Intake, Truncate, listed
 from ling3.engine.loop import Loop, QueueFull
 from ling3.engine.outputs import Delta, RequestOutput, Stats
 from ling3.engine.request import Request
-from ling3.engine.runner import Runner, Shapes, smallest
+from ling3.engine.runner import Runner
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
+from ling3.engine.shapes import settle
 from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
@@ -83,34 +83,23 @@ class Engine:
         config = model.config
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab_size)
-        settings = _changed(settings, changes).resolve(model)
-        length, pages, decode_rows = settings.max_model_len, settings.num_pages, settings.decode_rows
-        assert length is not None and pages is not None and decode_rows is not None, "resolved"
+        execution = Execution.default() if execution is None else execution
+        settings, shapes = settle(_changed(settings, changes), model, execution)
+        length = settings.max_model_len
+        assert length is not None, "settled"
         self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, length
-        window = memory.window(model, settings.page_size)
-        most_pages = settings.most_pages(length, window)
         self._intake = Intake(
             tokenizer=tokenizer,
             vocab=config.vocab_size,
             ends=sorted({*config.eos_token_id, *(tokenizer.eos_token_ids if tokenizer else ())}),
             room=length,
-            pages=pages,
-            page_size=settings.page_size,
-            most_pages=most_pages,
+            pages=shapes.pages,
+            page_size=shapes.page_size,
+            most_pages=shapes.most_pages,
             max_queue=settings.max_queue,
         )
-        widths, chunk = settings.token_paddings, settings.chunked_prefill_size
-        shapes = Shapes(
-            slots=settings.max_running_requests,
-            pages=pages,
-            page_size=settings.page_size,
-            columns=-(-length // settings.page_size),
-            buckets=tuple(width for width in widths if width <= smallest(widths, chunk)),
-            rows=(decode_rows,) if settings.batch_invariant else _doublings(settings.max_running_requests),
-            window=window,
-            most_pages=most_pages,
-        )
         runner = Runner(model, shapes, execution)
+        chunk = settings.chunked_prefill_size
         self._loop = Loop(runner, chunk, settings.decode_steps, settings.max_queue, overlap=settings.overlap)
         self._actor = Actor(self._loop, owner=self)
         self._ids = itertools.count()
@@ -350,11 +339,6 @@ class Engine:
                 raise reader.fault
         finally:
             leave()
-
-
-def _doublings(most: int) -> tuple[int, ...]:
-    """2, 4, 8, … and `most`."""
-    return tuple(sorted({most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)}))
 
 
 def _changed(settings: EngineSettings | None, changes: dict[str, Any]) -> EngineSettings:

@@ -5,6 +5,7 @@ import math
 import pathlib
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
@@ -18,6 +19,7 @@ from ling3.engine.settings import EngineSettings
 REQUESTS = 64
 # A workload is drawn before it is measured, and as many tokens take some 4 GB.
 MOST_TOKENS = 10**8
+WIDTHS = tyro.conf.arg(metavar="[INT [INT ...]]", help_behavior_hint="")
 LENGTH = tyro.conf.arg(metavar="TOKENS|FIRST:LAST")
 
 
@@ -28,6 +30,7 @@ class EngineOptions(EngineSettings):
     max_model_len: WholeNumber = None
     num_pages: WholeNumber = None
     decode_rows: WholeNumber = None
+    token_paddings: Annotated[Sequence[int] | None, WIDTHS] = None
 
     def __post_init__(self) -> None:
         """Leaves the check to `settings`, whose errors are those of a command and not of its parser."""

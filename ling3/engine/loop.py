@@ -5,7 +5,8 @@ One turn is `launch`, and then `read` for the calls that it returns:
     make room   for the next tokens of all decoding sequences; if pages run out, the youngest is preempted
     admit       the oldest waiting sequences, while there are slots and pages: first come, first served
     prefill     the next chunks of their prompts, up to `chunk` tokens
-    decode      `decode_steps` tokens for every sequence whose prompt is done, one row of a call each
+    decode      tokens for every sequence whose prompt is done, one row of a call each: one while other prompts wait to
+                be prefilled, else `decode_steps`, or fewer if many rows would soon be idle
     read        the tokens of the *previous* turn, while the device works on this one (without `overlap`: of this turn)
 
 Every call has a fixed shape, and a row's result depends on its own inputs alone. So the tokens and log-probabilities
@@ -22,9 +23,10 @@ import numpy as np
 
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
 from ling3.engine.request import Request, TokenSequence
-from ling3.engine.runner import Runner, Shapes, smallest
+from ling3.engine.runner import Runner
 from ling3.engine.sampling import Choice
 from ling3.engine.scheduler import Scheduler
+from ling3.engine.shapes import Shapes, smallest
 
 
 class QueueFull(RuntimeError):
@@ -263,13 +265,24 @@ class Loop:
         calls, rows = [], self.runner.shapes.rows[-1]
         for start in range(0, len(sequences), rows):
             some = sequences[start : start + rows]
-            most = [min(self.decode_steps, sequence.left) for sequence in some]
-            choice, places = self.runner.decode(some, max(most))
+            steps = self._steps(some)
+            most = [min(steps, sequence.left) for sequence in some]
+            choice, places = self.runner.decode(some, steps)
             calls.append(Call(choice, some, places, most))
             self._counts["decode_calls"] += 1
             for sequence, tokens in zip(some, most, strict=True):
                 sequence.ahead += tokens
         return calls
+
+    def _steps(self, sequences: Sequence[TokenSequence]) -> int:
+        """Steps of a decode call: as many as leave at most an eighth of its rows idle."""
+        if not all(sequence.decoding for sequence in self.scheduler.running):
+            return 1
+        steps = min(self.decode_steps, max(sequence.left for sequence in sequences))
+        ending = [sequence.left for sequence in sequences if sequence.left < steps]
+        while 8 * sum(max(0, steps - left) for left in ending) > steps * len(sequences):
+            steps -= 1
+        return steps
 
     def _take(self, call: Call) -> None:
         """Gives each sequence of a call its tokens, and settles those that end with them."""

@@ -27,30 +27,12 @@ from ling3.engine.pool import (
 from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import IN_PROMPT, Adjustments, Choice, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
+from ling3.engine.shapes import Shapes, smallest
 from ling3.execution import Execution
 from ling3.model import CausalLM
 
 # Programs compiled at once. XLA spreads some of the work on one over more cores.
 COMPILED_AT_ONCE = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """The sizes that the programs are compiled for."""
-
-    slots: int
-    pages: int
-    page_size: int
-    columns: int
-    """Pages of the longest request."""
-    buckets: tuple[int, ...]
-    """Prefill buckets: a prefill call's tokens are padded to the smallest that holds them."""
-    rows: tuple[int, ...]
-    """Decode buckets: rows of a decode call, padded likewise."""
-    window: int | None = None
-    """A sequence needs only the pages of its last `window` tokens; None: all its pages."""
-    most_pages: int = 2**31 - 1
-    """The most pages that a sequence holds at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,11 +214,6 @@ class Runner:
         np.add.at(counts[0], sequence.token_ids, 1)
         numbers = (np.asarray([value], np.float32) for value in penalties)
         return Adjustments(*jax.device_put((np.asarray([True]), *numbers, bias, counts)))
-
-
-def smallest(sizes: Sequence[int], needed: int) -> int:
-    """The first of the ascending `sizes` that is enough."""
-    return next(size for size in sizes if size >= needed)
 
 
 def _adjustments(rows: int, vocab: int) -> Adjustments:

@@ -4,13 +4,10 @@ import dataclasses
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_real, is_whole
-
-if TYPE_CHECKING:
-    from ling3.model import CausalLM
 
 DECODE_STEPS = 16
 """The most decode steps of one call, and so the most tokens of one row between two looks from the host."""
@@ -22,8 +19,6 @@ MAX_TOKENS = 2**17
 """The most tokens of a page, and of a prefill call."""
 MAX_PADDINGS = 64
 """The most sizes of a prefill call: each is a program to compile."""
-CPU_ROWS = 16
-"""Rows of a decode call on a CPU, unless `decode_rows` says otherwise: more slow it down."""
 LARGEST = 2**31 - 1
 """The largest int32: positions are counted in it."""
 
@@ -55,8 +50,9 @@ class EngineSettings:
     """Tokens of a page of the paged caches."""
     chunked_prefill_size: int = 512
     """Prompt tokens of a prefill call: longer prompts go in by chunks."""
-    token_paddings: Sequence[int] = (16, 128, 512)
-    """The sizes that prefill calls are padded to, each to the smallest that holds it."""
+    token_paddings: Sequence[int] | None = None
+    """The sizes that prefill calls are padded to, each to the smallest that holds it. Without it, 16, 128 and 512, for
+    a large model on a CPU 32, 64 and 256 too, and chunked_prefill_size if that is larger."""
     max_model_len: int | None = None
     """The most tokens of a request, prompt and output; without it, the model's context."""
     mem_fraction: float = 0.6
@@ -66,12 +62,12 @@ class EngineSettings:
     num_pages: int | None = None
     """How many pages; without it, as many as fit into mem_fraction or could ever be used."""
     decode_rows: int | None = None
-    """Requests of a decode call; without it, all slots, but at most 16 on a CPU."""
+    """Requests of a decode call; without it, all slots, but at most 16 on a CPU unless the model is large."""
     decode_steps: int = 8
     """Tokens of a decode call, for each of its requests."""
     batch_invariant: bool = True
     """False: few running requests share a smaller decode call, which is faster, but the last bits of an answer then
-    depend on how many there are."""
+    depend on how many there are. For a large model on a CPU they do not, and it makes no difference."""
     overlap: bool = True
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 
@@ -95,12 +91,15 @@ class EngineSettings:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else operator.index(value))  # the class is frozen
         object.__setattr__(self, "mem_fraction", float(self.mem_fraction))
-        object.__setattr__(self, "token_paddings", tuple(sorted(set(map(operator.index, self.token_paddings)))))
+        if self.token_paddings is not None:
+            object.__setattr__(self, "token_paddings", tuple(sorted(set(map(operator.index, self.token_paddings)))))
 
     def _padding_problems(self) -> list[str]:
         sizes, chunk = self.token_paddings, self.chunked_prefill_size
+        if sizes is None:
+            return []
         if not isinstance(sizes, Sequence) or isinstance(sizes, (str, bytes)):
-            return [f"token_paddings is {shown(sizes)}, expected a list of whole numbers"]
+            return [f"token_paddings is {shown(sizes)}, expected a list of whole numbers or None"]
         if len(sizes) > MAX_PADDINGS:
             return [f"the number of token_paddings is {len(sizes)}, expected at most {MAX_PADDINGS}"]
         wrong = [
@@ -114,34 +113,6 @@ class EngineSettings:
                 f"{chunk}"
             ]
         return wrong
-
-    def resolve(self, model: "CausalLM") -> "EngineSettings":
-        """The settings with which an engine of `model` runs: every None replaced by its number.
-
-        Raises ValueError for more tokens than the model's context, and for more slots and pages than memory is free.
-        """
-        # What reads a command line's options does not wait for JAX.
-        import jax  # noqa: PLC0415
-
-        from ling3.engine import memory  # noqa: PLC0415
-
-        slots, context = self.max_running_requests, int(model.config.max_position_embeddings)
-        length = context if self.max_model_len is None else self.max_model_len
-        if length > context:
-            raise ValueError(
-                f"engine settings: max_model_len is {length}, expected a whole number in [1, {context}], the model's "
-                "context"
-            )
-        rows, pages = self.decode_rows, self.num_pages
-        if rows is None:
-            rows = min(slots, CPU_ROWS) if jax.default_backend() == "cpu" else slots
-        if pages is None:
-            most = self.most_pages(length, memory.window(model, self.page_size))
-            pages = memory.pages_that_fit(model, slots, most, self.page_size, self.mem_fraction)
-            pages = min(pages, MAX_PAGES)
-        else:
-            memory.check(model, slots, pages, self.page_size)
-        return dataclasses.replace(self, max_model_len=length, decode_rows=rows, num_pages=pages)
 
     def most_pages(self, length: int, window: int | None) -> int:
         """The most pages that a sequence of up to `length` tokens holds at once.

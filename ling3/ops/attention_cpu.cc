@@ -10,13 +10,15 @@ namespace {
 // If a head has one block of queries, its positions are cut into parts, that several threads can share them: up to
 // PARTS, of at least LEAST positions. The cut depends on nothing but the row.
 constexpr int64_t PARTS = 8, LEAST = 256;
-// Positions whose scores are kept together, and queries of a block where a head has more than BLOCK of them.
-constexpr int64_t SCORES = 64, MANY = 128;
+// Positions whose scores are kept together, and queries of a block.
+constexpr int64_t SCORES = 64, BLOCK = 128;
 // Registers of a value, and queries, whose sums are kept in registers together.
 constexpr int CHANNELS = LANES == 8 ? 2 : 4, QUERIES = 4;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-inline Lanes every(float x) { return Lanes{} + x; }
+inline Lanes every(float x) { return Numbers<float>::every(x); }
+
+inline Lanes load(const float* at) { return Numbers<float>::words(at); }
 
 inline void store(float* at, Lanes x) { std::memcpy(at, &x, sizeof x); }
 
@@ -72,12 +74,12 @@ inline void add_values(Table values, int64_t count, Table weights, const float* 
 #pragma GCC unroll 4
   for (int q = 0; q < Q; q++) {
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) own[q][r] = Numbers<float>::load(sums + q * stride + r * LANES) * rescale[q];
+    for (int r = 0; r < R; r++) own[q][r] = load(sums + q * stride + r * LANES) * rescale[q];
   }
   for (int64_t j = 0; j < count; j++) {
     Lanes loaded[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) loaded[r] = kept(Numbers<float>::load(values.at + j * values.stride + r * LANES));
+    for (int r = 0; r < R; r++) loaded[r] = kept(load(values.at + j * values.stride + r * LANES));
 #pragma GCC unroll 4
     for (int q = 0; q < Q; q++) {
       const Lanes weight = every(weights.at[q * weights.stride + j]);
@@ -127,14 +129,11 @@ void add_values(int64_t rows, Table values, int64_t count, Table weights, const 
 
 void attend(const Sizes& sizes, const float* q, const int32_t* positions, const float* pages, const int32_t* table,
             Part& part) {
-  const bool many = part.count > BLOCK;
-  const float *queries[MANY], *first = q + ((part.row * sizes.heads + part.head) * sizes.rows + part.begin) * sizes.width;
+  const float *queries[BLOCK], *first = q + ((part.row * sizes.heads + part.head) * sizes.rows + part.begin) * sizes.width;
   for (int64_t r = 0; r < part.count; r++) queries[r] = first + r * sizes.width;
-  const Rows<float> packed(queries, many ? 0 : part.count, sizes.width);
-  std::vector<float> turned(many ? sizes.width * SCORES : 0);
-  const std::vector<float> ones(part.count, 1);
-  alignas(4 * LANES) float scores[MANY][SCORES];
-  float rescale[MANY];
+  const Rows<float> packed(queries, part.count, sizes.width);
+  alignas(4 * LANES) float scores[BLOCK][SCORES];
+  float rescale[BLOCK];
   part.top.assign(part.count, -INFINITE);
   part.total.assign(part.count, 0);
   part.sums.assign(part.count * sizes.value, 0);
@@ -143,17 +142,8 @@ void attend(const Sizes& sizes, const float* q, const int32_t* positions, const 
     count = std::min({SCORES, part.to - p, sizes.page - inside});
     const int64_t page = table[part.row * sizes.columns + p / sizes.page];
     const float* at = pages + (std::clamp<int64_t>(page, 0, sizes.pages - 1) * sizes.page + inside) * sizes.entry;
-    const float* keys = at + part.head * sizes.width;
-    if (many) {  // scores of SCORES positions at a time, from keys that lie across
-      for (int64_t j = 0; j < count; j++) {
-        for (int64_t c = 0; c < sizes.width; c++) turned[c * SCORES + j] = keys[j * sizes.entry + c];
-      }
-      std::fill_n(scores[0], part.count * SCORES, 0.0f);
-      add_values(part.count, {turned.data(), SCORES}, sizes.width, {first, sizes.width}, ones.data(), scores[0], SCORES);
-    } else {
-      multiply(keys, sizes.entry, 0, count, sizes.width, packed,
-               [&](int64_t r, int64_t j, float score) { scores[r][j] = score; });
-    }
+    multiply(at + part.head * sizes.width, sizes.entry, 0, count, packed,
+             [&](int64_t r, int64_t j, float score) { scores[r][j] = score; });
     for (int64_t r = 0; r < part.count; r++) {
       const int64_t own = positions[part.row * sizes.rows + part.begin + r];
       const int64_t oldest = sizes.window ? own - sizes.window + 1 - p : 0;
@@ -162,14 +152,14 @@ void attend(const Sizes& sizes, const float* q, const int32_t* positions, const 
       std::fill(scores[r] + end, scores[r] + SCORES, -INFINITE);
       Lanes largest = every(part.top[r]), sum{};
       for (int64_t j = 0; j < SCORES; j += LANES) {
-        const Lanes score = Numbers<float>::load(&scores[r][j]);
+        const Lanes score = load(&scores[r][j]);
         largest = score > largest ? score : largest;
       }
       float top = part.top[r];
       for (int lane = 0; lane < LANES; lane++) top = std::max(top, largest[lane]);
       const float shift = shift_of(top);
       for (int64_t j = 0; j < SCORES; j += LANES) {
-        const Lanes weight = exponential(Numbers<float>::load(&scores[r][j]) - shift);
+        const Lanes weight = exponential(load(&scores[r][j]) - shift);
         store(&scores[r][j], weight);
         sum += weight;
       }
@@ -213,8 +203,8 @@ ffi::Error Attention(ffi::ThreadPool pool, Floats q, Ints positions, Floats page
   std::vector<Part> parts;
   std::vector<int64_t> begins;  // of each block's parts
   for (int64_t row = 0; row < batch; row++) {
-    for (int64_t begin = 0; begin < sizes.rows; begin += MANY) {
-      const int64_t count = std::min(MANY, sizes.rows - begin);
+    for (int64_t begin = 0; begin < sizes.rows; begin += BLOCK) {
+      const int64_t count = std::min(BLOCK, sizes.rows - begin);
       const int32_t* own = positions.typed_data() + row * sizes.rows + begin;
       const auto [first, last] = std::minmax_element(own, own + count);
       const int64_t from = window ? std::max<int64_t>(0, *first - window + 1) : 0;

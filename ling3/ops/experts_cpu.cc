@@ -5,8 +5,8 @@
 
 namespace {
 
-// Rows of a weight that make a task.
-constexpr int PIECE = 16 * WEIGHTS;
+// Rows of a weight that make a task, and rows of x that they are read once for.
+constexpr int PIECE = 80, BLOCK = 64;
 
 inline int64_t pieces_of(int64_t outer) { return (outer + PIECE - 1) / PIECE; }
 
@@ -55,9 +55,9 @@ void run(ffi::ThreadPool& pool, const Sizes& sizes, const Groups& groups, const 
       const int64_t some = std::min<int64_t>(BLOCK, last - row);
       const Rows<T> own(&in[row], some, hidden);
       float gates[BLOCK][PIECE];
-      multiply(gate + e * intermediate * hidden, hidden, begin, end, hidden, own,
+      multiply(gate + e * intermediate * hidden, hidden, begin, end, own,
                [&](int64_t r, int64_t i, float value) { gates[r][i - begin] = value; });
-      multiply(up + e * intermediate * hidden, hidden, begin, end, hidden, own, [&](int64_t r, int64_t i, float value) {
+      multiply(up + e * intermediate * hidden, hidden, begin, end, own, [&](int64_t r, int64_t i, float value) {
         narrow(swiglu(gates[r][i - begin], value, limit), between + (row + r) * intermediate + i);
       });
     }
@@ -67,7 +67,7 @@ void run(ffi::ThreadPool& pool, const Sizes& sizes, const Groups& groups, const 
     const int64_t last = groups.starts[e] + groups.counts[e];
     for (int64_t row = groups.starts[e]; row < last; row += BLOCK) {
       const Rows<T> own(&middle[row], std::min<int64_t>(BLOCK, last - row), intermediate);
-      multiply(down + e * hidden * intermediate, intermediate, begin, end, intermediate, own,
+      multiply(down + e * hidden * intermediate, intermediate, begin, end, own,
                [&](int64_t r, int64_t h, float value) { out[groups.order[row + r] * hidden + h] = value; });
     }
   });

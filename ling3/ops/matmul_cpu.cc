@@ -1,23 +1,28 @@
-// x Wᵀ for a few rows x on a CPU, for `matmul_cpu.py`: the weight is read in place, once for every block of rows.
+// x Wᵀ on a CPU, for `matmul_cpu.py`: the weight is read in place, once for every block of rows.
 
 #include "products_cpu.h"
 
 namespace {
 
+// Numbers of the rows that the weight is read once for, which all threads find in their caches; at least so many rows.
+constexpr int64_t BLOCK = 1 << 20, FEWEST = 64;
 // Tasks that a thread should find, so that none waits long for another; rows of a weight that a task has at least.
-constexpr int64_t TASKS = 8, LEAST = 16 * WEIGHTS;
+constexpr int64_t TASKS = 8, LEAST = 2 * OUTER;
 
 template <class T>
 void run(ffi::ThreadPool& pool, int64_t rows, int64_t outer, int64_t inner, const T* x, const T* weight, float* out) {
   const int64_t share = std::max(LEAST, outer / (TASKS * std::max<int64_t>(pool.num_threads(), 1)));
-  const int64_t piece = (share + WEIGHTS - 1) / WEIGHTS * WEIGHTS;
-  for (int64_t row = 0; row < rows; row += BLOCK) {
-    const T* own[BLOCK];
-    const int64_t some = std::min<int64_t>(BLOCK, rows - row);
-    for (int64_t r = 0; r < some; r++) own[r] = x + (row + r) * inner;
-    const Rows<T> block(own, some, inner);
+  const int64_t piece = (share + OUTER - 1) / OUTER * OUTER;
+  const int64_t most = std::max(FEWEST, BLOCK / std::max<int64_t>(inner, 1));
+  for (int64_t row = 0; row < rows; row += most) {
+    Rows<T> block(std::min(most, rows - row), inner);
+    each(pool, block.tiles, [&](int64_t tile) {
+      const T* own[ROWS];
+      for (int r = 0; r < ROWS; r++) own[r] = x + (row + block.begin(tile) + r) * inner;
+      block.fill(tile, own);
+    });
     each(pool, (outer + piece - 1) / piece, [&](int64_t task) {
-      multiply(weight, inner, task * piece, std::min((task + 1) * piece, outer), inner, block,
+      multiply(weight, inner, task * piece, std::min((task + 1) * piece, outer), block,
                [&](int64_t r, int64_t o, float value) { out[(row + r) * outer + o] = value; });
     });
   }

@@ -1,4 +1,4 @@
-"""x Wᵀ for few rows on a CPU, by a kernel in C++ (`matmul_cpu.cc`) that takes as long as reading the weight does.
+"""x Wᵀ on a CPU, by a kernel in C++ (`matmul_cpu.cc`): for few rows it takes as long as reading the weight does.
 
 XLA reads a bfloat16 weight at half that pace, and packs one anew for each call with more than 32 rows.
 """
@@ -17,15 +17,13 @@ from ling3.runtime import native
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 LEAST = 2**21
 """Bytes of a weight below which a call costs more than it saves."""
-MOST = 64
-"""Rows of x above which XLA is faster."""
 
 
 def suits(x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"]) -> bool:
-    """True if the kernel is there and not slower: one large weight, float32 or bfloat16, and up to `MOST` rows."""
+    """True if the kernel is there and not slower: for one large weight, float32 or bfloat16."""
     if x.dtype != weight.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
         return False
-    if weight.ndim != 2 or x.shape[0] > MOST or weight.size * weight.dtype.itemsize < LEAST:
+    if weight.ndim != 2 or weight.size * weight.dtype.itemsize < LEAST:
         return False
     return native.target(SOURCE, "matmul") is not None
 

@@ -1,5 +1,5 @@
-// Products of a weight's rows with a few rows of x, for the kernels beside this file. A weight is read in place, once
-// for all rows, and asked for ahead of its use: a product with few rows takes as long as reading the weight.
+// Products of rows of x with a weight's rows, for the kernels beside this file. A weight is read in place, once for all
+// rows, and asked for ahead of its use: a product with few rows takes as long as reading the weight.
 //
 // Every number is a sum in one fixed order, whatever else is computed: a row's bits depend on nothing but the row and
 // the weight. So products are added by `Numbers::add` alone, and nothing else may be contracted (-ffp-contract=off).
@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__AVX512F__) || defined(__FMA__)
@@ -28,18 +29,20 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Floats in a register, and the rows of a weight and of x whose sums of products are kept in registers together.
+// Floats in a register; registers of outputs, and rows of x, whose sums are kept in registers together.
 #if defined(__AVX512F__)
-constexpr int LANES = 16, WEIGHTS = 5, ROWS = 5;
+constexpr int LANES = 16, VECTORS = 2, ROWS = 12;
 #elif defined(__AVX__)
-constexpr int LANES = 8, WEIGHTS = 3, ROWS = 4;
+constexpr int LANES = 8, VECTORS = 2, ROWS = 6;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, VECTORS = 4, ROWS = 6;
 #else
-constexpr int LANES = 4, WEIGHTS = 5, ROWS = 4;
+constexpr int LANES = 4, VECTORS = 2, ROWS = 6;
 #endif
-// Rows of x that a weight is read once for.
-constexpr int BLOCK = 64;
-// Registers of each weight row that go through all rows of x together, while the next are fetched.
-constexpr int PANEL = 32;
+// Rows of a weight that are multiplied together.
+constexpr int OUTER = VECTORS * LANES;
+// Words of a row whose products are summed before they are added to those of the words before.
+constexpr int64_t CHUNK = 256;
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float LooseLanes __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
@@ -51,16 +54,17 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Numbers of a type as they are multiplied: WIDTH at a time. A row of x is kept as `Row`s.
+// Numbers of a type as they are multiplied. A word is one number, or two whose products are added to one sum.
 template <class T>
 struct Numbers;
 
 template <>
 struct Numbers<float> {
-  static constexpr int WIDTH = LANES;
-  using Row = float;
-  static Row row(float x) { return x; }
-  static Lanes load(const float* at) { return *reinterpret_cast<const LooseLanes*>(at); }
+  static constexpr int IN_WORD = 1;
+  using Word = float;
+  static Word word(const float* at) { return *at; }
+  static Lanes words(const float* at) { return *reinterpret_cast<const LooseLanes*>(at); }
+  static Lanes every(Word word) { return Lanes{} + word; }
   // a · b + sum, rounded once where the processor can.
   static Lanes add(Lanes a, Lanes b, Lanes sum) {
 #if defined(__AVX512F__)
@@ -76,13 +80,18 @@ struct Numbers<float> {
 };
 
 #if defined(__AVX512BF16__)
-// Two products to a lane, each added with a rounding of its own.
+// Each of a word's products is added with a rounding of its own.
 template <>
 struct Numbers<BFloat16> {
-  static constexpr int WIDTH = 2 * LANES;
-  using Row = BFloat16;
-  static Row row(BFloat16 x) { return x; }
-  static Lanes load(const BFloat16* at) { return *reinterpret_cast<const LooseLanes*>(at); }
+  static constexpr int IN_WORD = 2;
+  using Word = uint32_t;
+  static Word word(const BFloat16* at) {
+    Word word;
+    std::memcpy(&word, at, sizeof word);
+    return word;
+  }
+  static Lanes words(const BFloat16* at) { return *reinterpret_cast<const LooseLanes*>(at); }
+  static Lanes every(Word word) { return (Lanes)(Words{} + word); }
   static Lanes add(Lanes a, Lanes b, Lanes sum) {
     return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
@@ -90,14 +99,13 @@ struct Numbers<BFloat16> {
 #else
 template <>
 struct Numbers<BFloat16> : Numbers<float> {
-  static Row row(BFloat16 x) {
-    const uint32_t word = uint32_t(x.bits) << 16;
+  static Word word(const BFloat16* at) {
+    const uint32_t word = uint32_t(at->bits) << 16;
     float wide;
     std::memcpy(&wide, &word, sizeof wide);
     return wide;
   }
-  using Numbers<float>::load;
-  static Lanes load(const BFloat16* at) {
+  static Lanes words(const BFloat16* at) {
     return (Lanes)(__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(at), Words) << 16);
   }
 };
@@ -138,144 +146,210 @@ inline void narrow(float x, BFloat16* to) {
   }
 }
 
-// Up to BLOCK rows of x, for `multiply`: in tiles of up to ROWS rows, whose registers lie in the order of their use.
+// Rows of x, for `multiply`: in tiles of up to ROWS rows, whose words lie in the order of their use.
 template <class T>
 class Rows {
   using N = Numbers<T>;
-  using Row = typename N::Row;
+  using Word = typename N::Word;
 
  public:
-  const int64_t count, steps;  // rows; registers of a row, the last one filled with zeros
+  const int64_t count, inner, steps;  // rows; numbers and words of a row
   const int64_t tiles = (count + ROWS - 1) / ROWS;
 
-  Rows(const T* const* rows, int64_t count, int64_t inner)
-      : count(count), steps((inner + N::WIDTH - 1) / N::WIDTH), packed_(count * steps) {
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t first = begin(tile), in_tile = begin(tile + 1) - first;
-      for (int64_t r = 0; r < in_tile; r++) {
-        const T* from = rows[first + r];
-        Register* to = &packed_[first * steps + r];
-        int64_t i = 0;
-        for (; i + N::WIDTH <= inner; i += N::WIDTH, to += in_tile) {
-          for (int k = 0; k < N::WIDTH; k++) to->numbers[k] = N::row(from[i + k]);
-        }
-        for (int k = 0; i + k < inner; k++) to->numbers[k] = N::row(from[i + k]);
-      }
+  // Rows to `fill`.
+  Rows(int64_t count, int64_t inner)
+      : count(count), inner(inner), steps((inner + N::IN_WORD - 1) / N::IN_WORD), words_(new Word[count * steps]) {}
+
+  Rows(const T* const* rows, int64_t count, int64_t inner) : Rows(count, inner) {
+    for (int64_t tile = 0; tile < tiles; tile++) fill(tile, rows + begin(tile));
+  }
+
+  // Lays out the rows of a tile.
+  void fill(int64_t tile, const T* const* rows) {
+    const int64_t in_tile = begin(tile + 1) - begin(tile), left = inner % N::IN_WORD;
+    Word* to = words_.get() + begin(tile) * steps;
+    for (int64_t i = 0; i + N::IN_WORD <= inner; i += N::IN_WORD) {
+      for (int64_t r = 0; r < in_tile; r++) *to++ = N::word(rows[r] + i);
+    }
+    for (int64_t r = 0; left && r < in_tile; r++) {
+      T last[N::IN_WORD] = {};
+      std::memcpy(last, rows[r] + inner - left, left * sizeof(T));
+      *to++ = N::word(last);
     }
   }
 
   // The first row of a tile. All tiles have one size or the next smaller one.
   int64_t begin(int64_t tile) const { return (tile * count + tiles - 1) / tiles; }
 
-  // The registers of a tile from step `step` on: each step's of all rows.
-  const Row* at(int64_t tile, int64_t step) const {
-    return reinterpret_cast<const Row*>(&packed_[begin(tile) * steps + step * (begin(tile + 1) - begin(tile))]);
+  // The words of a tile from step `step` on: each step's of all rows.
+  const Word* at(int64_t tile, int64_t step) const {
+    return words_.get() + begin(tile) * steps + step * (begin(tile + 1) - begin(tile));
   }
 
  private:
-  struct Register {
-    alignas(4 * LANES) Row numbers[N::WIDTH] = {};
-  };
-  std::vector<Register> packed_;
+  std::unique_ptr<Word[]> words_;
 };
 
-// Adds the products of `steps` registers of WEIGHTS rows of a weight with those of R rows of x to sums[weight][row].
-// Meanwhile it asks for `asked` rows of what is read next.
-template <int R, class T>
-inline void tile(const T* const* weights, const typename Numbers<T>::Row* x, int64_t steps, int64_t some, Lanes* sums,
-                 const T* const* next, int asked) {
-  using N = Numbers<T>;
-  Lanes own[WEIGHTS][R];
-#pragma GCC unroll 8
-  for (int w = 0; w < WEIGHTS; w++) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) own[w][r] = sums[w * R + r];
+// Words of two registers, by constant indices: b's come after a's.
+template <class Index, int... I>
+inline Lanes picked(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Index::of(I)...);
+#else
+  return __builtin_shuffle(a, b, Words{uint32_t(Index::of(I))...});
+#endif
+}
+
+// In each quarter of 128 bits, the units of SIZE words from the lower (or UPPER) half of a's and b's in turn.
+template <int SIZE, bool UPPER>
+struct Interleaved {
+  static constexpr int of(int i) {
+    const int unit = i % 4 / SIZE;
+    return i / 4 * 4 + (unit / 2 + UPPER * 2 / SIZE) * SIZE + i % SIZE + unit % 2 * LANES;
   }
-  auto step = [&](int64_t i, auto loaded) {
-    Lanes weight[WEIGHTS];
-#pragma GCC unroll 8
-    for (int w = 0; w < WEIGHTS; w++) weight[w] = kept(loaded(weights[w] + i * N::WIDTH));
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const Lanes row = N::load(x + (i * R + r) * N::WIDTH);
-#pragma GCC unroll 8
-      for (int w = 0; w < WEIGHTS; w++) own[w][r] = N::add(weight[w], row, own[w][r]);
+};
+
+// The even (or ODD) quarters of a, and then of b.
+template <bool ODD>
+struct Quarters {
+  static constexpr int of(int i) { return (i / 4 * 2 + ODD) * 4 + i % 4; }
+};
+
+// LANES registers, the columns of what they were the rows of.
+inline void turn(Lanes* rows) {
+  constexpr std::make_integer_sequence<int, LANES> ALL;
+  constexpr int QUARTERS = LANES / 4;
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES; i += 4) {
+    Lanes pairs[4];
+    for (int j = 0; j < 2; j++) {
+      pairs[j] = picked<Interleaved<1, false>>(rows[i + 2 * j], rows[i + 2 * j + 1], ALL);
+      pairs[2 + j] = picked<Interleaved<1, true>>(rows[i + 2 * j], rows[i + 2 * j + 1], ALL);
     }
-  };
-  auto whole = [](const T* at) { return N::load(at); };
-  auto each_step = [&](auto ask) {
-    for (int64_t i = 0; i < steps; i++) {
-      ask(i);
-      step(i, whole);
+    for (int j = 0; j < 2; j++) {
+      rows[i + 2 * j] = picked<Interleaved<2, false>>(pairs[2 * j], pairs[2 * j + 1], ALL);
+      rows[i + 2 * j + 1] = picked<Interleaved<2, true>>(pairs[2 * j], pairs[2 * j + 1], ALL);
     }
-  };
-  switch (asked) {
-    case 0: each_step([](int64_t) {}); break;
-    case 1: each_step([&](int64_t i) { __builtin_prefetch(next[0] + i * N::WIDTH, 0, 1); }); break;
-    case WEIGHTS:
-      each_step([&](int64_t i) {
-#pragma GCC unroll 8
-        for (int w = 0; w < WEIGHTS; w++) __builtin_prefetch(next[w] + i * N::WIDTH, 0, 1);
-      });
-      break;
-    default:
-      each_step([&](int64_t i) {
-        for (int w = 0; w < asked; w++) __builtin_prefetch(next[w] + i * N::WIDTH, 0, 1);
-      });
   }
-  if (some) {  // numbers of the row's last register
-    step(steps, [some](const T* at) {
-      T last[N::WIDTH] = {};
-      std::memcpy(last, at, some * sizeof(T));
-      return N::load(last);
-    });
-  }
-#pragma GCC unroll 8
-  for (int w = 0; w < WEIGHTS; w++) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) sums[w * R + r] = own[w][r];
+#pragma GCC unroll 4
+  for (int round = 1; round < QUARTERS; round *= 2) {
+    Lanes next[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES / 2; i++) {
+      const Lanes a = rows[i / 4 * 8 + i % 4], b = rows[i / 4 * 8 + 4 + i % 4];
+      next[i] = picked<Quarters<false>>(a, b, ALL);
+      next[LANES / 2 + i] = picked<Quarters<true>>(a, b, ALL);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = next[i];
   }
 }
 
-template <int R, class... Arguments>
+// `steps` words, from number `from` on, of OUTER rows of a weight (past the end the last row again), turned: a word of
+// every row, then their next words. A row's last words are filled up with zeros.
+template <class T>
+inline void turned(const T* weight, int64_t stride, int64_t outer, int64_t end, int64_t from, int64_t steps,
+                   int64_t inner, typename Numbers<T>::Word* to) {
+  using N = Numbers<T>;
+  constexpr int64_t WIDTH = LANES * N::IN_WORD;
+  for (int v = 0; v < VECTORS; v++) {
+    for (int64_t i = 0; i < steps; i += LANES) {
+      const int64_t at = from + i * N::IN_WORD, some = std::min(inner - at, WIDTH);
+      Lanes rows[LANES];
+#pragma GCC unroll 16
+      for (int w = 0; w < LANES; w++) {
+        const T* row = weight + std::min(outer + v * LANES + w, end - 1) * stride + at;
+        if (some == WIDTH) {
+          rows[w] = N::words(row);
+        } else {
+          T last[WIDTH] = {};
+          std::memcpy(last, row, some * sizeof(T));
+          rows[w] = N::words(last);
+        }
+      }
+      turn(rows);
+#pragma GCC unroll 16
+      for (int k = 0; k < LANES; k++) std::memcpy(to + (i + k) * OUTER + v * LANES, &rows[k], sizeof rows[k]);
+    }
+  }
+}
+
+// Adds the products of `steps` words of OUTER turned rows with those of R rows of x to sums[row][outer]. Before each it
+// calls `ask`, for what is read next.
+template <int R, class T, class Ask>
+inline void tile(const typename Numbers<T>::Word* turned, const typename Numbers<T>::Word* x, int64_t steps,
+                 float* sums, Ask ask) {
+  using N = Numbers<T>;
+  Lanes own[R][VECTORS] = {};
+  for (int64_t i = 0; i < steps; i++) {
+    ask(i);
+    Lanes weight[VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) {
+      std::memcpy(&weight[v], turned + i * OUTER + v * LANES, sizeof weight[v]);
+      weight[v] = kept(weight[v]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const Lanes row = N::every(x[i * R + r]);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) own[r][v] = N::add(weight[v], row, own[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) *reinterpret_cast<LooseLanes*>(sums + r * OUTER + v * LANES) += own[r][v];
+  }
+}
+
+template <class T, int R, class... Arguments>
 inline void tile_of(int64_t rows, Arguments... arguments) {
   if constexpr (R > 1) {
-    if (rows < R) return tile_of<R - 1>(rows, arguments...);
+    if (rows < R) return tile_of<T, R - 1>(rows, arguments...);
   }
-  tile<R>(arguments...);
+  tile<R, T>(arguments...);
 }
 
 // put(row, outer, x[row] · weight[outer]) for all rows of x and the weight's rows from `begin` to `end`, which have
-// `inner` numbers and lie `stride` numbers apart.
+// x.inner numbers and lie `stride` numbers apart.
 template <class T, class Put>
-void multiply(const T* weight, int64_t stride, int64_t begin, int64_t end, int64_t inner, const Rows<T>& x, Put put) {
-  constexpr int64_t WIDTH = Numbers<T>::WIDTH;
-  const int64_t whole = inner / WIDTH, left = inner % WIDTH;
-  const int64_t asked = (WEIGHTS + x.tiles - 1) / x.tiles;
-  alignas(4 * LANES) Lanes sums[BLOCK * WEIGHTS];
-  for (int64_t outer = begin; outer < end; outer += WEIGHTS) {
-    std::fill_n(sums, x.count * WEIGHTS, Lanes{});
-    for (int64_t from = 0; from < std::max<int64_t>(whole, 1); from += PANEL) {
-      const int64_t steps = std::min<int64_t>(PANEL, whole - from), to = from + steps;
-      const T *weights[WEIGHTS], *next[WEIGHTS];
-      for (int w = 0; w < WEIGHTS; w++) {
-        // Past the end, the last row again.
-        weights[w] = weight + std::min(outer + w, end - 1) * stride + from * WIDTH;
-        next[w] = to < whole ? weights[w] + PANEL * WIDTH : weight + std::min(outer + WEIGHTS + w, end - 1) * stride;
+void multiply(const T* weight, int64_t stride, int64_t begin, int64_t end, const Rows<T>& x, Put put) {
+  using N = Numbers<T>;
+  // Numbers of a cache line, and lines that are read for each word of a chunk.
+  constexpr int64_t LINE = 64 / sizeof(T), ASKED = std::max<int64_t>(1, OUTER * N::IN_WORD / LINE);
+  alignas(4 * LANES) typename N::Word block[CHUNK * OUTER];
+  const std::unique_ptr<float[]> sums(new float[x.count * OUTER]);
+  for (int64_t outer = begin; outer < end; outer += OUTER) {
+    std::fill_n(sums.get(), x.count * OUTER, 0.0f);
+    for (int64_t from = 0, to; from < x.steps; from = to) {
+      to = std::min(from + CHUNK, x.steps);
+      turned(weight, stride, outer, end, from * N::IN_WORD, to - from, x.inner, block);
+      const T* next[OUTER];
+      for (int w = 0; w < OUTER; w++) {
+        const bool same = to < x.steps;
+        next[w] = weight + std::min(outer + w + (same ? 0 : OUTER), end - 1) * stride + (same ? to * N::IN_WORD : 0);
       }
-      for (int64_t t = 0, ahead = 0; t < x.tiles; t++, ahead += asked) {
-        const int some = int(std::max<int64_t>(0, std::min(asked, WEIGHTS - ahead)));
-        tile_of<ROWS>(x.begin(t + 1) - x.begin(t), weights, x.at(t, from), steps, to == whole ? left : 0,
-                      sums + x.begin(t) * WEIGHTS, next + ahead, some);
-      }
-    }
-    for (int64_t t = 0; t < x.tiles; t++) {
-      const int64_t first = x.begin(t), rows = x.begin(t + 1) - first;
-      for (int64_t w = 0; w < std::min<int64_t>(WEIGHTS, end - outer); w++) {
-        for (int64_t r = 0; r < rows; r++) {
-          put(first + r, outer + w, total(sums[first * WEIGHTS + w * rows + r]));
+      for (int64_t t = 0; t < x.tiles; t++) {
+        auto run = [&](auto ask) {
+          tile_of<T, ROWS>(x.begin(t + 1) - x.begin(t), block, x.at(t, from), to - from,
+                           sums.get() + x.begin(t) * OUTER, ask);
+        };
+        auto line = [&](int64_t i) { __builtin_prefetch(next[i % OUTER] + i / OUTER * LINE, 0, 1); };
+        if (x.tiles == 1) {
+          run([&](int64_t i) {
+#pragma GCC unroll 2
+            for (int64_t k = 0; k < ASKED; k++) line(i * ASKED + k);
+          });
+        } else if (t < ASKED) {
+          run([&, t](int64_t i) { line(t * CHUNK + i); });
+        } else {
+          run([](int64_t) {});
         }
       }
+    }
+    for (int64_t r = 0; r < x.count; r++) {
+      for (int64_t w = 0; w < std::min<int64_t>(OUTER, end - outer); w++) put(r, outer + w, sums[r * OUTER + w]);
     }
   }
 }

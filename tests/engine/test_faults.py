@@ -200,7 +200,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
         ({"mem_fraction": float("nan")}, "mem_fraction is nan"),
         ({"mem_fraction": "half", "page_size": "16"}, "page_size is '16'.*; mem_fraction is 'half', expected a number"),
         ({"token_paddings": "512"}, "token_paddings is '512', expected a list of whole numbers"),
-        ({"token_paddings": None}, "token_paddings is None, expected a list"),
+        ({"token_paddings": 512}, "token_paddings is 512, expected a list of whole numbers or None"),
         ({"token_paddings": (32, 512.0)}, r"token_paddings\[1\] is 512.0, expected a whole number"),
         ({"batch_invariant": 1, "overlap": None}, "batch_invariant is 1, expected True or False; overlap is None"),
         ({"mem_fraction": 1e-12, "num_pages": None}, "lower max_running_requests or raise mem_fraction"),

@@ -14,6 +14,8 @@ from ling3.cache import map_pages
 from ling3.engine import memory
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.settings import EngineSettings
+from ling3.engine.shapes import settle
+from ling3.execution import PLAIN
 from ling3.families.mistral import MistralConfig
 from ling3.families.qwen2 import Qwen2Config
 
@@ -230,8 +232,8 @@ def test_most_pages_are_those_of_the_widest_call(page_size, window, chunk, steps
 
 
 def test_an_engine_takes_no_more_pages_than_windows_need():
-    settings = EngineSettings(**SETTINGS, max_running_requests=7, page_size=8)
-    assert settings.resolve(model()).num_pages == 7 * MOST[8]
+    settings, shapes = settle(EngineSettings(**SETTINGS, max_running_requests=7, page_size=8), model(), PLAIN)
+    assert settings.num_pages == shapes.pages == 7 * MOST[8]
 
 
 def test_a_request_is_refused_only_if_its_window_does_not_fit():

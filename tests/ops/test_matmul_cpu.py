@@ -34,7 +34,7 @@ def case(rows, inner, outer, dtype):
 @DTYPES
 @pytest.mark.parametrize(
     ("rows", "inner", "outer"),
-    [(1, 1, 1), (1, 2100, 167), (2, 33, 5), (5, 16, 6), (6, 512, 80), (11, 1041, 81), (64, 100, 7), (64, 32, 170)],
+    [(1, 1, 1), (1, 2100, 167), (2, 33, 5), (5, 16, 6), (6, 512, 80), (11, 1041, 81), (64, 100, 7), (25, 600, 33)],
 )
 def test_it_is_the_product_summed_in_float32(rows, inner, outer, dtype):
     x, weight = case(rows, inner, outer, dtype)
@@ -49,9 +49,9 @@ def test_it_is_the_product_summed_in_float32(rows, inner, outer, dtype):
 @DTYPES
 def test_a_rows_bits_are_its_own(dtype):
     """Whoever its neighbours are, and however many."""
-    x, weight = case(matmul_cpu.MOST, 1541, 93, dtype)
+    x, weight = case(701, 1541, 93, dtype)  # two blocks of rows
     whole = KERNEL(x, weight)
-    for rows in (1, 2, 4, 5, 6, 16, 33):
+    for rows in (1, 2, 4, 5, 6, 16, 33, 512):
         np.testing.assert_array_equal(KERNEL(x[-rows:], weight), whole[-rows:])
     among = jnp.full_like(x, jnp.nan).at[3].set(x[0])
     y = np.asarray(KERNEL(among, weight))
@@ -92,15 +92,8 @@ def test_the_weight_is_neither_copied_nor_converted(dtype):
 
 
 class TestWhereItDoesNotSuit:
-    @pytest.mark.parametrize(
-        ("x", "weight"),
-        [
-            ((matmul_cpu.MOST + 1, 8), (4, 8)),  # many rows
-            ((3, 2, 8), (3, 4, 8)),  # a stack
-        ],
-    )
-    def test_other_shapes(self, x, weight):
-        assert CALL not in KERNEL.lower(jnp.ones(x), jnp.ones(weight)).as_text()
+    def test_a_stack(self):
+        assert CALL not in KERNEL.lower(jnp.ones((3, 2, 8)), jnp.ones((3, 4, 8))).as_text()
 
     @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
     def test_other_dtypes(self, dtype):

@@ -1,0 +1,119 @@
+"""The sizes that the engine's programs are compiled for, and which of them give an answer the same bits."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ling3.engine import memory
+from ling3.engine.pool import cache_dtype
+from ling3.engine.settings import MAX_PAGES, EngineSettings
+from ling3.execution import Execution
+from ling3.model import CausalLM
+from ling3.ops import matmul_cpu
+
+WIDTHS = (16, 128, 512)
+"""Tokens of a prefill call, unless `token_paddings` says otherwise; a larger `chunked_prefill_size` comes to these."""
+FINE_WIDTHS = (16, 32, 64, 128, 256, 512)
+"""The same for a large model on a CPU, where a call takes as long as it has tokens."""
+CPU_ROWS = 16
+"""Rows of a decode call on a CPU, unless `decode_rows` says otherwise: more slow it down where XLA multiplies."""
+PRODUCTS = ("dot_general", "conv_general_dilated")
+"""JAX's products, whose rows XLA sums in an order that depends on how many there are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The sizes that the programs are compiled for."""
+
+    slots: int
+    pages: int
+    page_size: int
+    columns: int
+    """Pages of the longest request."""
+    buckets: tuple[int, ...]
+    """Prefill buckets: a prefill call's tokens are padded to the smallest that holds them."""
+    rows: tuple[int, ...]
+    """Decode buckets: rows of a decode call, padded likewise."""
+    window: int | None = None
+    """A sequence needs only the pages of its last `window` tokens; None: all its pages."""
+    most_pages: int = 2**31 - 1
+    """The most pages that a sequence holds at once."""
+
+
+def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> tuple[EngineSettings, Shapes]:
+    """The settings with which an engine of `model` runs, every None replaced by its number, and its shapes.
+
+    Raises ValueError for more tokens than the model's context, and for more slots and pages than memory is free.
+    """
+    context = int(model.config.max_position_embeddings)
+    length = context if settings.max_model_len is None else settings.max_model_len
+    if length > context:
+        raise ValueError(
+            f"engine settings: max_model_len is {length}, expected a whole number in [1, {context}], the model's "
+            "context"
+        )
+    slots, page_size, chunk = settings.max_running_requests, settings.page_size, settings.chunked_prefill_size
+    window = memory.window(model, page_size)
+    most_pages = settings.most_pages(length, window)
+    pages = settings.num_pages
+    if pages is None:
+        pages = memory.pages_that_fit(model, slots, most_pages, page_size, settings.mem_fraction)
+        pages = min(pages, MAX_PAGES)
+    else:
+        memory.check(model, slots, pages, page_size)
+    independent = rows_are_independent(model, execution)
+    rows, widths = settings.decode_rows, settings.token_paddings
+    if rows is None:
+        rows = min(slots, CPU_ROWS) if jax.default_backend() == "cpu" and not independent else slots
+    if widths is None:
+        own = FINE_WIDTHS if independent else WIDTHS
+        widths = own if chunk <= own[-1] else (*own, chunk)
+    if independent or not settings.batch_invariant:
+        counts = _row_counts(rows if settings.batch_invariant else slots)
+    else:
+        counts = (rows,)
+    settled = dataclasses.replace(
+        settings, max_model_len=length, decode_rows=rows, num_pages=pages, token_paddings=widths
+    )
+    return settled, Shapes(
+        slots=slots,
+        pages=pages,
+        page_size=page_size,
+        columns=-(-length // page_size),
+        buckets=tuple(width for width in widths if width <= smallest(widths, chunk)),
+        rows=counts,
+        window=window,
+        most_pages=most_pages,
+    )
+
+
+def rows_are_independent(model: CausalLM, execution: Execution) -> bool:
+    """True if a row of the model's step has the same bits in a call of any number of rows.
+
+    That is so where no product is left to XLA: on a CPU, in a model whose matrices are all large enough for the kernels
+    in C++. What else a step computes, it computes number by number, or sums over a row in one order.
+    """
+    small = (x.ndim > 1 and x.nbytes < matmul_cpu.LEAST for x in jax.tree.leaves(model))
+    if not execution.lowering.native or any(small):  # known without tracing it
+        return False
+
+    def step(model: CausalLM) -> jax.Array:
+        cache = model.init_cache(2, 1, cache_dtype(model))
+        return model.step(jnp.zeros((2, 1), jnp.int32), cache, execution=execution)[0]
+
+    program = str(eqx.filter_make_jaxpr(step)(model)[0])
+    return not any(product in program for product in PRODUCTS)
+
+
+def smallest(sizes: Sequence[int], needed: int) -> int:
+    """The first of the ascending `sizes` that is enough."""
+    return next(size for size in sizes if size >= needed)
+
+
+def _row_counts(most: int) -> tuple[int, ...]:
+    """2, 8, 16, 24, 32, 48, 64, 96, … and `most`: up to 8 rows, a step mostly waits for the weights."""
+    counts = (2, 8, *(size * 2**i for i in range(3, most.bit_length()) for size in (2, 3)))
+    return (*(count for count in counts if count < most), most)
