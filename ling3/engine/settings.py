@@ -52,7 +52,7 @@ class EngineSettings:
     """Prompt tokens of a prefill call: longer prompts go in by chunks."""
     token_paddings: Sequence[int] | None = None
     """The sizes that prefill calls are padded to, each to the smallest that holds it. Without it, 16, 128 and 512, for
-    a large model on a CPU 32, 64 and 256 too, and chunked_prefill_size if that is larger."""
+    a large model on a CPU others between them, and chunked_prefill_size if that is larger."""
     max_model_len: int | None = None
     """The most tokens of a request, prompt and output; without it, the model's context."""
     mem_fraction: float = 0.6

@@ -16,7 +16,7 @@ from ling3.ops import matmul_cpu
 
 WIDTHS = (16, 128, 512)
 """Tokens of a prefill call, unless `token_paddings` says otherwise; a larger `chunked_prefill_size` comes to these."""
-FINE_WIDTHS = (16, 32, 64, 128, 256, 512)
+FINE_WIDTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """The same for a large model on a CPU, where a call takes as long as it has tokens."""
 CPU_ROWS = 16
 """Rows of a decode call on a CPU, unless `decode_rows` says otherwise: more slow it down where XLA multiplies."""

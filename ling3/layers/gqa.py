@@ -154,8 +154,8 @@ class GQA(eqx.Module):
     ) -> Wide[Array, "batch seq {self.heads} {self.head_dim}"]:
         """The query heads of a group are further rows of the key head that they share."""
         groups, seq = self.heads // self.kv_heads, q.shape[1]
-        rows = rearrange(q, "b s (h g) d -> b h (g s) d", g=groups)
-        at, per_head = jnp.tile(positions, (1, groups)), PerHead(self.kv_heads, self.head_dim)
+        rows = rearrange(q, "b s (h g) d -> b h (s g) d", g=groups)
+        at, per_head = jnp.repeat(positions, groups, axis=1), PerHead(self.kv_heads, self.head_dim)
         if isinstance(held, Paged):
             where = (held.entries, span.table, span.start + span.length)
             o = span.execution.paged_attention(rows, at, *where, per_head, self.window)
@@ -163,4 +163,4 @@ class GQA(eqx.Module):
             blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))
             at = at - span.start[:, None]
             o = span.execution.block_attention(rows, at, blocks, span.length, per_head, self.window)
-        return rearrange(o, "b h (g s) v -> b s (h g) v", g=groups)
+        return rearrange(o, "b h (s g) v -> b s (h g) v", g=groups)

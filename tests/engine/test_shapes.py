@@ -13,7 +13,7 @@ from tiny import TINY, open_model
 
 import ling3
 from ling3.engine.loop import Loop
-from ling3.engine.shapes import rows_are_independent, settle
+from ling3.engine.shapes import FINE_WIDTHS, rows_are_independent, settle
 from ling3.execution import PLAIN, Execution
 from ling3.families.llama import LlamaConfig
 
@@ -62,7 +62,7 @@ def test_on_the_kernels_answers_have_the_same_bits_in_calls_of_any_size(dtype):
     with installed():
         model = llama(dtype)
         assert rows_are_independent(model, Execution.default())
-        assert settled(model, Execution.default())[2] == (16, 32, 64, 128, 256, 512)
+        assert settled(model, Execution.default())[2] == FINE_WIDTHS
         engine = ling3.Engine(model, max_running_requests=13, num_pages=26, **WIDTHS)
         assert engine._loop.runner.shapes.rows == (2, 8, 13)
         together = engine.generate(asked, params)
