@@ -29,20 +29,21 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Floats in a register; registers of outputs, and rows of x, whose sums are kept in registers together.
+// Floats in a register; registers of outputs, and rows of x, whose sums are kept in registers together; how few rows of
+// x are multiplied with what has just been turned.
 #if defined(__AVX512F__)
-constexpr int LANES = 16, VECTORS = 2, ROWS = 12;
+constexpr int LANES = 16, VECTORS = 2, ROWS = 12, FEW = 4;
 #elif defined(__AVX__)
-constexpr int LANES = 8, VECTORS = 2, ROWS = 6;
+constexpr int LANES = 8, VECTORS = 2, ROWS = 6, FEW = 2;
 #elif defined(__aarch64__)
-constexpr int LANES = 4, VECTORS = 4, ROWS = 6;
+constexpr int LANES = 4, VECTORS = 4, ROWS = 6, FEW = 4;
 #else
-constexpr int LANES = 4, VECTORS = 2, ROWS = 6;
+constexpr int LANES = 4, VECTORS = 2, ROWS = 6, FEW = 2;
 #endif
 // Rows of a weight that are multiplied together.
 constexpr int OUTER = VECTORS * LANES;
 // Words of a row whose products are summed before they are added to those of the words before.
-constexpr int64_t CHUNK = 256;
+constexpr int64_t CHUNK = 128;
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float LooseLanes __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
@@ -245,34 +246,37 @@ inline void turn(Lanes* rows) {
   }
 }
 
-// `steps` words, from number `from` on, of OUTER rows of a weight (past the end the last row again), turned: a word of
-// every row, then their next words. A row's last words are filled up with zeros.
+// OUTER rows of a weight, from some number on.
 template <class T>
-inline void turned(const T* weight, int64_t stride, int64_t outer, int64_t end, int64_t from, int64_t steps,
-                   int64_t inner, typename Numbers<T>::Word* to) {
+struct Strip {
   using N = Numbers<T>;
-  constexpr int64_t WIDTH = LANES * N::IN_WORD;
-  for (int v = 0; v < VECTORS; v++) {
-    for (int64_t i = 0; i < steps; i += LANES) {
-      const int64_t at = from + i * N::IN_WORD, some = std::min(inner - at, WIDTH);
-      Lanes rows[LANES];
-#pragma GCC unroll 16
-      for (int w = 0; w < LANES; w++) {
-        const T* row = weight + std::min(outer + v * LANES + w, end - 1) * stride + at;
-        if (some == WIDTH) {
-          rows[w] = N::words(row);
-        } else {
-          T last[WIDTH] = {};
-          std::memcpy(last, row, some * sizeof(T));
-          rows[w] = N::words(last);
-        }
-      }
-      turn(rows);
-#pragma GCC unroll 16
-      for (int k = 0; k < LANES; k++) std::memcpy(to + (i + k) * OUTER + v * LANES, &rows[k], sizeof rows[k]);
-    }
+  static constexpr int64_t WIDTH = LANES * N::IN_WORD, LINE = 64 / sizeof(T);
+  const T* rows[OUTER];
+
+  // The first row is `outer`; past the end come the last one again.
+  Strip(const T* numbers, int64_t stride, int64_t outer, int64_t end, int64_t from) {
+    for (int w = 0; w < OUTER; w++) rows[w] = numbers + std::min(outer + w, end - 1) * stride + from;
   }
-}
+
+  // LANES words of LANES rows from number `at` on, turned: each register has a word of every row. After `left` numbers
+  // come zeros.
+  void turned(int first, int64_t at, int64_t left, Lanes* words) const {
+    if (left >= WIDTH) {
+#pragma GCC unroll 16
+      for (int w = 0; w < LANES; w++) words[w] = N::words(rows[first + w] + at);
+    } else {
+      for (int w = 0; w < LANES; w++) {
+        T last[WIDTH] = {};
+        std::memcpy(last, rows[first + w] + at, left * sizeof(T));
+        words[w] = N::words(last);
+      }
+    }
+    turn(words);
+  }
+
+  // Asks for a cache line, of all rows' first lines, their second ones and so on.
+  void ask(int64_t line) const { __builtin_prefetch(rows[line % OUTER] + line / OUTER * LINE, 0, 1); }
+};
 
 // Adds the products of `steps` words of OUTER turned rows with those of R rows of x to sums[row][outer]. Before each it
 // calls `ask`, for what is read next.
@@ -311,38 +315,89 @@ inline void tile_of(int64_t rows, Arguments... arguments) {
   tile<R, T>(arguments...);
 }
 
+// The same for all rows of x, of which there are R: what has just been turned is multiplied in registers. `left` numbers
+// of the weight's rows are there.
+template <int R, class T>
+inline void few(const Strip<T>& weight, int64_t left, const typename Numbers<T>::Word* x, int64_t steps, float* sums,
+                const Strip<T>& next) {
+  using N = Numbers<T>;
+  Lanes own[VECTORS][R] = {};
+  for (int64_t i = 0; i < steps; i += LANES) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) {
+      const int64_t at = i * N::IN_WORD;
+#pragma GCC unroll 16
+      for (int w = 0; w < LANES; w++) __builtin_prefetch(next.rows[v * LANES + w] + at, 0, 1);
+      Lanes words[LANES];
+      weight.turned(v * LANES, at, left - at, words);
+      auto step = [&](int k) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) own[v][r] = N::add(words[k], N::every(x[(i + k) * R + r]), own[v][r]);
+      };
+      if (i + LANES <= steps) {
+#pragma GCC unroll 16
+        for (int k = 0; k < LANES; k++) step(k);
+      } else {
+        for (int k = 0; i + k < steps; k++) step(k);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) *reinterpret_cast<LooseLanes*>(sums + r * OUTER + v * LANES) += own[v][r];
+  }
+}
+
+template <class T, int R, class... Arguments>
+inline void few_of(int64_t rows, const Arguments&... arguments) {
+  if constexpr (R > 1) {
+    if (rows < R) return few_of<T, R - 1>(rows, arguments...);
+  }
+  few<R, T>(arguments...);
+}
+
 // put(row, outer, x[row] · weight[outer]) for all rows of x and the weight's rows from `begin` to `end`, which have
 // x.inner numbers and lie `stride` numbers apart.
 template <class T, class Put>
 void multiply(const T* weight, int64_t stride, int64_t begin, int64_t end, const Rows<T>& x, Put put) {
   using N = Numbers<T>;
-  // Numbers of a cache line, and lines that are read for each word of a chunk.
-  constexpr int64_t LINE = 64 / sizeof(T), ASKED = std::max<int64_t>(1, OUTER * N::IN_WORD / LINE);
-  alignas(4 * LANES) typename N::Word block[CHUNK * OUTER];
+  // Lines that are read for each word of a chunk.
+  constexpr int64_t ASKED = std::max<int64_t>(1, OUTER * N::IN_WORD / Strip<T>::LINE);
+  alignas(4 * LANES) typename N::Word turned[CHUNK * OUTER];
   const std::unique_ptr<float[]> sums(new float[x.count * OUTER]);
   for (int64_t outer = begin; outer < end; outer += OUTER) {
     std::fill_n(sums.get(), x.count * OUTER, 0.0f);
     for (int64_t from = 0, to; from < x.steps; from = to) {
       to = std::min(from + CHUNK, x.steps);
-      turned(weight, stride, outer, end, from * N::IN_WORD, to - from, x.inner, block);
-      const T* next[OUTER];
-      for (int w = 0; w < OUTER; w++) {
-        const bool same = to < x.steps;
-        next[w] = weight + std::min(outer + w + (same ? 0 : OUTER), end - 1) * stride + (same ? to * N::IN_WORD : 0);
+      const int64_t left = x.inner - from * N::IN_WORD;
+      const Strip<T> strip(weight, stride, outer, end, from * N::IN_WORD);
+      const bool same = to < x.steps;
+      const Strip<T> next(weight, stride, same ? outer : outer + OUTER, end, same ? to * N::IN_WORD : 0);
+      if (x.count <= FEW) {
+        few_of<T, FEW>(x.count, strip, left, x.at(0, from), to - from, sums.get(), next);
+        continue;
+      }
+      for (int v = 0; v < VECTORS; v++) {
+        for (int64_t i = 0; i < to - from; i += LANES) {
+          Lanes words[LANES];
+          strip.turned(v * LANES, i * N::IN_WORD, left - i * N::IN_WORD, words);
+#pragma GCC unroll 16
+          for (int k = 0; k < LANES; k++) std::memcpy(turned + (i + k) * OUTER + v * LANES, &words[k], sizeof words[k]);
+        }
       }
       for (int64_t t = 0; t < x.tiles; t++) {
         auto run = [&](auto ask) {
-          tile_of<T, ROWS>(x.begin(t + 1) - x.begin(t), block, x.at(t, from), to - from,
+          tile_of<T, ROWS>(x.begin(t + 1) - x.begin(t), turned, x.at(t, from), to - from,
                            sums.get() + x.begin(t) * OUTER, ask);
         };
-        auto line = [&](int64_t i) { __builtin_prefetch(next[i % OUTER] + i / OUTER * LINE, 0, 1); };
         if (x.tiles == 1) {
           run([&](int64_t i) {
 #pragma GCC unroll 2
-            for (int64_t k = 0; k < ASKED; k++) line(i * ASKED + k);
+            for (int64_t k = 0; k < ASKED; k++) next.ask(i * ASKED + k);
           });
         } else if (t < ASKED) {
-          run([&, t](int64_t i) { line(t * CHUNK + i); });
+          run([&, t](int64_t i) { next.ask(t * CHUNK + i); });
         } else {
           run([](int64_t) {});
         }
