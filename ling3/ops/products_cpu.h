@@ -253,7 +253,7 @@ struct Strip {
   static constexpr int64_t WIDTH = LANES * N::IN_WORD, LINE = 64 / sizeof(T);
   const T* rows[OUTER];
 
-  // The first row is `outer`; past the end come the last one again.
+  // The first row is `outer`; past the end comes the last one again.
   Strip(const T* numbers, int64_t stride, int64_t outer, int64_t end, int64_t from) {
     for (int w = 0; w < OUTER; w++) rows[w] = numbers + std::min(outer + w, end - 1) * stride + from;
   }
