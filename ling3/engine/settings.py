@@ -62,12 +62,12 @@ class EngineSettings:
     num_pages: int | None = None
     """How many pages; without it, as many as fit into mem_fraction or could ever be used."""
     decode_rows: int | None = None
-    """Requests of a decode call; without it, all slots, but at most 16 on a CPU unless the model is large."""
+    """Requests of a decode call; without it, all slots, but at most 16 on a CPU."""
     decode_steps: int = 8
-    """Tokens of a decode call, for each of its requests."""
+    """The most tokens of a decode call, for each of its requests."""
     batch_invariant: bool = True
     """False: few running requests share a smaller decode call, which is faster, but the last bits of an answer then
-    depend on how many there are. For a large model on a CPU they do not, and it makes no difference."""
+    depend on how many there are."""
     overlap: bool = True
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 

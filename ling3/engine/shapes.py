@@ -1,14 +1,11 @@
-"""The sizes that the engine's programs are compiled for, and which of them give an answer the same bits."""
+"""The sizes that the engine's programs are compiled for."""
 
 import dataclasses
 from collections.abc import Sequence
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 from ling3.engine import memory
-from ling3.engine.pool import cache_dtype
 from ling3.engine.settings import MAX_PAGES, EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -19,9 +16,7 @@ WIDTHS = (16, 128, 512)
 FINE_WIDTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """The same for a large model on a CPU, where a call takes as long as it has tokens."""
 CPU_ROWS = 16
-"""Rows of a decode call on a CPU, unless `decode_rows` says otherwise: more slow it down where XLA multiplies."""
-PRODUCTS = ("dot_general", "conv_general_dilated")
-"""JAX's products, whose rows XLA sums in an order that depends on how many there are."""
+"""Rows of a decode call on a CPU, unless `decode_rows` says otherwise: more slow it down."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,17 +59,12 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         pages = min(pages, MAX_PAGES)
     else:
         memory.check(model, slots, pages, page_size)
-    independent = rows_are_independent(model, execution)
     rows, widths = settings.decode_rows, settings.token_paddings
     if rows is None:
-        rows = min(slots, CPU_ROWS) if jax.default_backend() == "cpu" and not independent else slots
+        rows = min(slots, CPU_ROWS) if jax.default_backend() == "cpu" else slots
     if widths is None:
-        own = FINE_WIDTHS if independent else WIDTHS
+        own = FINE_WIDTHS if _is_large(model, execution) else WIDTHS
         widths = own if chunk <= own[-1] else (*own, chunk)
-    if independent or not settings.batch_invariant:
-        counts = _row_counts(rows if settings.batch_invariant else slots)
-    else:
-        counts = (rows,)
     settled = dataclasses.replace(
         settings, max_model_len=length, decode_rows=rows, num_pages=pages, token_paddings=widths
     )
@@ -84,28 +74,16 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         page_size=page_size,
         columns=-(-length // page_size),
         buckets=tuple(width for width in widths if width <= smallest(widths, chunk)),
-        rows=counts,
+        # XLA compiles what is between the products anew for each number of rows, and not always to the same bits.
+        rows=(rows,) if settings.batch_invariant else _row_counts(slots),
         window=window,
         most_pages=most_pages,
     )
 
 
-def rows_are_independent(model: CausalLM, execution: Execution) -> bool:
-    """True if a row of the model's step has the same bits in a call of any number of rows.
-
-    That is so where no product is left to XLA: on a CPU, in a model whose matrices are all large enough for the kernels
-    in C++. What else a step computes, it computes number by number, or sums over a row in one order.
-    """
-    small = (x.ndim > 1 and x.nbytes < matmul_cpu.LEAST for x in jax.tree.leaves(model))
-    if not execution.lowering.native or any(small):  # known without tracing it
-        return False
-
-    def step(model: CausalLM) -> jax.Array:
-        cache = model.init_cache(2, 1, cache_dtype(model))
-        return model.step(jnp.zeros((2, 1), jnp.int32), cache, execution=execution)[0]
-
-    program = str(eqx.filter_make_jaxpr(step)(model)[0])
-    return not any(product in program for product in PRODUCTS)
+def _is_large(model: CausalLM, execution: Execution) -> bool:
+    """True on a CPU for a model whose matrices are all large enough for the kernels in C++."""
+    return execution.lowering.native and all(x.nbytes >= matmul_cpu.LEAST for x in jax.tree.leaves(model) if x.ndim > 1)
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:

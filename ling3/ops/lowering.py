@@ -12,7 +12,7 @@ class Lowering:
     read_in_branch: bool = False
     """Rows of a narrow array are read in a branch: XLA's CPU backend would first convert the whole array."""
     native: bool = False
-    """Products of few rows with a large matrix run in C++, where there is a compiler."""
+    """Products with a large matrix run in C++, where there is a compiler."""
     barriers: bool = False
     """A KDA step computes the factors of its state once: XLA's CPU backend would fuse them into the product."""
     accumulation: str = "float32"

@@ -1,4 +1,4 @@
-"""x Wᵀ on a CPU, by a kernel in C++ (`matmul_cpu.cc`): for few rows it takes as long as reading the weight does.
+"""x Wᵀ on a CPU, by a kernel in C++ (`matmul_cpu.cc`): for few rows it takes little longer than reading the weight.
 
 XLA reads a bfloat16 weight at half that pace, and packs one anew for each call with more than 32 rows.
 """

@@ -1,21 +1,18 @@
-"""The sizes that programs are compiled for, and calls of fewer rows where these have the same bits."""
+"""The sizes that programs are compiled for, and how long a decode call is."""
 
 import dataclasses
 from types import SimpleNamespace
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import pytest
-from family_laws import prompts
-from native_kernels import installed, needs_compiler
-from tiny import TINY, open_model
+from native_kernels import needs_compiler
 
 import ling3
 from ling3.engine.loop import Loop
-from ling3.engine.shapes import FINE_WIDTHS, rows_are_independent, settle
+from ling3.engine.shapes import FINE_WIDTHS, WIDTHS, settle
 from ling3.execution import PLAIN, Execution
 from ling3.families.llama import LlamaConfig
+from ling3.ops import matmul_cpu
 
 CONFIG = LlamaConfig.from_dict(
     {
@@ -28,11 +25,10 @@ CONFIG = LlamaConfig.from_dict(
         "max_position_embeddings": 1024,
     }
 )
-WIDTHS = {"token_paddings": (16,), "chunked_prefill_size": 16, "page_size": 16, "max_model_len": 64}
 
 
-def llama(dtype=jnp.float32):
-    return ling3.init(CONFIG, key=jax.random.key(0), dtype=dtype)
+def llama():
+    return ling3.init(CONFIG, key=jax.random.key(0), dtype=jnp.float32)
 
 
 def settled(model, execution=PLAIN, **changes):
@@ -46,39 +42,17 @@ def test_prefill_widths_reach_to_the_chunk():
     assert settled(llama(), chunked_prefill_size=100, token_paddings=(7, 100, 200))[2] == (7, 100)
 
 
-def test_rows_left_to_xla_come_in_calls_of_one_size():
-    for model in (llama(), eqx.filter_eval_shape(llama)):  # shapes are enough
-        assert not rows_are_independent(model, PLAIN)
-    assert not rows_are_independent(llama(), Execution.default())  # too small for the kernels
+def test_decode_calls_have_one_size_unless_bits_may_differ():
     assert settled(llama())[:2] == (16, (16,))
     assert settled(llama(), batch_invariant=False, max_running_requests=50)[1] == (2, 8, 16, 24, 32, 48, 50)
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_on_the_kernels_answers_have_the_same_bits_in_calls_of_any_size(dtype):
-    asked = prompts(*range(3, 16))
-    params = ling3.SamplingParams(max_tokens=11, ignore_eos=True, logprobs=2, temperature=0.7, seed=1)
-    with installed():
-        model = llama(dtype)
-        assert rows_are_independent(model, Execution.default())
-        assert settled(model, Execution.default())[2] == FINE_WIDTHS
-        engine = ling3.Engine(model, max_running_requests=13, num_pages=26, **WIDTHS)
-        assert engine._loop.runner.shapes.rows == (2, 8, 13)
-        together = engine.generate(asked, params)
-        for some in ([3], [5, 0], [*range(5, 13)], [*range(1, 10)]):
-            for which, output in zip(some, engine.generate([asked[i] for i in some], params), strict=True):
-                assert (output.token_ids, output.logprobs) == (together[which].token_ids, together[which].logprobs)
-
-
-@needs_compiler
-def test_a_single_product_left_to_xla_makes_rows_depend():
-    """KDA's and absorbed MLA's products are JAX's."""
-    with installed():
-        assert not rows_are_independent(open_model(TINY), Execution.default())
-        assert not rows_are_independent(
-            llama(), dataclasses.replace(Execution.default(), paged_attention=PLAIN.paged_attention)
-        )
+def test_large_models_are_padded_to_finer_widths(monkeypatch):
+    assert settled(llama(), Execution.default())[2] == WIDTHS
+    monkeypatch.setattr(matmul_cpu, "LEAST", 0)
+    assert settled(llama(), Execution.default())[1:] == ((16,), FINE_WIDTHS)
+    assert settled(llama(), PLAIN)[2] == WIDTHS
 
 
 def steps(lefts, running=()):

@@ -30,7 +30,7 @@ def case(rows, inner, outer, dtype):
     return (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, inner), (outer, inner)))
 
 
-# Sizes at, below and beside the kernel's registers, tiles, panels, tasks and blocks.
+# Sizes at, below and beside the kernel's registers, tiles, chunks, tasks and blocks.
 @DTYPES
 @pytest.mark.parametrize(
     ("rows", "inner", "outer"),
