@@ -11,7 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
 from ling3.execution import PLAIN, Execution
 from ling3.runtime.recorder import SILENT, Recorder
@@ -22,7 +22,8 @@ class Span(eqx.Module):
 
     Positions are absolute and count from 0; whatever stands after `length[b]` in a row is padding. `table[b, i]` is the
     page with row b's positions [page·i, page·(i+1)) in every paged array; a number that is no page stands for none.
-    `execution` is how the pass runs, and `recorder` takes down what happens in it.
+    `execution` is how the pass runs, and `recorder` takes down what happens in it. The decoder adds the `tokens`
+    themselves, for feed-forwards that look experts up by them.
     """
 
     start: Int32[Array, " batch"]
@@ -30,6 +31,7 @@ class Span(eqx.Module):
     table: Int32[Array, "batch columns"] | None = None
     execution: Execution = eqx.field(static=True, default=PLAIN)
     recorder: Recorder = eqx.field(static=True, default=SILENT)
+    tokens: Int[Array, "batch seq"] | None = None
 
     @staticmethod
     def whole(batch: int, seq: int, execution: Execution = PLAIN, recorder: Recorder = SILENT) -> "Span":
@@ -49,7 +51,7 @@ class Span(eqx.Module):
         """The same span for a part of the model, under whose name the recorder files what it is given."""
         if self.recorder is SILENT:
             return self
-        return Span(self.start, self.length, self.table, self.execution, self.recorder.within(name))
+        return dataclasses.replace(self, recorder=self.recorder.within(name))
 
 
 class Paged(eqx.Module):
@@ -78,19 +80,24 @@ class Paged(eqx.Module):
         """Tokens of a page."""
         return self.entries.shape[1] * self.tokens
 
-    def append(self, new: Float[Array, "batch seq *entry"], span: Span) -> "Paged":
-        """With an entry for each of the span's tokens; padding, and what has no page, is dropped."""
-        if self.tokens != 1:
-            raise ValueError(f"an entry stands for {self.tokens} tokens here, and `append` brings one entry per token")
+    def append(self, new: Float[Array, "batch predicted *entry"], span: Span) -> "Paged":
+        """With the entries that the span completes, each row's in order; padding, and what has no page, is dropped.
+
+        Entry w is complete with the token at position (w + 1) · tokens - 1. `new` has at least as many columns as
+        entries are completed.
+        """
         assert span.table is not None, "a span over a paged array has a table"
-        seq, (pages, page) = new.shape[1], self.entries.shape[:2]
-        positions = span.positions(seq)
-        column = positions // page
-        kept = span.valid(seq) & (column < span.table.shape[1])
-        owner = jnp.take_along_axis(span.table, jnp.minimum(column, span.table.shape[1] - 1), axis=1)
+        columns, (pages, page) = span.table.shape[1], self.entries.shape[:2]
+        first = span.start // self.tokens
+        count = (span.start + span.length) // self.tokens - first
+        offsets = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+        entry = first[:, None] + offsets
+        column = entry // page
+        kept = (offsets < count[:, None]) & (column < columns)
+        owner = jnp.take_along_axis(span.table, jnp.minimum(column, columns - 1), axis=1)
         owner = jnp.where(kept, owner, pages)
         new = new.astype(self.entries.dtype)
-        return dataclasses.replace(self, entries=self.entries.at[owner, positions % page].set(new, mode="drop"))
+        return dataclasses.replace(self, entries=self.entries.at[owner, entry % page].set(new, mode="drop"))
 
 
 class KDAState(eqx.Module):

@@ -1,5 +1,6 @@
 """A decoder, whole: the checkpoint's own tree of modules, and the one forward pass that every caller shares."""
 
+import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -9,6 +10,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, Span, State
 from ling3.execution import PLAIN, Execution
+from ling3.layers.hyper import HyperConnection, HyperHead, mixed
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
@@ -42,30 +44,35 @@ class FeedForward(Protocol):
 class DecoderLayer(eqx.Module):
     """h = x + attention(input_layernorm(x));   y = h + mlp(post_attention_layernorm(h)).
 
-    No attention means h = x: the layer then has no memory either, and its norm is idle.
+    No attention means h = x: the layer then has no memory either, and its norm is idle. With hyper-connections x has
+    several streams, and they say what a sublayer reads of these and how its output comes back to them.
     """
 
     input_layernorm: RMSNorm
     attention: Mixer | None
     post_attention_layernorm: RMSNorm
     mlp: FeedForward
+    attn_hc: HyperConnection | None = None
+    ffn_hc: HyperConnection | None = None
 
     def __call__(
-        self, x: Float[Array, "batch seq hidden"], state: State | None, span: Span
-    ) -> tuple[Float[Array, "batch seq hidden"], State | None]:
-        """The residual stream after this layer, and the layer's memory after the span."""
-        h = x
+        self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
+    ) -> tuple[Float[Array, "batch seq *streams hidden"], State | None]:
+        """The residual stream (or streams) after this layer, and the layer's memory after the span."""
         if self.attention is not None:
-            normed = self.input_layernorm(x)
+            h, mixing = (x, None) if self.attn_hc is None else self.attn_hc(x)
+            normed = self.input_layernorm(h)
             with jax.named_scope("attention"):
                 attended, state = self.attention(normed, state, span.within("attention"))
             span.recorder(attended=attended)
-            h = x + attended
+            x = x + attended if mixing is None else mixed(x, attended, mixing)
+        h, mixing = (x, None) if self.ffn_hc is None else self.ffn_hc(x)
         normed = self.post_attention_layernorm(h)
         with jax.named_scope("mlp"):
             added = self.mlp(normed, span.within("mlp"))
-        span.recorder(added=added, residual=h + added)
-        return h + added, state
+        x = x + added if mixing is None else mixed(x, added, mixing)
+        span.recorder(added=added, residual=x)
+        return x, state
 
 
 class Decoder(eqx.Module):
@@ -74,6 +81,7 @@ class Decoder(eqx.Module):
     word_embeddings: Matrix  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
+    hc_head: HyperHead | None = None  # with it the residual has several streams, which this makes one
 
     def __call__(
         self,
@@ -83,16 +91,22 @@ class Decoder(eqx.Module):
     ) -> tuple[Float[Array, "batch seq hidden"], tuple[State | None, ...]]:
         """The normed hidden state of each token, and every attention's memory after the span."""
         x = self.word_embeddings.embed(tokens, span.execution)
+        span = dataclasses.replace(span, tokens=tokens)
         span.recorder(embeddings=x)
+        x = x if self.hc_head is None else self.hc_head.spread(x)
         memory, after = iter(states), []
         for i, layer in enumerate(self.layers):
             has_memory = layer.attention is not None
             with jax.named_scope(f"layers.{i}"):
                 x, state = layer(x, next(memory) if has_memory else None, span.within(f"layers.{i}"))
             after += [state] if has_memory else []
-        hidden = self.norm(x)
+        hidden = self.normed(x)
         span.recorder(hidden=hidden)
         return hidden, tuple(after)
+
+    def normed(self, x: Float[Array, "batch seq *streams hidden"]) -> Float[Array, "batch seq hidden"]:
+        """What the head reads of a residual stream, or of several."""
+        return self.norm(x if self.hc_head is None else self.hc_head(x))
 
     @property
     def attentions(self) -> tuple[Mixer, ...]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Shaped
 
+from ling3.checkpoint.dequantizing import Quantized
 from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 
 BLOCK = 2**18
@@ -22,11 +23,20 @@ _EXPONENTS = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np
 
 
 class Copy(NamedTuple):
-    """One tensor of a file, and the array that receives it."""
+    """One tensor of a file, or a part of one, and the array that receives it."""
 
     file: SafetensorsFile
     name: str
     target: Shaped[np.ndarray, " numbers"]
+    start: int = 0
+    """Numbers of the tensor that come before those that are copied."""
+    quantized: Quantized | None = None
+    """How it is stored, if not number by number."""
+
+    @property
+    def block(self) -> int:
+        """Numbers of a block: of a quantized tensor, whole rows."""
+        return BLOCK if self.quantized is None else -(-BLOCK // self.quantized.columns) * self.quantized.columns
 
 
 class Copied(NamedTuple):
@@ -62,19 +72,25 @@ class Copier:
 
         Raises CheckpointError if a file cannot be read: of several errors, that of the first block.
         """
-        blocks = [(copy, start) for copy in copies for start in range(0, copy.target.size, BLOCK)]
+        blocks = [(copy, start) for copy in copies for start in range(0, copy.target.size, copy.block)]
         return self._threads.map(self._block, *zip(*blocks, strict=True)) if blocks else iter(())
 
     def _block(self, copy: Copy, start: int) -> Copied:
-        target = copy.target[start : start + BLOCK]
+        target = copy.target[start : start + copy.block]
+        if copy.quantized is not None:
+            return self._decoded(copy, copy.quantized, start, target)
         stored = copy.file.tensors[copy.name].dtype
         dtype, exponent = DTYPES[stored], _EXPONENTS.get(stored)
         if exponent is None:
-            copy.file.read(copy.name, start, target)
-            return Copied(copy, target.nbytes, True)
+            own = target if target.dtype == dtype else np.empty(target.size, dtype)
+            copy.file.read(copy.name, copy.start + start, own)
+            if own is not target:  # wider integers: what does not fit is as wrong as any number out of bounds
+                info = np.iinfo(target.dtype)
+                target[:] = np.clip(own, info.min, info.max)
+            return Copied(copy, own.nbytes, True)
         read, masked = (scratch[: target.size] for scratch in self._of_this_thread(exponent.dtype))
         bits = target.view(exponent.dtype) if target.dtype == dtype else read
-        copy.file.read(copy.name, start, bits)
+        copy.file.read(copy.name, copy.start + start, bits)
         if stored == "BF16" and target.dtype == np.float32:
             # A bfloat16 is the upper half of the float32 of the same value; on integers numpy lets other threads run.
             np.left_shift(bits, 16, out=target.view(np.uint32), dtype=np.uint32)
@@ -82,6 +98,13 @@ class Copier:
             target[:] = bits.view(dtype)
         finite = not self.check_finite or bool(np.bitwise_and(bits, exponent, out=masked).max() < exponent)
         return Copied(copy, bits.nbytes, finite)
+
+    def _decoded(self, copy: Copy, quantized: Quantized, start: int, target: Shaped[np.ndarray, " numbers"]) -> Copied:
+        columns = quantized.columns
+        numbers = quantized.read(start // columns, target.size // columns).reshape(-1)
+        target[:] = numbers
+        finite = not self.check_finite or bool(np.isfinite(numbers).all())
+        return Copied(copy, quantized.bytes(target.size), finite)
 
     def _of_this_thread(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         """Scratch for a block's bits, and for their exponents."""

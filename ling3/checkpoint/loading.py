@@ -1,8 +1,11 @@
 """From a published checkpoint to the module tree; `save` goes the other way."""
 
+import dataclasses
+import itertools
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +17,7 @@ from jaxtyping import DTypeLike
 from ling3 import families
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.copying import BLOCK, Copier, Copy
+from ling3.checkpoint.dequantizing import QUANTIZED, Quantized, misfit, scales_of
 from ling3.checkpoint.names import Leaf, Weight, leaves, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import save
@@ -22,6 +26,9 @@ from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.progress import progress
 
 __all__ = ["CheckpointError", "load", "save", "weight_names"]
+
+Parts = list[tuple[Leaf, tuple[Weight, ...]]]
+"""Each array of the tree, and the tensors that it is made of."""
 
 PATTERNS = ("config.json", "*.safetensors", shards.INDEX)
 
@@ -39,6 +46,8 @@ def load(
 
     With `dtype` None every array has the dtype it is stored in. With `jnp.float32` or `jnp.bfloat16` the matrices have
     that one, and what the structure keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
+
+    Weights that DeepSeek-V4 stores in FP8 and FP4 are dequantized while loading, into bfloat16 with `dtype` None.
 
     All headers are checked against the configuration before any weight is read: nothing may be missing or left over
     but the multi-token-prediction layers, which are skipped, and a tied `lm_head`, which must equal the embedding.
@@ -60,12 +69,12 @@ def load(
     if _version(directory) != version:
         raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
     tree = structure(config)
-    parts = [(leaf, tuple(leaf.weights())) for leaf in leaves(tree)]
+    parts = _in_its_layout([(leaf, tuple(leaf.weights())) for leaf in leaves(tree)], files, config)
     _account(directory, config, parts, files, wanted)
 
     arrays: list[jax.Array] = []
     infinite: dict[str, None] = {}
-    total = sum(files[weight.name].tensors[weight.name].nbytes for _, weights in parts for weight in weights)
+    total = sum(_stored_bytes(weight, files) for _, weights in parts for weight in weights)
     with progress(f"loading {directory.name}", total) as advance, Copier(check_finite) as copier:
         for leaf, weights in parts:
             array = _aligned(leaf.value.shape, _target_dtype(leaf, weights, files, wanted))
@@ -78,7 +87,27 @@ def load(
     if infinite:
         kind = "weights that are NaN or infinite; fetch the file again, or load with check_finite=False"
         raise CheckpointError(shards.complaint(directory, [(kind, list(infinite))]))
-    return jax.tree.unflatten(jax.tree.structure(tree), arrays)
+    model = jax.tree.unflatten(jax.tree.structure(tree), arrays)
+    if wrong := list(families.family_of(config).misfits(model)):
+        raise CheckpointError(shards.complaint(directory, [("numbers that mean nothing; fetch the file again", wrong)]))
+    return model
+
+
+def _in_its_layout(parts: Parts, files: dict[str, SafetensorsFile], config: Any) -> Parts:
+    """The same weights where the files have them: by the family's layout of which most names are there."""
+
+    def placed(layout: Callable[[str, tuple[int, ...], Any], families.Place]) -> Parts:
+        def place(weight: Weight) -> Weight:
+            name, whole, start = layout(weight.name, weight.shape, config)
+            return dataclasses.replace(weight, name=name, whole=whole, start=start)
+
+        return [(leaf, tuple(map(place, weights))) for leaf, weights in parts]
+
+    def missing(parts: Parts) -> int:
+        return sum(weight.name not in files for _, weights in parts for weight in weights)
+
+    choices = itertools.chain([parts], map(placed, families.family_of(config).layouts))
+    return min(choices, key=missing)
 
 
 def _version(directory: pathlib.Path) -> tuple[int, int] | None:
@@ -93,7 +122,7 @@ def _version(directory: pathlib.Path) -> tuple[int, int] | None:
 def _account(
     directory: pathlib.Path,
     config: Any,
-    parts: list[tuple[Leaf, tuple[Weight, ...]]],
+    parts: Parts,
     files: dict[str, SafetensorsFile],
     wanted: np.dtype | None,
 ) -> None:
@@ -101,8 +130,8 @@ def _account(
 
     Then copies of tensors (a tied `lm_head`) against their originals.
     """
-    missing, shapes, dtypes, mixed = [], [], [], []
-    expected = set()
+    missing, shapes, dtypes, mixed, quantized = [], [], [], [], []
+    expected, family = set(), families.family_of(config)
     for leaf, weights in parts:
         stored, known = {}, _stored_as(leaf)
         for weight in weights:
@@ -113,23 +142,32 @@ def _account(
             file = files[weight.name]
             info = file.tensors[weight.name]
             at = f"{weight.name}, in {file.path.name}"
-            if info.shape not in (weight.shape, *weight.also):
-                shapes.append(f"{at}: found {list(info.shape)}; expected {list(weight.shape)}")
-            if info.dtype not in known:
+            if family.dequantizes and info.dtype in QUANTIZED and known == FLOATS:
+                if (scales := scales_of(weight.name, files)) is None:
+                    quantized.append(f"{at}: found no scales; expected them beside it")
+                    continue
+                expected.add(scales)
+                own = files[scales].tensors[scales]
+                if problem := misfit(weight.shape, info.dtype, info.shape, (own.dtype, own.shape)):
+                    quantized.append(f"{at}: {problem}")
+            elif info.shape not in ((weight.shape, *weight.also) if weight.whole is None else (weight.whole,)):
+                wanted_shape = weight.shape if weight.whole is None else weight.whole
+                shapes.append(f"{at}: found {list(info.shape)}; expected {list(wanted_shape)}")
+            elif info.dtype not in known:
                 dtypes.append(f"{at}: found {info.dtype}; expected {', '.join(known)}")
             stored.setdefault(info.dtype, weight.name)
         if wanted is None and len(stored) > 1:
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
-    family = families.family_of(config)
     others = [name for name in files if name not in expected and not family.skips(name, config)]
     copies = {name: original for name in others if (original := family.copies(name, config)) is not None}
     left = [f"{name}, in {files[name].path.name}" for name in others if name not in copies]
-    if missing or left or shapes or dtypes or mixed:
+    if missing or left or shapes or dtypes or mixed or quantized:
         kinds = [
             ("tensors that the configuration asks for and no file has", missing),
             ("tensors that the configuration has no place for", left),
             ("tensors of another shape than the configuration's", shapes),
             ("tensors of a type that ling3 does not compute with; use the unquantized checkpoint", dtypes),
+            ("quantized tensors that cannot be read", quantized),
             ("experts of one layer in several types; load with dtype=jnp.float32 or jnp.bfloat16", mixed),
         ]
         raise CheckpointError(shards.complaint(directory, kinds) + _hint(missing, left))
@@ -165,23 +203,38 @@ def _hint(missing: list[str], left: list[str]) -> str:
 
 
 def _stored_as(leaf: Leaf) -> tuple[str, ...]:
-    """The types in which files may have a leaf: any float for a float; anything else is never converted."""
+    """The types in which files may have a leaf: any float for a float, and for integers wider ones too."""
     own = next(name for name, dtype in DTYPES.items() if dtype == leaf.value.dtype)
-    return FLOATS if own in FLOATS else (own,)
+    return FLOATS if own in FLOATS else ("I64", "I32") if own == "I32" else (own,)
 
 
 def _target_dtype(
     leaf: Leaf, weights: tuple[Weight, ...], files: dict[str, SafetensorsFile], wanted: np.dtype | None
 ) -> np.dtype:
-    if wanted is None or _stored_as(leaf) != FLOATS:
-        return DTYPES[files[weights[0].name].tensors[weights[0].name].dtype]
+    stored = files[weights[0].name].tensors[weights[0].name].dtype
+    if _stored_as(leaf) != FLOATS:
+        return np.dtype(leaf.value.dtype)
+    if wanted is None:
+        return np.dtype(ml_dtypes.bfloat16) if stored in QUANTIZED else DTYPES[stored]
     return np.dtype(np.float32) if leaf.value.dtype == jnp.float32 else wanted
 
 
 def _copy(weight: Weight, files: dict[str, SafetensorsFile], array: np.ndarray) -> Copy:
     """A weight's way into its leaf, or into its expert's row of it."""
-    target = array if weight.expert is None else array[weight.expert]
-    return Copy(files[weight.name], weight.name, target.reshape(-1))
+    target = (array if weight.expert is None else array[weight.expert]).reshape(-1)
+    file = files[weight.name]
+    if file.tensors[weight.name].dtype not in QUANTIZED:
+        return Copy(file, weight.name, target, weight.start)
+    scales = scales_of(weight.name, files)
+    assert scales is not None, "every quantized tensor has its scales"
+    stored = Quantized(file, weight.name, files[scales], scales, weight.shape[-1])
+    return Copy(file, weight.name, target, quantized=stored)
+
+
+def _stored_bytes(weight: Weight, files: dict[str, SafetensorsFile]) -> int:
+    """What a weight takes in its file."""
+    info = files[weight.name].tensors[weight.name]
+    return info.nbytes * weight.size // max(1, math.prod(info.shape if weight.whole else weight.shape))
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

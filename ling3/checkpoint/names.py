@@ -30,6 +30,10 @@ class Weight:
     expert: int | None = None
     also: tuple[tuple[int, ...], ...] = ()
     """Other shapes in which checkpoints have it."""
+    whole: tuple[int, ...] | None = None
+    """The shape of the tensor of this name, where that has other weights too."""
+    start: int = 0
+    """Numbers before this weight in that tensor."""
 
     @property
     def size(self) -> int:

@@ -30,8 +30,10 @@ DTYPES: dict[str, np.dtype] = {
     "U16": np.dtype(np.uint16),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""The format's element types that numpy can hold; the others (FP8 and smaller) are those of quantized weights."""
+"""The format's element types that can be read."""
 
 FLOATS = ("F32", "BF16", "F16")
 """The types that weights may have."""

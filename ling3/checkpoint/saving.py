@@ -90,7 +90,7 @@ def save(
         _check_finite(found)
     plan = _plan(found, max_shard_bytes)
     tokenizer = {} if tokenizer_from is None else _tokenizer_files(tokenizer_from)
-    total = sum(weight.size * leaf.value.dtype.itemsize for shard in plan for leaf, weight in shard.values())
+    total = sum(weight.size * _stored_dtype(leaf).itemsize for shard in plan for leaf, weight in shard.values())
     try:
         with replacing.workspace(target) as new:
             old, foreign = _replaced(target, overwrite, TOKENIZER_FILES if tokenizer else ())
@@ -207,13 +207,18 @@ def _plan(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf,
     size = 0
     for leaf in found:
         for weight in leaf.weights():
-            nbytes = weight.size * leaf.value.dtype.itemsize
+            nbytes = weight.size * _stored_dtype(leaf).itemsize
             if plan[-1] and size + nbytes > max_shard_bytes:
                 plan.append({})
                 size = 0
             plan[-1][weight.name] = (leaf, weight)
             size += nbytes
     return plan
+
+
+def _stored_dtype(leaf: Leaf) -> np.dtype:
+    """An array's own, but checkpoints have integers in 64 bits."""
+    return np.dtype(np.int64) if leaf.value.dtype == jnp.int32 else np.dtype(leaf.value.dtype)
 
 
 def _tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
@@ -251,7 +256,7 @@ def _write_shards(
         for i, shard in enumerate(plan):
             name = shards.SINGLE if len(plan) == 1 else f"model-{i + 1:05}-of-{len(plan):05}.safetensors"
             weight_map |= dict.fromkeys(shard, name)
-            specs = {key: (np.dtype(leaf.value.dtype), weight.shape) for key, (leaf, weight) in shard.items()}
+            specs = {key: (_stored_dtype(leaf), weight.shape) for key, (leaf, weight) in shard.items()}
             safetensors_file.write(directory / name, specs, _reader(shard, advance))
     if indexed:
         _write(directory / shards.INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
@@ -268,6 +273,7 @@ def _reader(shard: dict[str, tuple[Leaf, Weight]], advance: Callable[[int], None
             # A copy, as a JAX array keeps the host's version of itself once it was asked for it.
             held = (leaf.path, np.asarray(jnp.array(leaf.value, copy=True)))
         array = (held[1] if weight.expert is None else held[1][weight.expert]).reshape(weight.shape)
+        array = array.astype(_stored_dtype(leaf), copy=False)
         advance(array.nbytes)
         return array
 

@@ -214,14 +214,14 @@ def swap_out(slot: Int32[Array, ""], pool: Pool) -> tuple[State, ...]:
 
 
 @jax.jit
-def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Float[Array, "moved page *entry"], ...]:
+def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Float[Array, "moved _page ..."], ...]:
     """The entries of some pages of every paged array; page indices past the last read arbitrary ones."""
     return tuple(paged.entries.at[pages].get(mode="clip") for paged in pages_of(pool.layers))
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
 def write_pages(
-    pages: Int32[Array, " moved"], contents: tuple[Float[Array, "moved page *entry"], ...], pool: Pool
+    pages: Int32[Array, " moved"], contents: tuple[Float[Array, "moved _page ..."], ...], pool: Pool
 ) -> Pool:
     """Writes entries that `read_pages` gave into pages; those for page indices past the last are dropped."""
     new = iter(contents)

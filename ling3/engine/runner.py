@@ -40,7 +40,7 @@ class Saved:
     """The states and pages of a preempted sequence, on the host."""
 
     states: tuple[State, ...]
-    pages: tuple[tuple[Float[np.ndarray, "moved page *entry"], ...], ...]
+    pages: tuple[tuple[Float[np.ndarray, "moved _page ..."], ...], ...]
 
 
 class Runner:

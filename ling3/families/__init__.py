@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families import kimi_linear, ling3, llama, mistral, qwen2, qwen3, qwen3_moe
+from ling3.families import deepseek_v4, kimi_linear, ling3, llama, mistral, qwen2, qwen3, qwen3_moe
 from ling3.families.config_fields import ConfigError, as_object, found, read_json
-from ling3.families.family import Family
+from ling3.families.family import Family, Place
 from ling3.layers.scope import with_names
 from ling3.model import CausalLM
 
-__all__ = ["Family", "family_of", "init", "read_config", "register_family"]
+__all__ = ["Family", "Place", "family_of", "init", "read_config", "register_family"]
 
 _FAMILIES: list[Family] = []
 
@@ -77,5 +77,5 @@ def _named(raw: dict[str, Any], source: str) -> Family:
     raise ConfigError(source, [problem])
 
 
-for _module in (ling3, kimi_linear, llama, mistral, qwen2, qwen3, qwen3_moe):
+for _module in (ling3, deepseek_v4, kimi_linear, llama, mistral, qwen2, qwen3, qwen3_moe):
     register_family(_module.FAMILY)

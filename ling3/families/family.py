@@ -1,8 +1,8 @@
 """What the rest of the package knows of an architecture."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 def _vary(config: Any, layers: Sequence[int] | None, fields: Mapping[str, Any]) -> Any:
@@ -10,6 +10,16 @@ def _vary(config: Any, layers: Sequence[int] | None, fields: Mapping[str, Any]) 
     if layers is not None:
         raise ValueError(f"layers: a {type(config).__name__} says nothing of single layers; leave `layers` out")
     return dataclasses.replace(config, **fields)
+
+
+class Place(NamedTuple):
+    """Where a checkpoint has a tensor: as the tensor `name`, or as a part of that one, which is contiguous in it."""
+
+    name: str
+    whole: tuple[int, ...] | None = None
+    """The shape of the tensor that it is a part of; None if it is all of it."""
+    start: int = 0
+    """Numbers of that tensor before the part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +42,13 @@ class Family:
     """`published(name, config)`: what the checkpoint calls the tensor that the tree's fields name so."""
     published_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda name, shape: shape
     """`published_shape(name, shape)`: the shape of that tensor in the checkpoint, where it has more axes of 1."""
+    layouts: tuple[Callable[[str, tuple[int, ...], Any], Place], ...] = ()
+    """`layout(name, shape, config)`: where a checkpoint of another layout has the tensor of this published name and
+    shape. `load` takes the layout whose names a checkpoint has; `save` writes the published one."""
+    misfits: Callable[[Any], Iterable[str]] = lambda model: ()
+    """`misfits(model)`: what is wrong with the numbers of a loaded model beside NaN and infinity, a line for each."""
+    dequantizes: bool = False
+    """True if its matrices may be stored in 8 or 4 bits, which `load` makes numbers of the model's dtype."""
     skips: Callable[[str, Any], bool] = lambda name, config: False
     """`skips(name, config)`: True for a tensor that checkpoints may have beside the model's, and that `load` leaves."""
     copies: Callable[[str, Any], str | None] = lambda name, config: None

@@ -21,7 +21,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ling3.checkpoint.names import leaves, structure
 from ling3.families import family_of
 from ling3.interpret.trace import trace
+from ling3.layers.hyper import HyperConnection, HyperHead
 from ling3.layers.linear import Constant
 from ling3.model import CausalLM
 
@@ -46,6 +47,9 @@ MECHANISMS = {
     "short convolution": r"\w+_conv1d",
     "rotary embedding": r"rope_theta|rotation",
     "norms of q and k": r"[qk]_norm",
+    "attention sink": "attn_sink",
+    "sliding window": "sliding_window",
+    "compressed entries": "compressor|indexer",
     "experts per token": "top_k",
     "routing bias": "expert_bias",
     "shared expert": "shared_experts",
@@ -153,6 +157,54 @@ def no_rope(model: CausalLM, layers: Layers = None) -> CausalLM:
 def no_qk_norm(model: CausalLM, layers: Layers = None) -> CausalLM:
     """Queries and keys of grouped-query attention as the projections give them, without Qwen3's norms per head."""
     return _cut(model, "norms of q and k", layers, False, **{MECHANISMS["norms of q and k"]: None})
+
+
+def no_sink(model: CausalLM, layers: Layers = None) -> CausalLM:
+    """No attention sink in DeepSeek-V4: a query's weights sum to 1 over the entries that it sees."""
+    return _cut(model, "attention sink", layers, False, attn_sink=None)
+
+
+def window_only(model: CausalLM, layers: Layers = None) -> CausalLM:
+    """No compressed entries in DeepSeek-V4: a query sees its sliding window alone."""
+    return _cut(model, "compressed entries", layers, False, **{MECHANISMS["compressed entries"]: None})
+
+
+def compressed_only(model: CausalLM, layers: Layers = None) -> CausalLM:
+    """No sliding window in DeepSeek-V4: a query sees compressed entries alone, and of an incomplete one nothing.
+
+    Without `layers`, in those that have compressed entries.
+    """
+    having_both = sorted(having(model, "compressed entries", uncut=True))
+    return _cut(model, "sliding window", having_both if layers is None else layers, None, sliding_window=None)
+
+
+def one_stream(model: CausalLM) -> CausalLM:
+    """One residual stream instead of DeepSeek-V4's several: h = x + f(norm(x)) in each sublayer, as in other models."""
+    return _reconnected(model, lambda connection: None, None)
+
+
+def sinkhorn_iterations(model: CausalLM, iterations: int) -> CausalLM:
+    """So many iterations in each hyper-connection; after fewer, the matrices are less doubly stochastic.
+
+    At least 1, which divides the columns by their sums once.
+    """
+    if iterations < 1:
+        raise ValueError(f"iterations is {iterations}, expected at least 1")
+    return _reconnected(model, lambda own: dataclasses.replace(own, iterations=iterations), model.model.hc_head)
+
+
+def _reconnected(
+    model: CausalLM, change: Callable[[HyperConnection], HyperConnection | None], head: HyperHead | None
+) -> CausalLM:
+    """The model with other hyper-connections in every layer, and this head of the streams."""
+    if model.model.hc_head is None:
+        raise ValueError("this model has one residual stream: there are no hyper-connections that could be cut")
+
+    def connections(model: CausalLM) -> list[Any]:
+        return [model.model.hc_head, *(own for layer in model.model.layers for own in (layer.attn_hc, layer.ffn_hc))]
+
+    new = [head, *(change(own) for own in connections(model)[1:])]
+    return eqx.tree_at(connections, model, new, is_leaf=lambda node: node is None)
 
 
 def no_attention(model: CausalLM, layers: Sequence[int]) -> CausalLM:

@@ -106,6 +106,12 @@ def ablations(model: CausalLM, suite: Suite = "all") -> list[Ablation]:
         add(f"{kind}: no RoPE", "memory", "rope(x) → x", rotated, ablate.no_rope)
     for kind, normed in having("norms of q and k").items():
         add(f"{kind}: no norms of q and k", "memory", "RMSNorm(q), RMSNorm(k) → q, k", normed, ablate.no_qk_norm)
+    for kind, sunk in having("attention sink").items():
+        add(f"{kind}: no attention sink", "memory", "softmax([q·e …, sink]) → softmax([q·e …])", sunk, ablate.no_sink)
+    for kind, compressed in having("compressed entries").items():
+        add(f"{kind}: window only", "memory", "e over the last tokens", compressed, ablate.window_only)
+        windowed = [i for i in compressed if compressed[i].sliding_window is not None]
+        add(f"{kind}: compressed only", "memory", "e over compressed entries", windowed, ablate.compressed_only)
     for i, layer in ablate.having(model, "attention", uncut=True).items():
         add(f"layer {i}: no {type(layer.attention).__name__}", "layers", "h = x", [i], ablate.no_attention)
 

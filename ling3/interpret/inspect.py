@@ -246,7 +246,7 @@ def _schedule(model: CausalLM) -> Table:
 
 
 def _attention(layer: DecoderLayer) -> str:
-    return "NONE" if layer.attention is None else type(layer.attention).__name__
+    return "NONE" if layer.attention is None else getattr(layer.attention, "kind", type(layer.attention).__name__)
 
 
 def _sparse(layer: DecoderLayer) -> bool:

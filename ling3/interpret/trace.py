@@ -59,8 +59,10 @@ class LayerTrace(eqx.Module):
     moe: MoETrace | None
     attention_norm: Float[Array, "batch seq"]  # of what the attention adds
     mlp_norm: Float[Array, "batch seq"]  # of what the feed-forward adds
-    residual_norm: Float[Array, "batch seq"]  # of the stream after the layer
-    logits: Float32[Array, "batch seq vocab"] | None  # the logit lens: lm_head(norm(stream after the layer))
+    residual_norm: Float[Array, "batch seq"]  # of the stream after the layer, or of all of them together
+    logits: (
+        Float32[Array, "batch seq vocab"] | None
+    )  # the logit lens: what the head makes of the stream after the layer
 
 
 class Trace(eqx.Module):
@@ -106,7 +108,7 @@ def trace(model: CausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool 
     for i, layer in enumerate(model.model.layers):
         own = seen.of(f"layers.{i}")
         attended = own.get("attended", jnp.zeros_like(own["added"]))
-        lens = model.logits(model.model.norm(own["residual"])) if logit_lens else None
+        lens = model.logits(model.model.normed(own["residual"])) if logit_lens else None
         layers.append(
             LayerTrace(
                 attention=_attention(layer.attention, seen.of(f"layers.{i}.attention")),
@@ -178,5 +180,5 @@ def _causal(seq: int) -> Bool[Array, "seq seq"]:
     return jnp.tril(jnp.ones((seq, seq), bool))
 
 
-def _norm(x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq"]:
-    return jnp.linalg.norm(x.astype(wide(x.dtype)), axis=-1)
+def _norm(x: Float[Array, "batch seq *streams hidden"]) -> Float[Array, "batch seq"]:
+    return jnp.linalg.norm(x.astype(wide(x.dtype)).reshape(*x.shape[:2], -1), axis=-1)

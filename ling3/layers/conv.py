@@ -9,6 +9,7 @@ from ling3.cache import Span
 from ling3.layers.linear import normal
 from ling3.layers.scope import scoped
 from ling3.ops.precision import wide
+from ling3.ops.tails import continued
 
 
 class ShortConv(eqx.Module):
@@ -38,9 +39,8 @@ class ShortConv(eqx.Module):
     ]:
         """The outputs in float32 (or wider), and the tail after each row's last valid token in the dtype it came in."""
         seq, taps = x.shape[1], self.weight.shape[1]
-        inputs = jnp.concatenate([tail, x.astype(tail.dtype)], axis=1)
+        inputs, tail = continued(tail, x, span.length)
         dtype = wide(x.dtype)
         weight = self.weight.astype(dtype)
         y = sum(inputs[:, j : j + seq].astype(dtype) * weight[None, None, :, j] for j in range(taps))
-        last = span.length[:, None] + jnp.arange(taps - 1, dtype=jnp.int32)[None]
-        return jax.nn.silu(y), jnp.take_along_axis(inputs, last[..., None], axis=1)
+        return jax.nn.silu(y), tail

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Float, Int, Int32, PRNGKeyArray
 
 from ling3.cache import Span
 from ling3.execution import PLAIN, Execution
@@ -16,8 +16,8 @@ from ling3.layers.mlp import MLP
 from ling3.layers.scope import scoped
 from ling3.ops.precision import Wide, wide
 
-RouterScores = Literal["sigmoid", "softmax"]
-"""What an expert's score is: its own sigmoid, or its share in the softmax over all experts."""
+RouterScores = Literal["sigmoid", "softmax", "sqrtsoftplus"]
+"""What an expert's score is: its own sigmoid or sqrt(softplus), or its share in the softmax over all experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +40,28 @@ class MoEConfig:
     limit: float = 0.0
     """The routed experts' clamp; 0 for none."""
     shared_limit: float = 0.0
+    limit_first: bool = False
+    """True if the clamp comes before silu."""
+    hashed: int | None = None
+    """Token ids of a layer that looks its experts up by them; None for one that chooses them by their scores."""
 
 
 class Router(eqx.Module):
     """Bias-balanced grouped top-k routing (DeepSeek-V3, arXiv 2412.19437, §2.1.2), all of it in float32.
 
-        s = sigmoid(x Wᵀ), or softmax(x Wᵀ);   c = s + expert_bias                    c chooses, s weighs
+        s = sigmoid(x Wᵀ), softmax(x Wᵀ) or sqrt(softplus(x Wᵀ));   c = s + expert_bias         c chooses, s weighs
         group score = sum of the two best c of a group;  the best `topk_group` groups stay, the others' c become -inf
         chosen = the top_k best c;   weights = s[chosen] / (Σ s[chosen] + 1e-20) · scaling
 
     Groups are struck out with -inf and not 0: c can be negative. Ties go to the lower index. No bias means c = s.
+
+    With `tid2eid` the experts are chosen by token id instead, and the scores only weigh them (DeepSeek-V4's first
+    layers, after Hash Layers, arXiv 2106.04426).
     """
 
     weight: Float[Array, "experts hidden"]
     expert_bias: Float[Array, " experts"] | None
+    tid2eid: Int32[Array, "vocab top_k"] | None
     top_k: int = eqx.field(static=True)
     groups: int = eqx.field(static=True)
     top_groups: int = eqx.field(static=True)
@@ -65,10 +73,15 @@ class Router(eqx.Module):
 
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray) -> "Router":
-        """Random weights and no bias, float32."""
+        """Random weights and no bias, float32; a table has different random experts for each token id."""
+        table = None
+        if config.hashed is not None:
+            draws = jax.random.uniform(jax.random.fold_in(key, 1), (config.hashed, config.experts))
+            table = lax.top_k(draws, config.top_k)[1].astype(jnp.int32)
         return Router(
             weight=normal(key, (config.experts, config.hidden), jnp.float32, config.std),
-            expert_bias=jnp.zeros(config.experts, jnp.float32) if config.expert_bias else None,
+            expert_bias=jnp.zeros(config.experts, jnp.float32) if config.expert_bias and table is None else None,
+            tid2eid=table,
             top_k=config.top_k,
             groups=config.groups,
             top_groups=config.top_groups,
@@ -79,26 +92,31 @@ class Router(eqx.Module):
 
     @scoped
     def __call__(
-        self, x: Float[Array, "tokens hidden"]
+        self, x: Float[Array, "tokens hidden"], ids: Int[Array, " tokens"] | None = None
     ) -> tuple[Int32[Array, "tokens {self.top_k}"], Wide[Array, "tokens {self.top_k}"]]:
-        """The experts chosen for each token, best first, and their weights."""
+        """The experts chosen for each token, best first, and their weights. A table needs the token `ids`."""
         scores = self.scores(x)
+        chosen = self._best(scores) if self.tid2eid is None else self.tid2eid[ids][:, : self.top_k]
+        weights = jnp.take_along_axis(scores, chosen, axis=1)
+        if self.normalize:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return chosen, weights * self.scaling
+
+    def _best(self, scores: Wide[Array, "tokens experts"]) -> Int32[Array, "tokens {self.top_k}"]:
         choice = scores if self.expert_bias is None else scores + self.expert_bias.astype(scores.dtype)[None]
         grouped = choice.reshape(choice.shape[0], self.groups, -1)
         best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
         _, kept = lax.top_k(best, self.top_groups)
         keep = jnp.any(kept[:, :, None] == jnp.arange(self.groups, dtype=kept.dtype)[None, None], axis=1)
         grouped = jnp.where(keep[..., None], grouped, -jnp.inf)
-        _, chosen = lax.top_k(grouped.reshape(choice.shape), self.top_k)
-        weights = jnp.take_along_axis(scores, chosen, axis=1)
-        if self.normalize:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return chosen, weights * self.scaling
+        return lax.top_k(grouped.reshape(choice.shape), self.top_k)[1]
 
     def scores(self, x: Float[Array, "tokens hidden"]) -> Wide[Array, "tokens experts"]:
-        """s = sigmoid(x Wᵀ), or softmax(x Wᵀ), in float32 or wider: each expert's own affinity, before any bias."""
+        """s = sigmoid(x Wᵀ), or another law of x Wᵀ, in float32 or wider: each expert's affinity, before any bias."""
         dtype = wide(x.dtype)
         logits = jnp.matmul(x.astype(dtype), self.weight.astype(dtype).T, precision=lax.Precision.HIGHEST)
+        if self.law == "sqrtsoftplus":
+            return jnp.sqrt(jax.nn.softplus(logits))
         return jax.nn.softmax(logits, axis=-1) if self.law == "softmax" else jax.nn.sigmoid(logits)
 
 
@@ -113,6 +131,7 @@ class Experts(eqx.Module):
     up_proj: Matrix  # [experts, intermediate, hidden]
     down_proj: Matrix  # [experts, hidden, intermediate]
     limit: float = eqx.field(static=True)
+    limit_first: bool = eqx.field(static=True, default=False)
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
@@ -125,7 +144,9 @@ class Experts(eqx.Module):
             return Linear.init(*(sizes[axis] for axis in axes), key=own, dtype=dtype, std=config.std, axes=axes)
 
         inward, outward = ("experts", "intermediate", "hidden"), ("experts", "hidden", "intermediate")
-        return Experts(stack(gate, *inward), stack(up, *inward), stack(down, *outward), config.limit)
+        return Experts(
+            stack(gate, *inward), stack(up, *inward), stack(down, *outward), config.limit, config.limit_first
+        )
 
     @property
     def count(self) -> int:
@@ -142,7 +163,7 @@ class Experts(eqx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Σ_j weights_j · expert_{chosen_j}(x) in float32 or wider, summed in top-k order."""
         matrices = (matrix.operand for matrix in (self.gate_proj, self.up_proj, self.down_proj))
-        return execution.experts(x, chosen, weights, *matrices, self.limit, execution.lowering)
+        return execution.experts(x, chosen, weights, *matrices, self.limit, execution.lowering, self.limit_first)
 
 
 class MoE(eqx.Module):
@@ -161,15 +182,15 @@ class MoE(eqx.Module):
         gate, experts, own = jax.random.split(key, 3)
         shared = None
         if config.shared:
-            sizes, limit = (config.hidden, config.shared), config.shared_limit
-            shared = MLP.init(*sizes, key=own, dtype=dtype, std=config.std, limit=limit)
+            limits = {"limit": config.shared_limit, "limit_first": config.limit_first}
+            shared = MLP.init(config.hidden, config.shared, key=own, dtype=dtype, std=config.std, **limits)
         return MoE(Router.init(config, key=gate), Experts.init(config, key=experts, dtype=dtype), shared)
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """Each token through its own experts and the shared one; no expert is read for padding."""
         batch, seq = x.shape[:2]
         tokens = x.reshape(batch * seq, -1)
-        chosen, weights = self.gate(tokens)
+        chosen, weights = self.gate(tokens, None if span.tokens is None else span.tokens.reshape(-1))
         span.recorder(x=tokens, chosen=chosen, weights=weights)
         chosen = jnp.where(span.valid(seq).reshape(-1, 1), chosen, self.experts.count)
         y = self.experts(tokens, chosen, weights, span.execution).astype(x.dtype).reshape(x.shape)

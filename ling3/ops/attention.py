@@ -104,7 +104,7 @@ def block_attention(
         block = lax.dynamic_slice_in_dim(entries, i * BLOCK, BLOCK, axis=1)
         return _attend(carry, q, row_positions, block, i * BLOCK, length, expansion, window)
 
-    return _finish(lax.fori_loop(0, entries.shape[1] // BLOCK, step, _empty(q, expansion)))
+    return finish(lax.fori_loop(0, entries.shape[1] // BLOCK, step, _empty(q, expansion)))
 
 
 def paged_attention(
@@ -137,7 +137,7 @@ def paged_attention(
             block = pages.at[lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False)].get(mode="clip")
             return _attend(carry, q, row_positions, block, i * page_size, length, expansion, window)
 
-        return _finish(lax.fori_loop(0, jnp.max(used), together, _empty(q, expansion)))
+        return finish(lax.fori_loop(0, jnp.max(used), together, _empty(q, expansion)))
 
     order = jnp.argsort(used, descending=True, stable=True)
     spare = -batch % GROUP
@@ -161,7 +161,7 @@ def paged_attention(
         own = _attend((top, total, sums), *rows, expansion, window)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(carry, own, strict=True))
 
-    o = _finish(lax.fori_loop(0, turn_ends[-1], turn, _empty(q, expansion)))
+    o = finish(lax.fori_loop(0, turn_ends[-1], turn, _empty(q, expansion)))
     return o[jnp.argsort(order)]
 
 
@@ -232,8 +232,6 @@ def _attend(
     window: int | None,
 ) -> Carry:
     """The running softmax after one more block of positions, from `first` on."""
-    top, total, sums = carry
-    dtype = top.dtype
     positions = first + jnp.arange(block.shape[1], dtype=jnp.int32)
     # Entries that were never written, or whose page was freed, may be NaN, and 0 · NaN is NaN.
     used = positions[None] < length[:, None]
@@ -247,6 +245,22 @@ def _attend(
         k = v = entries.astype(q.dtype)[:, None]
     else:
         k, v = expansion.keys_and_values(entries, q.dtype)
+    return accumulate(carry, q, k, v, allowed)
+
+
+def accumulate(
+    carry: Carry,
+    q: Float[Array, "batch heads rows width"],
+    k: Float[Array, "batch heads positions width"],
+    v: Float[Array, "batch heads positions value"],
+    allowed: Bool[Array, "batch rows positions"],
+) -> Carry:
+    """The running softmax after some more keys and values, of which each row sees those `allowed` to it.
+
+    Keys and values that no row is allowed to see are finite: 0 · NaN is NaN.
+    """
+    top, total, sums = carry
+    dtype = top.dtype
     scores = jnp.einsum("bhrw,bhpw->bhrp", q, k, precision=exact(q.dtype), preferred_element_type=dtype)
     scores = jnp.where(jnp.broadcast_to(allowed[:, None], scores.shape), scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
@@ -259,6 +273,7 @@ def _attend(
     return new_top, total, rescale[..., None] * sums + products
 
 
-def _finish(carry: Carry) -> Wide[Array, "batch heads rows value"]:
+def finish(carry: Carry) -> Wide[Array, "batch heads rows value"]:
+    """The softmax's weighted sum of values."""
     _, total, sums = carry
     return sums / jnp.maximum(total, jnp.finfo(total.dtype).tiny)[..., None]

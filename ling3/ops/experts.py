@@ -4,7 +4,8 @@
 `block_experts` sorts the rows by expert and runs only the experts that were chosen, each on its own rows; its gradient
 is that of the dense form. On a CPU with a C++ compiler a kernel (`experts_cpu`) takes its place where it is faster.
 A row goes through `down(silu(gate x) · up x)`, or with a limit L > 0 through
-`down(min(silu(gate x), L) · clip(up x, -L, L))` (Ling-3.0-flash).
+`down(min(silu(gate x), L) · clip(up x, -L, L))` (Ling-3.0-flash), where the limit comes first through
+`down(silu(min(gate x, L)) · clip(up x, -L, L))` (DeepSeek-V4).
 """
 
 import functools
@@ -29,13 +30,19 @@ ROUNDS_ROWS = 32
 
 
 def swiglu(
-    gate: Float[Array, "*batch intermediate"], up: Float[Array, "*batch intermediate"], limit: float
+    gate: Float[Array, "*batch intermediate"],
+    up: Float[Array, "*batch intermediate"],
+    limit: float,
+    limit_first: bool = False,
 ) -> Float[Array, "*batch intermediate"]:
-    """silu(gate) · up; with `limit` > 0 the first factor is capped at it and the second clipped to ±limit."""
-    gate = jax.nn.silu(gate)
+    """silu(gate) · up; with `limit` > 0 the first factor is capped at it and the second clipped to ±limit.
+
+    With `limit_first` it is `gate` that is capped, and not its silu.
+    """
     if limit > 0:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * up
+        up = jnp.clip(up, -limit, limit)
+        return (jax.nn.silu(jnp.minimum(gate, limit)) if limit_first else jnp.minimum(jax.nn.silu(gate), limit)) * up
+    return jax.nn.silu(gate) * up
 
 
 def dense_experts(
@@ -47,6 +54,7 @@ def dense_experts(
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
     lowering: Lowering = XLA,
+    limit_first: bool = False,
 ) -> Float[Array, "tokens hidden"]:
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), in float32 or wider, every expert computed for every token."""
     dtype = wide(x.dtype)
@@ -55,7 +63,7 @@ def dense_experts(
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
     stacks = (w.reshape(experts * intermediate, -1) for w in (gate_proj, up_proj))
     gate, up = (matmul_transposed(x, w, lowering).astype(dtype) for w in stacks)
-    hidden = swiglu(gate, up, limit).reshape(-1, experts, intermediate) * share[..., None]
+    hidden = swiglu(gate, up, limit, limit_first).reshape(-1, experts, intermediate) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
     hidden = hidden.reshape(x.shape[0], -1).astype(x.dtype)
     return jnp.matmul(hidden, down, precision=exact(x.dtype), preferred_element_type=dtype)
@@ -64,25 +72,25 @@ def dense_experts(
 def _differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """A faster form of `dense_experts`, with the gradient of `dense_experts`."""
 
-    def forward(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering):
-        y = form(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
+    def forward(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
+        y = form(x, chosen, weights, gate_proj, up_proj, down_proj, *statics)
         return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
 
-    def backward(limit, lowering, inputs, dy):
+    def backward(limit, lowering, limit_first, inputs, dy):
         x, chosen, *rest = inputs
 
         def dense(x, weights, gate_proj, up_proj, down_proj):
-            return dense_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
+            return dense_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first)
 
         dx, *rest = jax.vjp(dense, x, *rest)[1](dy)
         return dx, None, *rest
 
-    differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7))
+    differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7, 8))
     differentiable.defvjp(forward, backward)
 
     @functools.wraps(form)
-    def with_defaults(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering=XLA):
-        return differentiable(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
+    def with_defaults(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering=XLA, limit_first=False):
+        return differentiable(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first)
 
     return with_defaults
 
@@ -97,6 +105,7 @@ def block_experts(
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
     lowering: Lowering = XLA,
+    limit_first: bool = False,
 ) -> Float[Array, "tokens hidden"]:
     """The same function at the cost of the chosen experts alone, in float32 or wider.
 
@@ -117,7 +126,7 @@ def block_experts(
     def expert(rows, gate, up, down):
         taken = x.at[rows // top_k].get(mode="clip")
         gate, up = (matmul_transposed(taken, w, lowering) for w in (gate, up))
-        return matmul_transposed(swiglu(gate, up, limit).astype(x.dtype), down, lowering).astype(dtype)
+        return matmul_transposed(swiglu(gate, up, limit, limit_first).astype(x.dtype), down, lowering).astype(dtype)
 
     def by_blocks(out):
         ends = jnp.cumsum(blocks)
@@ -165,12 +174,13 @@ def native_experts(
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
     lowering: Lowering = XLA,
+    limit_first: bool = False,
 ) -> Float[Array, "tokens hidden"]:
     """The same by the kernel for CPUs, where it is the faster one."""
     if not experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
-        return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering)
+        return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first)
     groups = Groups.of(chosen, gate_proj.shape[0])
-    return _weighted(weights, experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit))
+    return _weighted(weights, experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first))
 
 
 def _weighted(

@@ -18,18 +18,25 @@ struct Groups {
   const int32_t *order, *starts, *counts;
 };
 
-inline float swiglu(float gate, float up, float limit) {
+struct Limit {
+  float value;
+  bool first;  // before silu
+};
+
+inline float swiglu(float gate, float up, Limit limit) {
+  const float most = limit.value;
+  if (most > 0 && limit.first) gate = gate > most ? most : gate;
   gate = gate / (1 + std::exp(-gate));
-  if (limit > 0) {
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : (up < -limit ? -limit : up);
+  if (most > 0) {
+    gate = gate > most ? most : gate;  // silu(most) < most: nothing more where the limit came first
+    up = up > most ? most : (up < -most ? -most : up);
   }
   return gate * up;
 }
 
 template <class T>
 void run(ffi::ThreadPool& pool, const Sizes& sizes, const Groups& groups, const T* x, const T* gate, const T* up,
-         const T* down, float limit, float* out, T* between) {
+         const T* down, Limit limit, float* out, T* between) {
   const int64_t intermediate = sizes.intermediate, hidden = sizes.hidden;
   std::vector<int64_t> busy;
   int64_t rows = 0;
@@ -75,7 +82,7 @@ void run(ffi::ThreadPool& pool, const Sizes& sizes, const Groups& groups, const 
 
 ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> starts,
                    ffi::Buffer<ffi::S32> counts, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
-                   float limit, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> between) {
+                   float limit, bool limit_first, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> between) {
   for (ffi::AnyBuffer* weight : {&gate, &up, &down}) {
     if (weight->element_type() != x.element_type()) return ffi::Error::InvalidArgument("x and weights differ in dtype");
   }
@@ -86,7 +93,7 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
   auto run_as = [&](auto type) {
     using T = decltype(type);
     auto at = [](ffi::AnyBuffer& buffer) { return static_cast<T*>(buffer.untyped_data()); };
-    run<T>(pool, sizes, groups, at(x), at(gate), at(up), at(down), limit, out->typed_data(), at(*between));
+    run<T>(pool, sizes, groups, at(x), at(gate), at(up), at(down), Limit{limit, limit_first}, out->typed_data(), at(*between));
   };
   if (x.element_type() == ffi::BF16) {
     run_as(BFloat16{});
@@ -112,5 +119,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(experts, Experts,
                                   .Arg<Any>()  // up
                                   .Arg<Any>()  // down
                                   .Attr<float>("limit")
+                                  .Attr<bool>("limit_first")
                                   .Ret<ffi::Buffer<ffi::F32>>()  // out
                                   .Ret<Any>());                  // between

@@ -48,11 +48,12 @@ def expert_rows(
     up_proj: Float[Array, "experts intermediate hidden"],
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
+    limit_first: bool,
 ) -> Float32[Array, "rows hidden"]:
     """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert, where it `suits`; zeros for no expert.
 
     `order` has the rows sorted by expert, rows without one last; expert e has `counts[e]` rows from `starts[e]` on.
-    swiglu is that of `experts`, with its `limit`. Sums are in float32; between the two products a row has x's dtype. A
+    swiglu is that of `experts`, with its limits. Sums are in float32; between the two products a row has x's dtype. A
     row's bits depend only on its own values and its expert's weights.
     """
     name = native.target(SOURCE, "experts")
@@ -62,4 +63,5 @@ def expert_rows(
         jax.ShapeDtypeStruct((order.shape[0], gate_proj.shape[1]), x.dtype),
     )
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
-    return call(x, order, starts, counts, gate_proj, up_proj, down_proj, limit=np.float32(limit))[0]
+    limits = {"limit": np.float32(limit), "limit_first": limit_first}
+    return call(x, order, starts, counts, gate_proj, up_proj, down_proj, **limits)[0]

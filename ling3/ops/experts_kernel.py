@@ -30,6 +30,7 @@ def grouped_experts(
     down_proj: Float[Array, "experts hidden intermediate"],
     limit: float,
     lowering: Lowering = XLA,
+    limit_first: bool = False,
     *,
     interpret: bool = False,
 ) -> Float[Array, "tokens hidden"]:
@@ -51,7 +52,7 @@ def grouped_experts(
     laid = jnp.zeros((owner.shape[0] * ROWS, hidden), x.dtype)
     laid = laid.at[place].set(jnp.repeat(x, top_k, axis=0), mode="drop")
     call = functools.partial(_over_blocks, owner, interpret=interpret)
-    inner = call(functools.partial(_gate_and_up, limit), laid, (gate_proj, up_proj), x.dtype)
+    inner = call(functools.partial(_gate_and_up, limit, limit_first), laid, (gate_proj, up_proj), x.dtype)
     y = call(_down, inner, (down_proj,), dtype).at[place].get(mode="fill", fill_value=0)
     y = y.reshape(tokens, top_k, hidden) * weights.astype(dtype)[..., None]
     return functools.reduce(jnp.add, (y[:, j] for j in range(top_k)))
@@ -115,8 +116,8 @@ def _product(x, stack, expert, columns):
     return lax.fori_loop(0, x.shape[1] // INNER, step, jnp.zeros((ROWS, COLUMNS), dtype))
 
 
-def _gate_and_up(limit, gate, up):
-    return swiglu(gate, up, limit)
+def _gate_and_up(limit, limit_first, gate, up):
+    return swiglu(gate, up, limit, limit_first)
 
 
 def _down(y):

@@ -11,7 +11,7 @@ router reports that difference as the gradient of its bias, and the optimizer tr
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Float, Int, Int32, PyTree
 
 from ling3.layers.moe import MoE, Router
 from ling3.model import CausalLM
@@ -23,10 +23,10 @@ class BalancedRouter(eqx.Module):
     router: Router
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"]
+        self, x: Float[Array, "tokens hidden"], ids: Int[Array, " tokens"] | None = None
     ) -> tuple[Int32[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
         """The experts chosen for each token, best first, and their weights."""
-        chosen, weights = self.router(x)
+        chosen, weights = self.router(x, ids)
         bias = self.router.expert_bias
         assert bias is not None, "`balanced` leaves a router without a bias as it is"
         return chosen, _report(weights, excess_load(chosen, bias.size), bias)

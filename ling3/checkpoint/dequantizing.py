@@ -1,0 +1,90 @@
+"""Weights stored in 8 or 4 bits with scales, as DeepSeek publishes them: what is where, and which numbers it means.
+
+    F8_E4M3 [out, in]          times the scale of its block of 128 × 128, [⌈out/128⌉, ⌈in/128⌉]
+    I8 [out, in/2]             two E2M1 numbers a byte, the even column in the low four bits,
+                               times the scale of 32 neighbours in a row, [out, in/32]
+
+The scales of `X.weight` are `X.scale` or `X.weight_scale_inv`, in F8_E8M0 (powers of two) or F32.
+"""
+
+import math
+from collections.abc import Container
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+
+BLOCK, GROUP = 128, 32
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The numbers of four bits, of which the highest is the sign."""
+QUANTIZED, SCALES = ("F8_E4M3", "I8"), ("F8_E8M0", "F32")
+"""The types of such weights, and those of their scales."""
+
+
+class Quantized(NamedTuple):
+    """A matrix [rows, columns] in one of the formats, and its scales: both are tensors of files."""
+
+    file: SafetensorsFile
+    name: str
+    scales_file: SafetensorsFile
+    scales: str
+    columns: int
+
+    @property
+    def packed(self) -> bool:
+        """True for four bits a number."""
+        return self.file.tensors[self.name].dtype == "I8"
+
+    def bytes(self, numbers: int) -> int:
+        """What so many numbers take in the file, without their scales."""
+        return numbers // 2 if self.packed else numbers
+
+    def read(self, first: int, rows: int) -> Float[np.ndarray, "{rows} {self.columns}"]:
+        """The numbers of some rows, float32. Raises CheckpointError if a file cannot be read."""
+        stored = np.empty((rows, self.bytes(self.columns)), np.int8)
+        self.file.read(self.name, first * stored.shape[1], stored.reshape(-1))
+        side = GROUP if self.packed else BLOCK
+        across, above = -(-self.columns // side), 1 if self.packed else BLOCK
+        begin = first // above
+        scales = np.empty((-(-(first + rows) // above) - begin, across), self._scales_dtype)
+        self.scales_file.read(self.scales, begin * across, scales.reshape(-1))
+        row = np.arange(first, first + rows) // above - begin
+        wide = np.repeat(scales.astype(np.float32), side, axis=1)[row, : self.columns]
+        return self._numbers(stored) * wide
+
+    def _numbers(self, stored: Shaped[np.ndarray, "rows bytes"]) -> Float[np.ndarray, "rows {self.columns}"]:
+        if not self.packed:
+            return stored.view(DTYPES["F8_E4M3"]).astype(np.float32)
+        codes = stored.view(np.uint8)
+        return np.stack([E2M1[codes & 15], E2M1[codes >> 4]], axis=-1).reshape(stored.shape[0], -1)
+
+    @property
+    def _scales_dtype(self) -> np.dtype:
+        return DTYPES[self.scales_file.tensors[self.scales].dtype]
+
+
+def scales_of(name: str, files: Container[str]) -> str | None:
+    """The name of a weight's scales, if `files` has them."""
+    stem = name.removesuffix(".weight")
+    names = (f"{stem}.scale", f"{stem}.weight_scale_inv", f"{name}_scale_inv")
+    return next((each for each in names if each in files and each != name), None)
+
+
+def misfit(shape: tuple[int, ...], stored: str, found: tuple[int, ...], scales: tuple[str, tuple[int, ...]]) -> str:
+    """What does not fit of a quantized tensor of type `stored` and shape `found`, and its `scales`; empty if it fits.
+
+    `shape` is that of the weight, and `scales` has the type and the shape of its scales.
+    """
+    if len(shape) != 2 or (stored == "I8" and shape[1] % GROUP):
+        return f"found {stored}; expected a matrix, in I8 with a multiple of {GROUP} columns"
+    packed = stored == "I8"
+    expected = (shape[0], shape[1] // 2) if packed else shape
+    if found != expected:
+        return f"found {list(found)} in {stored}; expected {list(expected)}"
+    blocks = (shape[0], shape[1] // GROUP) if packed else tuple(math.ceil(size / BLOCK) for size in shape)
+    dtype, size = scales
+    if dtype not in SCALES or size != blocks:
+        return f"scales: found {dtype}{list(size)}; expected {list(blocks)} of {' or '.join(SCALES)}"
+    return ""

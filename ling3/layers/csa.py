@@ -1,0 +1,388 @@
+"""DeepSeek-V4's attention: one head that is key and value, over a window and over compressed older tokens."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32, PRNGKeyArray
+
+from ling3.cache import Paged, Span
+from ling3.layers.linear import Linear, Matrix
+from ling3.layers.norm import RMSNorm
+from ling3.layers.rope import Rope
+from ling3.ops import compressed_attention as ops
+from ling3.ops.attention import finish
+from ling3.ops.precision import Wide, wide
+from ling3.ops.tails import continued
+
+
+@dataclasses.dataclass(frozen=True)
+class CSAConfig:
+    """What a `CSA` layer is made of. Every head has `head_dim` channels, of which RoPE turns the last."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    q_rank: int
+    groups: int
+    """Of heads, in the output projection."""
+    o_rank: int
+    """Channels of a group's output."""
+    window: int | None
+    """Tokens that a query attends to one by one, its own among them; None for none."""
+    eps: float
+    std: float
+    """Standard deviation of random matrices."""
+    rope: Rope
+    ratio: int | None = None
+    """Tokens of a compressed entry; None for attention to the window alone."""
+    overlaps: bool = False
+    """True if an entry is made of its own tokens and of the `ratio` tokens before them."""
+    index_heads: int = 0
+    """Of the indexer that chooses entries; 0 for attention to all of them."""
+    index_dim: int = 0
+    index_top: int = 0
+    """Entries that it chooses for a query."""
+    sink: bool = True
+
+
+class CompressorState(eqx.Module):
+    """A compressor's memory: what its last tokens give to entries that are not complete, and the complete ones."""
+
+    tail: Float[Array, "batch tail channels"]  # [kv | gate] of the tokens that the next entry may need, float32
+    entries: Paged
+
+
+class Compressor(eqx.Module):
+    """One entry for every `ratio` tokens m: attention without a query, in which each channel has its own weights.
+
+        kv, s = kv_proj(x), gate_proj(x)                  [width], or two of these where entries overlap
+        entry_w = rope(RMSNorm(Σ softmax(s + position_bias) · kv), w·m)      over the slots of the entry, per channel
+
+    The slots are the block's tokens w·m … w·m + m - 1. Where entries overlap they are 2m: the first half of the
+    channels of the m tokens before the block, then the second half of the block's own; before the first block there are
+    none. `position_bias` is added by a token's place in its block. Everything up to the norm is float32 or wider.
+    """
+
+    wkv: Matrix  # [copies·width, hidden], with two copies where entries overlap, else one
+    wgate: Matrix  # [copies·width, hidden]
+    norm: RMSNorm
+    ape: Float[Array, "ratio channels"]  # copies·width
+    rotation: Rope = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: CSAConfig, width: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Compressor":
+        """Random weights, and position biases of 0."""
+        assert config.ratio is not None
+        channels = (1 + config.overlaps) * width
+        wkv, wgate = (
+            Linear.init(channels, config.hidden, key=own, dtype=dtype, std=config.std, axes=("channels", "hidden"))
+            for own in jax.random.split(key)
+        )
+        ape = jnp.zeros((config.ratio, channels), jnp.float32)
+        return Compressor(wkv, wgate, RMSNorm.init(width, config.eps), ape, config.rope)
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of an entry."""
+        return self.ape.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Channels of an entry."""
+        return self.norm.weight.shape[0]
+
+    @property
+    def copies(self) -> int:
+        """2 where entries overlap, else 1."""
+        return self.ape.shape[1] // self.width
+
+    @property
+    def tail(self) -> int:
+        """Tokens that the next entry may need besides the newest one."""
+        return self.copies * self.ratio - 1
+
+    def empty_tail(self, slots: int, dtype: DTypeLike) -> Float[Array, "slots {self.tail} {2*self.ape.shape[1]}"]:
+        """Zeros."""
+        return jnp.zeros((slots, self.tail, 2 * self.ape.shape[1]), wide(dtype))
+
+    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> CompressorState:
+        """The memory before the first token."""
+        entries = Paged.empty(pages, page_size, (self.width,), dtype, tokens=self.ratio)
+        return CompressorState(self.empty_tail(slots, dtype), entries)
+
+    def __call__(
+        self, x: Float[Array, "batch seq hidden"], state: CompressorState | None, span: Span
+    ) -> tuple[Float[Array, "batch completed {self.width}"], CompressorState | None]:
+        """The entries that the span completes, in the first columns of each row, and the memory after the span."""
+        sums = wide(x.dtype)
+        projected = [matrix(x, span.execution, sums) for matrix in (self.wkv, self.wgate)]
+        tail = self.empty_tail(x.shape[0], x.dtype) if state is None else state.tail
+        joined, tail = continued(tail, jnp.concatenate(projected, axis=-1), span.length)
+        new = self._completed(joined, span.start).astype(x.dtype)
+        return new, None if state is None else CompressorState(tail, state.entries.append(new, span))
+
+    def _completed(
+        self, joined: Float[Array, "batch tokens channels"], start: Int32[Array, " batch"]
+    ) -> Wide[Array, "batch completed {self.width}"]:
+        """As many as the tokens can complete, from the first that is not complete at `start`."""
+        ratio, copies, batch = self.ratio, self.copies, joined.shape[0]
+        count = -(-(joined.shape[1] - self.tail) // ratio)
+        entry = (start // ratio)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        slots = jnp.arange(copies * ratio, dtype=jnp.int32) - (copies - 1) * ratio
+        at = ratio * entry[..., None] + slots[None, None]  # their tokens' positions
+        columns = (at - start[:, None, None] + self.tail).reshape(batch, -1, 1)
+        taken = jnp.take_along_axis(joined, columns, axis=1, mode="clip")
+        split = {"n": count, "half": copies, "m": ratio, "two": 2, "part": copies}
+        taken = rearrange(taken, "b (n half m) (two part w) -> two half part b n m w", **split)
+        # Of an overlapping entry the first half of the slots has the first half of the channels.
+        kv, gate = (jnp.concatenate([y[i, i] for i in range(copies)], axis=2) for y in taken)
+        bias = rearrange(self.ape.astype(kv.dtype), "m (part w) -> 1 1 (part m) w", part=copies)
+        gate = jnp.where((at >= 0)[..., None], gate + bias, -jnp.inf)
+        summed = jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2)
+        return rotate_last(self.rotation, self.norm(summed)[:, :, None], ratio * entry)[:, :, 0]
+
+
+class Indexer(eqx.Module):
+    """Chooses the compressed entries that a query attends to, by keys of its own.
+
+    q = rope(wq_b(qa))  [heads, channels];   k_w = compressor(x);   a = weights_proj(x) · heads^-1/2
+    score(w) = Σ_h a_h · relu(q_h · k_w) · channels^-1/2            chosen: the `top` highest of the visible ones
+    """
+
+    wq_b: Matrix  # [heads·channels, q_rank]
+    weights_proj: Matrix  # [heads, hidden]
+    compressor: Compressor
+    top: int = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: CSAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Indexer":
+        """Random weights."""
+        first, second, third = jax.random.split(key, 3)
+        heads, inner = config.index_heads, config.index_heads * config.index_dim
+        options = {"dtype": dtype, "std": config.std}
+        return Indexer(
+            Linear.init(inner, config.q_rank, key=first, axes=("heads", "q_rank"), **options),
+            Linear.init(heads, config.hidden, key=second, axes=("heads", "hidden"), **options),
+            Compressor.init(config, config.index_dim, key=third, dtype=dtype),
+            config.index_top,
+        )
+
+    @property
+    def heads(self) -> int:
+        """How many there are."""
+        return self.weights_proj.out_features
+
+    def queries(
+        self,
+        x: Float[Array, "batch seq hidden"],
+        qa: Float[Array, "batch seq q_rank"],
+        positions: Int32[Array, "batch seq"],
+        span: Span,
+    ) -> tuple[Float[Array, "batch seq {self.heads} {self.compressor.width}"], Wide[Array, "batch seq {self.heads}"]]:
+        """The rotated queries and the weights of the heads, with both scales in the latter."""
+        q = rearrange(self.wq_b(qa, span.execution), "b s (h c) -> b s h c", h=self.heads)
+        weights = self.weights_proj(x, span.execution, wide(x.dtype))
+        scale = (self.heads * self.compressor.width) ** -0.5
+        return rotate_last(self.compressor.rotation, q, positions), weights * scale
+
+
+class CSAState(eqx.Module):
+    """One layer's memory: the last window - 1 tokens' entries, and those of the compressors."""
+
+    window: Float[Array, "batch tail channels"]
+    compressor: CompressorState | None
+    indexer: CompressorState | None
+
+
+class CSA(eqx.Module):
+    """Attention of many query heads to one key that is also the value (DeepSeek-V4).
+
+        qa = RMSNorm(wq_a x);   q = rope(rms(wq_b qa))  [heads, head_dim];   kv = rope(RMSNorm(wkv x))  [head_dim]
+        o = softmax([q·e / sqrt(head_dim) …, attn_sink]) e       over the entries e that a query sees; the sink's is 0
+        y = wo_b · concat_g(wo_a[g] · rope⁻¹(o)[heads of group g])
+
+    A query sees the `kv` of the last `sliding_window` tokens, and of what `compressor` makes of all tokens the entries
+    that are complete, or those of them that `indexer` chooses. RoPE turns the last channels of a head. As values are
+    turned like keys, the output is turned back by its own position, and depends on distances alone.
+    """
+
+    wq_a: Matrix  # [q_rank, hidden]
+    q_norm: RMSNorm
+    wq_b: Matrix  # [heads·head_dim, q_rank]
+    wkv: Matrix  # [head_dim, hidden]
+    kv_norm: RMSNorm
+    attn_sink: Float[Array, " heads"] | None
+    compressor: Compressor | None
+    indexer: Indexer | None
+    wo_a: Matrix  # [groups, o_rank, heads·head_dim / groups]
+    wo_b: Matrix  # [hidden, groups·o_rank]
+    sliding_window: int | None = eqx.field(static=True)
+    rotation: Rope = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: CSAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "CSA":
+        """Random weights, and sinks of 0."""
+        keys = iter(jax.random.split(key, 7))
+        inner, groups = config.heads * config.head_dim, config.groups
+
+        def linear(*sizes: int, axes: tuple[str, ...]) -> Linear:
+            return Linear.init(*sizes, key=next(keys), dtype=dtype, std=config.std, axes=axes)
+
+        compressor, indexer, own, chooser = None, None, next(keys), next(keys)
+        if config.ratio is not None:
+            compressor = Compressor.init(config, config.head_dim, key=own, dtype=dtype)
+            indexer = Indexer.init(config, key=chooser, dtype=dtype) if config.index_heads else None
+        return CSA(
+            wq_a=linear(config.q_rank, config.hidden, axes=("q_rank", "hidden")),
+            q_norm=RMSNorm.init(config.q_rank, config.eps),
+            wq_b=linear(inner, config.q_rank, axes=("heads", "q_rank")),
+            wkv=linear(config.head_dim, config.hidden, axes=("key", "hidden")),
+            kv_norm=RMSNorm.init(config.head_dim, config.eps),
+            attn_sink=jnp.zeros(config.heads, jnp.float32) if config.sink else None,
+            compressor=compressor,
+            indexer=indexer,
+            wo_a=linear(groups, config.o_rank, inner // groups, axes=("groups", "o_rank", "heads")),
+            wo_b=linear(config.hidden, groups * config.o_rank, axes=("hidden", "groups")),
+            sliding_window=config.window,
+            rotation=config.rope,
+        )
+
+    @property
+    def hidden(self) -> int:
+        """Channels of the residual stream."""
+        return self.wo_b.out_features
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.wkv.out_features
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.wq_b.out_features // self.head_dim
+
+    @property
+    def kind(self) -> str:
+        """What is beside the window: SWA has nothing, CSA the entries that an indexer chooses, HCA all entries."""
+        return "SWA" if self.compressor is None else "HCA" if self.indexer is None else "CSA"
+
+    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> CSAState:
+        """The memory before the first token."""
+        window = self._empty_window(slots, dtype)
+        parts = (self.compressor, None if self.indexer is None else self.indexer.compressor)
+        states = (None if part is None else part.empty_state(slots, pages, page_size, dtype) for part in parts)
+        return CSAState(window, *states)
+
+    def __call__(
+        self, x: Float[Array, "batch seq {self.hidden}"], state: CSAState | None, span: Span
+    ) -> tuple[Float[Array, "batch seq {self.hidden}"], CSAState | None]:
+        """The layer's output for each token, and its memory after the span.
+
+        Without a memory the span's tokens see each other alone, in a form that can be differentiated.
+        """
+        positions = span.positions(x.shape[1])
+        qa = self.q_norm(self.wq_a(x, span.execution))
+        q, kv = self.queries(qa, positions, span), self.entries(x, positions, span)
+        tail = self._empty_window(x.shape[0], x.dtype) if state is None else state.window
+        inputs, tail = continued(tail, kv, span.length)
+
+        sums = ops.sink(q, self.attn_sink)
+        if self.sliding_window is not None:
+            sums = ops.over_window(sums, q, inputs, span.start)
+        compressed = indexed = None
+        if self.compressor is not None:
+            new, compressed = self.compressor(x, None if state is None else state.compressor, span)
+            # Padding sees no entry that is not there.
+            known = jnp.minimum(positions + 1, (span.start + span.length)[:, None])
+            seen = known // self.compressor.ratio
+            chosen = None
+            if self.indexer is not None:
+                keys, indexed = self.indexer.compressor(x, None if state is None else state.indexer, span)
+                chosen = self._chosen(x, qa, positions, keys if indexed is None else indexed.entries, seen, span)
+            sums = _over_compressed(sums, q, new if compressed is None else compressed.entries, seen, chosen, span)
+        o = rearrange(finish(sums), "b 1 (s h) c -> b s h c", h=self.heads).astype(x.dtype)
+        o = rotate_last(self.rotation, o, -positions)
+        span.recorder(q=q, kv=kv, o=o)
+        return self.output(o, span), None if state is None else CSAState(tail, compressed, indexed)
+
+    def _empty_window(self, slots: int, dtype: DTypeLike) -> Float[Array, "slots tail {self.head_dim}"]:
+        return jnp.zeros((slots, (self.sliding_window or 1) - 1, self.head_dim), dtype)
+
+    def queries(
+        self, qa: Float[Array, "batch seq q_rank"], positions: Int32[Array, "batch seq"], span: Span
+    ) -> Float[Array, "batch seq {self.heads} {self.head_dim}"]:
+        """Normed per head without a weight and rotated, times the softmax scale head_dim^-0.5."""
+        q = rearrange(self.wq_b(qa, span.execution), "b s (h c) -> b s h c", h=self.heads).astype(wide(qa.dtype))
+        q = q * lax.rsqrt(jnp.mean(q * q, axis=-1, keepdims=True) + self.q_norm.eps)
+        return (rotate_last(self.rotation, q, positions) * self.head_dim**-0.5).astype(qa.dtype)
+
+    def entries(
+        self, x: Float[Array, "batch seq {self.hidden}"], positions: Int32[Array, "batch seq"], span: Span
+    ) -> Float[Array, "batch seq {self.head_dim}"]:
+        """Each token's key and value."""
+        kv = self.kv_norm(self.wkv(x, span.execution))
+        return rotate_last(self.rotation, kv[:, :, None], positions)[:, :, 0]
+
+    def output(
+        self, o: Float[Array, "batch seq {self.heads} {self.head_dim}"], span: Span
+    ) -> Float[Array, "batch seq {self.hidden}"]:
+        """Each group of heads through its own projection, then all of them together."""
+        groups, batch = self.wo_a.shape[0], o.shape[0]
+        rows = rearrange(o, "b s (g h) c -> g (b s) (h c)", g=groups)
+        y = self.wo_a.product(rows, span.execution).astype(o.dtype)
+        return self.wo_b(rearrange(y, "g (b s) r -> b s (g r)", b=batch), span.execution)
+
+    def _chosen(
+        self,
+        x: Float[Array, "batch seq {self.hidden}"],
+        qa: Float[Array, "batch seq q_rank"],
+        positions: Int32[Array, "batch seq"],
+        keys: Paged | Float[Array, "batch completed channels"],
+        seen: Int32[Array, "batch seq"],
+        span: Span,
+    ) -> Bool[Array, "batch seq entries"] | Int32[Array, "batch top_k"] | None:
+        """The entries for each token; for a single one over pages, their indices. None where nothing is left out."""
+        assert self.indexer is not None
+        q, weights = self.indexer.queries(x, qa, positions, span)
+        if not isinstance(keys, Paged):
+            scores = ops.index_scores(q, weights, keys, seen)
+        else:
+            assert span.table is not None, "a span over a paged array has a table"
+            if span.table.shape[1] * keys.entries.shape[1] <= self.indexer.top:
+                return None
+            scores = ops.index_scores_of_pages(q, weights, keys.entries, span.table, seen)
+        top = min(self.indexer.top, scores.shape[2])
+        span.recorder(index_scores=scores)
+        if isinstance(keys, Paged) and x.shape[1] == 1:
+            return lax.top_k(scores[:, 0], top)[1].astype(jnp.int32)
+        return ops.highest(scores, top)
+
+
+def _over_compressed(
+    sums: tuple[Array, Array, Array],
+    q: Float[Array, "batch seq heads channels"],
+    held: Paged | Float[Array, "batch completed channels"],
+    seen: Int32[Array, "batch seq"],
+    chosen: Bool[Array, "batch seq entries"] | Int32[Array, "batch top_k"] | None,
+    span: Span,
+) -> tuple[Array, Array, Array]:
+    """The softmax's sums after the compressed entries, in the form for where they are and how they were chosen."""
+    if not isinstance(held, Paged):
+        return ops.over_entries(sums, q, held, seen, chosen)
+    assert span.table is not None, "a span over a paged array has a table"
+    if chosen is None or chosen.dtype == bool:
+        return ops.over_pages(sums, q, held.entries, span.table, seen, chosen)
+    return ops.over_chosen(sums, q, held.entries, span.table, seen, chosen)
+
+
+def rotate_last(
+    rope: Rope, x: Float[Array, "batch seq heads channels"], positions: Int32[Array, "batch seq"]
+) -> Float[Array, "batch seq heads channels"]:
+    """The last channels of each head turned by its position, and the others as they are; -positions turns back."""
+    rest, last = jnp.split(x, [x.shape[-1] - 2 * len(rope.frequencies)], axis=-1)
+    return jnp.concatenate([rest, rope(last, positions)], axis=-1)
