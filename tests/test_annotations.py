@@ -115,6 +115,12 @@ def attention(module):
         form(numbers(BATCH, 2, 20), positions[:, :2], pages, table, length)
 
 
+def packed_kv(module):
+    module.unpack(module.pack(numbers(PAGE, 512)), PAGE)
+    module.unpack_index(module.pack_index(numbers(PAGE, 128)), PAGE)
+    module.hadamard(numbers(BATCH, SEQ, 128))
+
+
 def cache(module):
     own = module.Span(WHOLE.start, WHOLE.length, span(SEQ).table)
     own.positions(SEQ), own.valid(SEQ), module.Span.whole(BATCH, SEQ)
@@ -163,6 +169,7 @@ FILES = {
     "layers/gqa": gqa,
     "layers/moe": moe,
     "ops/attention": attention,
+    "ops/packed_kv": packed_kv,
     "cache": cache,
     "model": model,
     "engine/pool": pool,
