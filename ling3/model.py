@@ -1,6 +1,7 @@
 """A decoder, whole: the checkpoint's own tree of modules, and the one forward pass that every caller shares."""
 
 import dataclasses
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -28,7 +29,11 @@ class Mixer(Protocol):
         ...
 
     def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> State:
-        """Its memory before the first token: arrays with a row per slot, and `Paged` ones of so many pages."""
+        """Its memory before the first token: arrays with a row per slot, and `Paged` ones of so many pages.
+
+        Where an entry stands for several tokens, the tokens of a page are a multiple of them: `page_multiple`, which a
+        mixer of other entries need not have.
+        """
         ...
 
 
@@ -162,6 +167,11 @@ class CausalLM(eqx.Module):
         """What its matrices are computed in."""
         return self.model.word_embeddings.dtype
 
+    @property
+    def page_multiple(self) -> int:
+        """What the tokens of a page are a multiple of: as many as each compressed entry stands for."""
+        return math.lcm(*(getattr(mixer, "page_multiple", 1) for mixer in self.model.attentions))
+
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None) -> Cache:
         """An empty memory for `batch` rows of up to `max_length` tokens.
 
@@ -171,9 +181,10 @@ class CausalLM(eqx.Module):
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch is {batch} and max_length {max_length}, expected at least 1 of each")
         dtype = self.dtype if dtype is None else dtype
-        columns = -(-max_length // BLOCK)
+        page_size = math.lcm(BLOCK, self.page_multiple)
+        columns = -(-max_length // page_size)
         table = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
-        states = self.empty_states(batch, batch * columns, BLOCK, dtype)
+        states = self.empty_states(batch, batch * columns, page_size, dtype)
         return Cache(states, jnp.zeros(batch, jnp.int32), table)
 
     def empty_states(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> tuple[State, ...]:

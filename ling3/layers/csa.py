@@ -267,6 +267,11 @@ class CSA(eqx.Module):
         return self.wq_b.out_features // self.head_dim
 
     @property
+    def page_multiple(self) -> int:
+        """The tokens of a compressed entry, which the tokens of a page are a multiple of."""
+        return 1 if self.compressor is None else self.compressor.ratio
+
+    @property
     def kind(self) -> str:
         """What is beside the window: SWA has nothing, CSA the entries that an indexer chooses, HCA all entries."""
         return "SWA" if self.compressor is None else "HCA" if self.indexer is None else "CSA"

@@ -337,6 +337,7 @@ def test_any_split_of_a_prompt_is_the_whole(model, cut):
         np.testing.assert_allclose(logits[:, 0], model(tokens)[:, t], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_is_each_row_alone_and_padding_leaves_no_trace(model):
     tokens, lengths = ids(1, 3, 16), np.asarray([16, 0, 7], np.int32)
     batch, cache = model.step(tokens, model.init_cache(3, 64), lengths)
@@ -372,6 +373,7 @@ def test_nan_in_unused_memory_changes_nothing(model):
         assert np.all(np.isnan(other[1]))
 
 
+@pytest.mark.slow
 def test_no_token_sees_a_later_one_nor_an_entry_before_it_is_complete(model):
     """The gradient of each token's logits by the tokens after it is 0, and by a token of a complete entry it is not."""
     tokens = jnp.arange(3, 27, dtype=jnp.int32)[None]
@@ -387,6 +389,7 @@ def test_no_token_sees_a_later_one_nor_an_entry_before_it_is_complete(model):
         assert by_token[0] > 0  # through entries alone, from t = 7 on
 
 
+@pytest.mark.slow
 def test_it_generates_what_whole_sequences_say(model):
     asked = prompts(9, 2, 17)
     answers = ling3.generate(model, asked, max_tokens=8, ignore_eos=True)
@@ -418,6 +421,7 @@ def test_the_streams_are_mixed_by_nearly_doubly_stochastic_matrices():
     assert rows == sorted(rows, reverse=True) and rows[0] > 0.5 and rows[-1] < 1e-2
 
 
+@pytest.mark.slow
 def test_one_stream_is_a_plain_residual(model):
     """Of a model whose config has one stream, and of one from which the hyper-connections were cut."""
     single = ling3.init(DeepseekV4Config.from_dict(SMALL | {"hc_mult": 1}), key=jax.random.key(0))
@@ -441,6 +445,7 @@ def test_it_is_traced(model):
     np.testing.assert_array_equal(seen.moe[0].chosen[0], model.model.layers[0].mlp.gate.tid2eid[seen.tokens[0]])
 
 
+@pytest.mark.slow
 def test_its_mechanisms_are_cut(model):
     tokens = ids(6, 1, 17)
     names = {ablation.name for ablation in ablations(model)}

@@ -1,6 +1,7 @@
 """A random checkpoint for each thing that a family can do, as transformers saves it: small, and with logits near 1."""
 
 import dataclasses
+import math
 import pathlib
 
 import jax.numpy as jnp
@@ -121,8 +122,7 @@ def greedy_answers(theirs, ours, prompts, count=24):
             ids.append(int(logits_of(theirs, ids)[-1].argmax()))
         expected.append(ids[len(prompt) :])
     generated = ling3.generate(ours, prompts, max_tokens=count, ignore_eos=True)
-    engine = ling3.Engine(
-        ours, max_running_requests=2, num_pages=24, page_size=16, chunked_prefill_size=32, token_paddings=(32,)
-    )
+    sizes = {"page_size": math.lcm(16, ours.page_multiple), "chunked_prefill_size": 32, "token_paddings": (32,)}
+    engine = ling3.Engine(ours, max_running_requests=2, num_pages=24, **sizes)
     outputs = engine.generate(prompts, ling3.SamplingParams(max_tokens=count, ignore_eos=True))
     return expected, generated, [list(output.token_ids) for output in outputs]
