@@ -17,13 +17,18 @@ def case(tokens, experts, top_k, dtype=jnp.float32, hidden=8, intermediate=6, se
     return x, chosen, weights, gate, up, down
 
 
-def by_hand(x, chosen, weights, gate, up, down, limit, absolute=False):
-    """The sum, term by term; `absolute` takes the last product's terms without their signs."""
+def by_hand(x, chosen, weights, gate, up, down, limit, absolute=False, limit_first=False):
+    """The sum, term by term, without an index that is no expert's.
+
+    `absolute` takes the last product's terms without their signs.
+    """
     x, weights, gate, up, down = (np.asarray(a, np.float64) for a in (x, weights, gate, up, down))
     y = np.zeros_like(x)
     for t, experts in enumerate(np.asarray(chosen)):
         for j, e in enumerate(experts):
-            pre = gate[e] @ x[t]
+            if not 0 <= e < len(gate):
+                continue
+            pre = np.minimum(gate[e] @ x[t], limit) if limit_first else gate[e] @ x[t]
             g, u = pre / (1 + np.exp(-pre)), up[e] @ x[t]
             if limit > 0:
                 g, u = np.minimum(g, limit), np.clip(u, -limit, limit)

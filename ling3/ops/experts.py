@@ -69,7 +69,7 @@ def dense_experts(
     return jnp.matmul(hidden, down, precision=exact(x.dtype), preferred_element_type=dtype)
 
 
-def _differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """A faster form of `dense_experts`, with the gradient of `dense_experts`."""
 
     def forward(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
@@ -95,7 +95,7 @@ def _differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., ja
     return with_defaults
 
 
-@_differentiated_as_dense
+@differentiated_as_dense
 def block_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
@@ -164,7 +164,7 @@ def block_experts(
     return _weighted(weights, out)
 
 
-@_differentiated_as_dense
+@differentiated_as_dense
 def native_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],

@@ -33,6 +33,14 @@ def test_both_forms_are_the_sum_over_chosen_experts(tokens, experts, top_k, limi
     np.testing.assert_allclose(DENSE(*x, limit), expected, atol=3e-5)
 
 
+@pytest.mark.parametrize("form", [block_experts, dense_experts])
+def test_a_limit_that_comes_before_silu(form):
+    x = case(9, 4, 2)
+    y = form(*x, 0.5, limit_first=True)
+    np.testing.assert_allclose(y, by_hand(*x, 0.5, limit_first=True), atol=3e-5)
+    assert np.abs(np.asarray(y) - by_hand(*x, 0.5)).max() > 0.1
+
+
 @pytest.mark.parametrize("tokens", [1, 40, 1200])
 def test_one_expert_may_take_everything(tokens):
     x, chosen, *rest = case(tokens, 5, 2)

@@ -50,6 +50,12 @@ def test_it_is_the_sum_over_chosen_experts(tokens, experts, top_k, hidden, inter
     assert np.all(np.abs(np.asarray(KERNEL(*x, limit)) - expected) <= 3e-6 * terms.max() + 1e-6)
 
 
+def test_a_limit_that_comes_before_silu():
+    x = case(7, 4, 2, hidden=33, intermediate=67)
+    expected = by_hand(*x, 0.5, limit_first=True)
+    np.testing.assert_allclose(native_experts(*x, 0.5, limit_first=True), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 4])
 def test_bfloat16_weights_are_summed_in_float32(tokens):
     x, chosen, weights, *stacks = case(tokens, 8, 2, jnp.bfloat16, hidden=100, intermediate=70)

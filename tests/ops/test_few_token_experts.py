@@ -1,0 +1,50 @@
+"""The experts of few tokens are the experts; and when they take this form."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_cases import by_hand, case, check_gradients
+
+from ling3.ops.experts import block_experts
+from ling3.ops.few_token_experts import Serving, chosen_form, few_token_experts, takes_few_tokens
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("limits", [(0.0, False), (0.5, False), (0.5, True)])
+def test_both_forms_are_one_sum(dtype, limits):
+    """To rounding; where an index is no expert's, too."""
+    x, chosen, *rest = case(9, 4, 2, dtype)
+    holes = chosen.at[3, 0].set(-1).at[5].set(4)
+    few, grouped = (
+        jax.jit(functools.partial(form, limit=limits[0], limit_first=limits[1]))
+        for form in (few_token_experts, block_experts)
+    )
+    y = few(x, holes, *rest)
+    assert y.dtype == jnp.float32 and not np.any(np.asarray(y[5]))
+    np.testing.assert_allclose(y, grouped(x, holes, *rest), atol=3e-5 if dtype == jnp.float32 else 0.1)
+    if dtype == jnp.float32:
+        np.testing.assert_allclose(y, by_hand(x, holes, *rest, limits[0], limit_first=limits[1]), atol=3e-5)
+
+
+def test_gradients_are_the_dense_forms():
+    check_gradients(few_token_experts)
+
+
+def test_the_form_is_chosen_from_what_is_known_beforehand():
+    """Against the condition written out, over every combination of facts, at and beside its bound of tokens."""
+    facts = [field.name for field in dataclasses.fields(Serving) if field.name != "max_tokens"]
+    seen = set()
+    for tokens, *values in itertools.product((1024, 1025), *[(False, True)] * len(facts)):
+        own = dict(zip(facts, values, strict=True))
+        use = own["enabled"] and own["fp4_weights"] and not own["next_token_layer"] and not own["across_hosts"]
+        use = use and not (own["hashed"] and not own["hashed_too"]) and (own["decode_graph"] or tokens <= 1024)
+        serving = Serving(tokens, **own)
+        assert takes_few_tokens(serving) == use
+        assert chosen_form(serving) is (few_token_experts if use else block_experts)
+        seen.add(use)
+    assert seen == {True, False} and not takes_few_tokens(Serving(1))
