@@ -95,10 +95,56 @@ def gqa(module):
     layer(ONE, layer.empty_state(BATCH, 4, PAGE, jnp.float32), span(1))
 
 
+def csa(module):
+    def config(**options):
+        sizes = {"hidden": TINY.hidden_size, "heads": 4, "head_dim": 8, "q_rank": 6, "groups": 2, "o_rank": 5}
+        rope = Rope.plain(1e4, 4, interleaved=True)
+        return module.CSAConfig(**sizes, window=3, eps=1e-6, std=1.0, rope=rope, **options)
+
+    module.CSA.init(config(ratio=8, sink=False), **OPTIONS)(X, None, WHOLE)
+    for top in (1, 9):
+        chooses = {"index_heads": 3, "index_dim": 6, "index_top": top}
+        layer = module.CSA.init(config(ratio=4, overlaps=True, **chooses), **OPTIONS)
+        layer(X, None, WHOLE)
+        for x in (X, ONE):
+            layer(x, layer.empty_state(BATCH, 4, PAGE, jnp.float32), span(x.shape[1]))
+
+
+def hyper(module):
+    config = module.HyperConfig(hidden=TINY.hidden_size, streams=3, iterations=2, eps=1e-6, norm_eps=1e-6, std=1.0)
+    head = module.HyperHead.init(config, key=KEY)
+    streams = head.spread(X)
+    h, mixing = module.HyperConnection.init(config, key=KEY)(streams)
+    head(module.mixed(streams, h, mixing))
+
+
+def compressed_attention(module):
+    q, start, table = numbers(BATCH, SEQ, 2, 6), WHOLE.start, span(SEQ).table
+    seen, pages, entries = WHOLE.positions(SEQ), numbers(4, PAGE, 6), numbers(BATCH, 7, 6)
+    sums = module.over_window(module.sink(q, numbers(2)), q, numbers(BATCH, SEQ + 3, 6), start)
+    chosen = module.highest(module.index_scores(q, numbers(BATCH, SEQ, 2), entries, seen), 2)
+    sums = module.over_entries(sums, q, entries, seen, chosen)
+    chosen = module.highest(module.index_scores_of_pages(q, numbers(BATCH, SEQ, 2), pages, table, seen), 2)
+    module.over_pages(sums, q, pages, table, seen, chosen)
+    one, few = q[:, :1], jnp.zeros((BATCH, 2), jnp.int32)
+    module.over_chosen(module.sink(one, None), one, pages, table, seen[:, :1], few)
+
+
+def tails(module):
+    module.continued(numbers(BATCH, 3, 6), numbers(BATCH, SEQ, 6), WHOLE.length)
+
+
+def few_token_experts(module):
+    stacks = (numbers(3, 5, 4), numbers(3, 5, 4), numbers(3, 4, 5))
+    module.few_token_experts(numbers(SEQ, 4), jnp.zeros((SEQ, 2), jnp.int32), numbers(SEQ, 2), *stacks, 0.0)
+
+
 def moe(module):
-    layer = module.MoE.init(module.MoEConfig(**vars(moe_config(TINY, 1))), **OPTIONS)
-    layer(X, WHOLE)
-    layer.gate(X[0])
+    config = module.MoEConfig(**vars(moe_config(TINY, 1)))
+    layer = module.MoE.init(config, **OPTIONS)
+    tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
+    layer(X, dataclasses.replace(WHOLE, tokens=tokens))
+    module.Router.init(dataclasses.replace(config, hashed=9), key=KEY)(X[0], tokens[0])
 
 
 def attention(module):
@@ -122,7 +168,8 @@ def packed_kv(module):
 
 
 def cache(module):
-    own = module.Span(WHOLE.start, WHOLE.length, span(SEQ).table)
+    tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
+    own = module.Span(WHOLE.start, WHOLE.length, span(SEQ).table, tokens=tokens)
     own.positions(SEQ), own.valid(SEQ), module.Span.whole(BATCH, SEQ)
     module.Paged.empty(4, PAGE, (3,), jnp.float32).append(numbers(BATCH, SEQ, 3), own)
     state = module.KDAState(numbers(BATCH, 2, 4, 4), numbers(BATCH, 3, 12))
@@ -157,6 +204,9 @@ def pool(module):
     module.write_pages(slots, module.read_pages(slots, own), own)
 
 
+SLOW = "layers/csa"
+"""It has the most types."""
+
 FILES = {
     "layers/gate": gate,
     "layers/norm": norm,
@@ -169,10 +219,15 @@ FILES = {
     "layers/gqa": gqa,
     "layers/moe": moe,
     "ops/attention": attention,
-    "ops/packed_kv": packed_kv,
+    "ops/tails": tails,
     "cache": cache,
     "model": model,
     "engine/pool": pool,
+    "layers/csa": csa,
+    "layers/hyper": hyper,
+    "ops/compressed_attention": compressed_attention,
+    "ops/few_token_experts": few_token_experts,
+    "ops/packed_kv": packed_kv,
 }
 
 
@@ -205,7 +260,7 @@ def mutants(source):
         yield mutant.decode(), f"line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [pytest.param(f, marks=pytest.mark.slow) if f == SLOW else f for f in FILES])
 def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -29,7 +28,7 @@ class HyperConfig:
     """Standard deviation of random matrices."""
 
 
-class Mixing(NamedTuple):
+class Mixing(eqx.Module):
     """How the streams of each token go on: X'_k = post_k · o + Σ_j combination[j, k] X_j, for a sublayer's output o."""
 
     post: Wide[Array, "batch seq streams"]

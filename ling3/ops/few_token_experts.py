@@ -51,7 +51,7 @@ def takes_few_tokens(serving: Serving) -> bool:
     return serving.enabled and serving.fp4_weights and layer and not serving.across_hosts and few
 
 
-def chosen_form(serving: Serving) -> Callable[..., Float[Array, "tokens hidden"]]:
+def chosen_form(serving: Serving) -> Callable[..., Array]:
     """The form of the experts for an `Execution`."""
     return few_token_experts if takes_few_tokens(serving) else block_experts
 
