@@ -14,7 +14,6 @@ from ling3.engine.sampling_params import SamplingParams, check_prompt, check_roo
 from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.model import CausalLM
-from ling3.ops.attention import BLOCK
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
 
@@ -82,11 +81,11 @@ def _run(
     execution: Execution,
 ) -> list[list[int]]:
     batch, longest = len(prompts), max(map(len, prompts))
-    columns = -(-_round_up(longest + params.max_tokens, SMALLEST_CHUNK) // BLOCK)
+    columns = -(-_round_up(longest + params.max_tokens, SMALLEST_CHUNK) // model.page_size)
     rows = Rows(None, jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns))
     wanted = [(params, (params.seed or 0) + b, len(prompt), stops) for b, prompt in enumerate(prompts)]
     sampling = Sampling.build(wanted, model.config.vocab_size, _round_up(len(stops), FEWEST_STOPS))
-    pool = Pool.empty(model, sampling, batch * columns, BLOCK, cache_dtype(model))
+    pool = Pool.empty(model, sampling, batch * columns, model.page_size, cache_dtype(model))
     until = jnp.asarray([len(prompt) + params.max_tokens for prompt in prompts], jnp.int32)
     pool = eqx.tree_at(lambda p: (p.until, p.done), pool, (until, jnp.zeros(batch, bool)))
 

@@ -172,6 +172,11 @@ class CausalLM(eqx.Module):
         """What the tokens of a page are a multiple of: as many as each compressed entry stands for."""
         return math.lcm(*(getattr(mixer, "page_multiple", 1) for mixer in self.model.attentions))
 
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of `init_cache` and `generate`."""
+        return math.lcm(BLOCK, self.page_multiple)
+
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None) -> Cache:
         """An empty memory for `batch` rows of up to `max_length` tokens.
 
@@ -181,10 +186,9 @@ class CausalLM(eqx.Module):
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch is {batch} and max_length {max_length}, expected at least 1 of each")
         dtype = self.dtype if dtype is None else dtype
-        page_size = math.lcm(BLOCK, self.page_multiple)
-        columns = -(-max_length // page_size)
+        columns = -(-max_length // self.page_size)
         table = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
-        states = self.empty_states(batch, batch * columns, page_size, dtype)
+        states = self.empty_states(batch, batch * columns, self.page_size, dtype)
         return Cache(states, jnp.zeros(batch, jnp.int32), table)
 
     def empty_states(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> tuple[State, ...]:
