@@ -223,12 +223,13 @@ def _copy(weight: Weight, files: dict[str, SafetensorsFile], array: np.ndarray) 
     """A weight's way into its leaf, or into its expert's row of it."""
     target = (array if weight.expert is None else array[weight.expert]).reshape(-1)
     file = files[weight.name]
-    if file.tensors[weight.name].dtype not in QUANTIZED:
+    stored = file.tensors[weight.name].dtype
+    if stored not in QUANTIZED or array.dtype == DTYPES[stored]:
         return Copy(file, weight.name, target, weight.start)
     scales = scales_of(weight.name, files)
     assert scales is not None, "every quantized tensor has its scales"
-    stored = Quantized(file, weight.name, files[scales], scales, weight.shape[-1])
-    return Copy(file, weight.name, target, quantized=stored)
+    quantized = Quantized(file, weight.name, files[scales], scales, weight.shape[-1])
+    return Copy(file, weight.name, target, quantized=quantized)
 
 
 def _stored_bytes(weight: Weight, files: dict[str, SafetensorsFile]) -> int:

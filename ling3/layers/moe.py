@@ -61,7 +61,6 @@ class Router(eqx.Module):
 
     weight: Float[Array, "experts hidden"]
     expert_bias: Float[Array, " experts"] | None
-    tid2eid: Int32[Array, "vocab top_k"] | None
     top_k: int = eqx.field(static=True)
     groups: int = eqx.field(static=True)
     top_groups: int = eqx.field(static=True)
@@ -69,6 +68,7 @@ class Router(eqx.Module):
     scaling: float = eqx.field(static=True)
     law: RouterScores = eqx.field(static=True, default="sigmoid")
     """Of the scores s."""
+    tid2eid: Int32[Array, "vocab top_k"] | None = None
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
