@@ -80,7 +80,7 @@ class Paged(eqx.Module):
         """Tokens of a page."""
         return self.entries.shape[1] * self.tokens
 
-    def append(self, new: Float[Array, "batch predicted *entry"], span: Span) -> "Paged":
+    def append(self, new: Float[Array, "batch completed *entry"], span: Span) -> "Paged":
         """With the entries that the span completes, each row's in order; padding, and what has no page, is dropped.
 
         Entry w is complete with the token at position (w + 1) · tokens - 1. `new` has at least as many columns as

@@ -50,7 +50,7 @@ class HyperConnection(eqx.Module):
 
     fn: Float[Array, "mixes channels"]  # (2 + streams)·streams, streams·hidden
     base: Float[Array, " mixes"]
-    scale: Float[Array, " three"]
+    scale: Float[Array, "3"]
     iterations: int = eqx.field(static=True)
     eps: float = eqx.field(static=True)
     norm_eps: float = eqx.field(static=True)
@@ -85,7 +85,7 @@ class HyperHead(eqx.Module):
 
     hc_fn: Float[Array, "streams channels"]  # streams·hidden
     hc_base: Float[Array, " streams"]
-    hc_scale: Float[Array, " one"]
+    hc_scale: Float[Array, "1"]
     eps: float = eqx.field(static=True)
     norm_eps: float = eqx.field(static=True)
 
