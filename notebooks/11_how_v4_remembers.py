@@ -21,7 +21,6 @@
 # predict which earlier tokens can influence an output, and size the cache of a long sequence.
 
 # %%
-import copy
 import dataclasses
 import itertools
 import operator
@@ -98,12 +97,12 @@ DRAWS = np.random.default_rng(7)
 
 
 def drawn(path, x):
-    """Random numbers for what begins at 0: sinks, position biases, and the biases of routers and mixings."""
+    """Random numbers for what begins at 0: sinks, position biases, and biases of the mixings of streams."""
     name = path[-1].name
     return x + 0.5 * DRAWS.standard_normal(x.shape).astype(x.dtype) if name in ("attn_sink", "ape", "base") else x
 
 
-flash = report(DeepseekV4Config.from_dict(copy.deepcopy(FLASH)))
+flash = report(DeepseekV4Config.from_dict(FLASH))
 config = DeepseekV4Config.from_dict(SMALL)
 fresh = eqx.filter_jit(ling3.init)(config, key=jax.random.key(0), dtype=jnp.float32)
 model = jax.tree_util.tree_map_with_path(drawn, fresh)
