@@ -45,8 +45,16 @@ def test_entries_go_where_the_table_says():
     entries = Paged.empty(5, 16, (1,), jnp.float32).append(new, span).entries[..., 0]
     assert (entries[3, 15], entries[1, 0], entries[0, 0]) == (1, 2, 5)
     assert np.count_nonzero(entries) == 3
-    with pytest.raises(ValueError, match="an entry stands for 4 tokens"):
-        MIXED["compressed"].append(jnp.ones((2, 3, 7)), span)
+
+
+def test_an_entry_of_several_tokens_is_there_when_they_are_complete():
+    """Token 15 completes the fourth entry of four tokens, in row 0, and token 19 the fifth, in row 1."""
+    table = jnp.asarray([[3, 1], [2, 0]], jnp.int32)
+    span = Span(jnp.asarray([15, 18], jnp.int32), jnp.asarray([2, 2], jnp.int32), table)
+    new = jnp.arange(1, 5, dtype=jnp.float32).reshape(2, 2, 1)
+    entries = Paged.empty(5, 16, (1,), jnp.float32, tokens=4).append(new, span).entries[..., 0]
+    assert (entries[3, 3], entries[0, 0]) == (1, 3)
+    assert np.count_nonzero(entries) == 2
 
 
 def test_a_recorder_files_by_path_and_silence_costs_nothing():
