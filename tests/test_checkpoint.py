@@ -102,6 +102,7 @@ class TestNames:
     def test_names_and_shapes_are_the_published_ones(self):
         assert {w.name: w.shape for w in weight_names(CONFIG)} == {name: w.shape for name, w in STORED.items()}
 
+    @pytest.mark.slow
     def test_a_structure_of_the_published_flash_allocates_nothing(self):
         grown = in_a_process("""
             small = Ling3Config.from_dict(FLASH | {"num_hidden_layers": 6, "expert_swiglu_limit_list": None,

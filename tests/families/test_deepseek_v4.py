@@ -362,6 +362,7 @@ def test_a_batch_is_each_row_alone_and_padding_leaves_no_trace(model):
             np.testing.assert_allclose(one.window[row], other.window[0], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_nan_in_unused_memory_changes_nothing(model):
     """In entries that are not complete, and in another row's memory."""
     tokens, more = ids(2, 2, 20), ids(3, 2, 20)
@@ -447,6 +448,7 @@ def test_one_stream_is_a_plain_residual(model):
     np.testing.assert_allclose(cut(tokens), cut.logits(cut.model.norm(x)), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_it_is_traced(model):
     seen = ling3.trace(model, jnp.asarray(ids(5, 1, 17)))
     assert [sorted(layer.attention) for layer in seen.layers][1] == ["index_scores", "kv", "o", "q"]

@@ -184,6 +184,7 @@ def test_decays_have_no_bound_and_the_latents_norm_an_eps_of_its_own(model):
     assert mla.kv_a_layernorm.eps == 1e-6 and mla.g_proj is None and mla.rope_theta is None and mla.q_proj is not None
 
 
+@pytest.mark.slow
 def test_positions_are_not_embedded(model):
     """MLA forgets the order of what came before: a permutation of its inputs changes nothing."""
     mla = model.model.layers[1].attention
@@ -194,6 +195,7 @@ def test_positions_are_not_embedded(model):
     assert jnp.abs(one - other).max() < 1e-5 < jnp.abs(one).max()
 
 
+@pytest.mark.slow
 def test_it_generates_what_whole_sequences_say(model):
     asked = prompts(9, 2)
     answers = ling3.generate(model, asked, max_tokens=8, ignore_eos=True)

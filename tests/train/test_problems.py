@@ -56,6 +56,7 @@ def test_a_seed_gives_the_same_problems_everywhere():
     ]
 
 
+@pytest.mark.slow
 def test_no_held_out_solution_occurs_in_training():
     train = {problem.solution for problem in take(1, "train", 8000)}
     held_out = {problem.solution for problem in take(2, "held_out", 800)}
