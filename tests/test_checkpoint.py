@@ -176,7 +176,7 @@ class TestLoad:
         with_weights(directory, lambda weights: weights.update({name: STORED[name].reshape(1, 1, -1, 1)}))
         np.testing.assert_array_equal(load(directory).model.layers[0].attention.A_log, STORED[name])
 
-    @pytest.mark.parametrize("dtype", [None, "float32"])
+    @pytest.mark.parametrize("dtype", [None, pytest.param("float32", marks=pytest.mark.slow)])
     def test_memory_peaks_at_the_model(self, tmp_path, dtype):
         config = dataclasses.replace(CONFIG, vocab_size=2**18, hidden_size=128)
         rng = np.random.default_rng(0)
@@ -682,6 +682,7 @@ class TestSave:
         assert [p.name for p in tmp_path.iterdir()] == ["x"]
         assert sorted(p.name for p in directory.iterdir()) == ["config.json", "model.safetensors"]
 
+    @pytest.mark.slow
     def test_killed_at_any_moment_it_is_the_old_or_the_new_one(self, directory, tmp_path, monkeypatch):
         """The directory is copied after each step, and the copy loaded as the next process would find it."""
         old = load(directory)

@@ -58,6 +58,7 @@ def test_runs_keep_to_the_budget_and_match_in_parameters(name):
     assert max(parameters) <= 1.01 * min(parameters)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_measured_part_by_part():
     runs = sweep.read(RESULTS / "text_and_recall.jsonl")
     points = [point for run in runs for point in (*run.curve, *([run.final] if run.final else []))]
@@ -140,6 +141,7 @@ def test_the_rate_goes_up_in_a_line_and_down_to_nothing():
     assert np.all(np.diff(rates[3:]) < 0) and 0 < rates[-1] < 0.001
 
 
+@pytest.mark.slow
 def test_loss_and_error_are_of_the_places_asked_alone():
     task = mqar(length=16, pairs=4, keys=8, values=8)
     batch = sweep.stream(task, 0, range(1), 3)

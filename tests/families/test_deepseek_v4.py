@@ -72,6 +72,7 @@ def ids(seed, *shape):
     return np.random.default_rng(seed).integers(3, 64, size=shape).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_the_published_flash():
     """V4-Flash: 284 B parameters, of which a token uses 13 B; transformers' own model has as many."""
     described = report(DeepseekV4Config.from_dict(DEEPSEEK_V4_FLASH))
@@ -410,6 +411,7 @@ def test_it_generates_what_whole_sequences_say(model):
         assert new == jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist()
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_bits_in_company_and_after_preemption(model):
     params = [ling3.SamplingParams(max_tokens=20, temperature=t, seed=3, ignore_eos=True, logprobs=0) for t in (0, 1)]
     crowd, alone = answers_in_company_and_alone(model, prompts(3, 11, 8, 17, 1, 14), params * 3)

@@ -43,6 +43,7 @@ def saved(model, tmp_path_factory):
     return directory / "saved"
 
 
+@pytest.mark.slow
 def test_the_published_configs_census():
     """Kimi-Linear-48B-A3B: transformers' own model has as many parameters, in other tensors."""
     described = report(KimiLinearConfig.from_dict(KIMI_LINEAR))
@@ -204,6 +205,7 @@ def test_it_generates_what_whole_sequences_say(model):
         assert new == jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist()
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_bits_in_company_and_after_preemption(model):
     params = [ling3.SamplingParams(max_tokens=20, temperature=t, seed=3, ignore_eos=True, logprobs=0) for t in (0, 1)]
     crowd, alone = answers_in_company_and_alone(model, prompts(3, 11, 8, 17, 1, 14), params * 3)

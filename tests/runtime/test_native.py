@@ -63,6 +63,7 @@ def test_a_source_is_compiled_once(kept, source, monkeypatch):
     assert native.target(source, "nothing") == name
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_another_source_is_another_library(kept, source):
     name = native.target(source, "nothing")
