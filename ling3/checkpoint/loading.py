@@ -1,11 +1,8 @@
 """From a published checkpoint to the module tree; `save` goes the other way."""
 
-import dataclasses
-import itertools
 import math
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +15,7 @@ from ling3 import families
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.copying import BLOCK, Copier, Copy
 from ling3.checkpoint.dequantizing import QUANTIZED, Quantized, misfit, scales_of
-from ling3.checkpoint.names import Leaf, Weight, leaves, structure, weight_names
+from ling3.checkpoint.names import Leaf, Parts, Weight, stored_parts, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import save
 from ling3.model import CausalLM
@@ -26,9 +23,6 @@ from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.progress import progress
 
 __all__ = ["CheckpointError", "load", "save", "weight_names"]
-
-Parts = list[tuple[Leaf, tuple[Weight, ...]]]
-"""Each array of the tree, and the tensors that it is made of."""
 
 PATTERNS = ("config.json", "*.safetensors", shards.INDEX)
 
@@ -69,7 +63,7 @@ def load(
     if _version(directory) != version:
         raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
     tree = structure(config)
-    parts = _in_its_layout([(leaf, tuple(leaf.weights())) for leaf in leaves(tree)], files, config)
+    parts = stored_parts(tree, files)
     _account(directory, config, parts, files, wanted)
 
     arrays: list[jax.Array] = []
@@ -91,23 +85,6 @@ def load(
     if wrong := list(families.family_of(config).misfits(model)):
         raise CheckpointError(shards.complaint(directory, [("numbers that mean nothing; fetch the file again", wrong)]))
     return model
-
-
-def _in_its_layout(parts: Parts, files: dict[str, SafetensorsFile], config: Any) -> Parts:
-    """The same weights where the files have them: by the family's layout of which most names are there."""
-
-    def placed(layout: Callable[[str, tuple[int, ...], Any], families.Place]) -> Parts:
-        def place(weight: Weight) -> Weight:
-            name, whole, start = layout(weight.name, weight.shape, config)
-            return dataclasses.replace(weight, name=name, whole=whole, start=start)
-
-        return [(leaf, tuple(map(place, weights))) for leaf, weights in parts]
-
-    def missing(parts: Parts) -> int:
-        return sum(weight.name not in files for _, weights in parts for weight in weights)
-
-    choices = itertools.chain([parts], map(placed, families.family_of(config).layouts))
-    return min(choices, key=missing)
 
 
 def _version(directory: pathlib.Path) -> tuple[int, int] | None:

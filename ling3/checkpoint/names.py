@@ -4,8 +4,9 @@ The exceptions of the layers stand in EXCEPTIONS and nowhere else; names that ar
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, get_args
 
 import equinox as eqx
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from ling3.families import family_of, init
+from ling3.families import Place, family_of, init
 from ling3.layers.conv import ShortConv
 from ling3.layers.kda import KDA
 from ling3.layers.linear import Matrix
@@ -96,6 +97,9 @@ def _also_four_dimensional(leaf: Leaf) -> Iterator[Weight]:
     yield Weight(leaf.path, shape, leaf.path, also=((1, 1, *shape, 1),))
 
 
+Parts = list[tuple[Leaf, tuple[Weight, ...]]]
+"""Arrays of a model, and the tensors that each is made of."""
+
 EXCEPTIONS: tuple[tuple[Callable[[Leaf], bool], Callable[[Leaf], Iterator[Weight]]], ...] = (
     (lambda leaf: isinstance(leaf.module, Matrix) and leaf.axes[0] == "experts", _one_by_one),
     (lambda leaf: isinstance(leaf.module, ShortConv), _with_an_axis_of_one),
@@ -122,6 +126,27 @@ def leaves(model: CausalLM) -> Iterator[Leaf]:
         for key in path[:-1]:
             module = module[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(module, key.name)
         yield Leaf(_dotted(path), value, module, published)
+
+
+def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
+    """Each array of `model`, and the tensors that it is made of, as a checkpoint with tensors of these names has them.
+
+    Of its family's layouts, that is the one of which most names are there, and of several such the first.
+    """
+    config = model.config
+
+    def placed(layout: Callable[[str, tuple[int, ...], Any], Place]) -> Parts:
+        def place(weight: Weight) -> Weight:
+            name, whole, start = layout(weight.name, weight.shape, config)
+            return dataclasses.replace(weight, name=name, whole=whole, start=start)
+
+        return [(leaf, tuple(map(place, weights))) for leaf, weights in published]
+
+    def missing(parts: Parts) -> int:
+        return sum(weight.name not in names for _, weights in parts for weight in weights)
+
+    published = [(leaf, tuple(leaf.weights())) for leaf in leaves(model)]
+    return min(itertools.chain([published], map(placed, family_of(config).layouts)), key=missing)
 
 
 def weight_names(config: Any) -> Iterator[Weight]:

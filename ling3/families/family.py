@@ -41,7 +41,7 @@ class Family:
     published: Callable[[str, Any], str] = lambda name, config: name
     """`published(name, config)`: what the checkpoint calls the tensor that the tree's fields name so."""
     published_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda name, shape: shape
-    """`published_shape(name, shape)`: the shape of that tensor in the checkpoint, where it has more axes of 1."""
+    """`published_shape(name, shape)`: the shape of that tensor in the checkpoint, where it is another one."""
     layouts: tuple[Callable[[str, tuple[int, ...], Any], Place], ...] = ()
     """`layout(name, shape, config)`: where a checkpoint of another layout has the tensor of this published name and
     shape. `load` takes the layout whose names a checkpoint has; `save` writes the published one."""

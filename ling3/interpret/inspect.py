@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ling3.cache import pages_of, slots_of
 from ling3.checkpoint import hub, shards
-from ling3.checkpoint.names import leaves, structure
+from ling3.checkpoint.names import stored_parts, structure
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError
 from ling3.families import read_config
 from ling3.interpret import ablate
@@ -201,8 +201,7 @@ def _stored(directory: pathlib.Path) -> dict[str, str]:
 
 
 def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
-    for leaf in leaves(tree):
-        weights = tuple(leaf.weights())
+    for leaf, weights in stored_parts(tree, stored):
         first, last = weights[0], weights[-1]
         name = first.name
         if len(weights) > 1:
@@ -213,14 +212,15 @@ def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
 
 
 def _memory(model: CausalLM, dtype: DTypeLike) -> Memory:
-    """From the shapes of the mixers' own states, with one slot and one page of 1,024 tokens."""
-    states = eqx.filter_eval_shape(lambda model: model.empty_states(1, 1, 1024, dtype), model)
+    """From the shapes of the mixers' own states, with one slot and one page of at least 1,024 tokens."""
+    tokens = math.lcm(1024, model.page_multiple)
+    states = eqx.filter_eval_shape(lambda model: model.empty_states(1, 1, tokens, dtype), model)
     sizes: dict[str, int] = {}
     for state in states:
         for path, array in jax.tree_util.tree_leaves_with_path(slots_of(state)):
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "state"
             sizes[name] = sizes.get(name, 0) + _bytes(array)
-    return Memory(sum(_bytes(paged.entries) for paged in pages_of(states)) // 1024, sizes)
+    return Memory(sum(_bytes(paged.entries) for paged in pages_of(states)) // tokens, sizes)
 
 
 def _bytes(array: Any) -> int:

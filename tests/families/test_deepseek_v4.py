@@ -167,6 +167,15 @@ def test_a_config_that_does_not_fit_is_refused_by_field(fields, message):
         DeepseekV4Config.from_dict(SMALL | fields)
 
 
+def test_its_entries_may_stand_for_any_number_of_tokens():
+    config = DeepseekV4Config.from_dict(SMALL | {"compress_rates": {SPARSE: 3, HEAVY: 7}})
+    assert report(config).memory.cache_per_token == 2 * ((16 + 8) // 3) + 2 * 16 // 7
+    odd = ling3.init(config, key=jax.random.key(0))
+    assert odd.page_size % 21 == 0
+    with pytest.raises(ValueError, match="page_size is 16, expected a multiple of"):
+        ling3.Engine(odd, page_size=16)
+
+
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
     """A checkpoint in the release's layout, float32."""
@@ -210,6 +219,9 @@ def test_transformers_layouts_load_too(model, saved, tmp_path):
             whole[name] = flat.reshape(shape)
         loaded = ling3.load(_elsewhere(saved, tmp_path / layout.__name__, whole))
         assert eqx.tree_equal(loaded, model)
+        described = report(tmp_path / layout.__name__)
+        assert {row.dtype for row in described.arrays} == {"float32", "int64"}
+        assert sum(row.parameters for row in described.arrays) == sum(x.size for x in jax.tree.leaves(model))
     assert "model.layers.1.mlp.experts.gate_up_proj" in whole and "lm_head.weight" in whole
     assert whole["model.layers.1.self_attn.compressor.indexer.scorer.weights_proj.weight"].shape == (6, 32)
     assert eqx.tree_equal(ling3.load(_elsewhere(saved, tmp_path / "mtp", stored | {"mtp.0.e": np.zeros(2)})), model)
