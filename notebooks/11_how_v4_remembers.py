@@ -37,7 +37,7 @@ from matplotlib.patches import Patch
 
 import ling3
 from ling3.cache import Span, is_paged
-from ling3.families.deepseek_v4 import DeepseekV4Config
+from ling3.families.deepseek_v4_config import DeepseekV4Config
 from ling3.families.llama import LlamaConfig
 from ling3.interpret.inspect import report
 from ling3.layers.csa import rotate_last
