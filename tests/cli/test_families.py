@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import sys
 
+import deepseek_v4_checkpoint
 import kimi_reference
 import pytest
 import tiny_transformers
@@ -18,8 +19,13 @@ ROOM = {"vocab_size": 704, "max_position_embeddings": 256}
 CASES = {
     name: {field: tiny_transformers.SIZES.get(field, value) for field, value in base.items()} | own | ROOM
     for name, (base, own) in tiny_transformers.CASES.items()
-} | {"kimi-linear": kimi_reference.SMALL | {"vocab_size": 704, "model_max_length": 256}}
-ENGINE = ["--max-running-requests", "2", "--num-pages", "8", "--page-size", "32", "--max-model-len", "128"]
+} | {
+    "deepseek-v4": deepseek_v4_checkpoint.SMALL
+    | ROOM
+    | {"compress_ratios": [4, 128], "num_hash_layers": 1, "num_hidden_layers": 2},
+    "kimi-linear": kimi_reference.SMALL | {"vocab_size": 704, "model_max_length": 256},
+}
+ENGINE = ["--max-running-requests", "2", "--num-pages", "8", "--page-size", "128", "--max-model-len", "128"]
 
 
 @pytest.fixture(scope="module", params=CASES)
