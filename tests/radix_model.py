@@ -334,7 +334,7 @@ class World:
             self.flat.release_shadow(lock)
 
     def evict(self, rng):
-        needed = rng.randint(0, 4)
+        needed = rng.randint(0, 4 if self.window or self.snapshots else 40)
         assert self.tree.evict(needed) == self.flat.evict(needed)
 
     def evict_shadow(self, rng):

@@ -171,6 +171,21 @@ def test_a_lock_covers_the_shadows_of_the_window_alone():
     tree.unlock(lock)
 
 
+def test_a_released_shadow_stays_for_another_lock():
+    tree = Tree(window=2)
+    tree.add(range(4), 0)
+    first, second = (tree.lock(tree.match(range(4)).node) for _ in range(2))
+    tree.release_shadow(first)
+    tree.release_shadow(first)  # does nothing the second time
+    assert tree.stats().shadow_protected == 4 and tree.taken() == ([], [])
+    tree.release_shadow(second)
+    assert tree.stats().protected == 4 and tree.taken() == ([], [0, 1, 2, 3])
+    tree.unlock(first)
+    assert tree.stats().protected == 4 and tree.taken() == ([], [])
+    tree.unlock(second)
+    assert tree.taken() == ([0, 1, 2, 3], [])
+
+
 def test_a_split_keeps_locks():
     tree = Tree(window=2)
     tree.add(range(6), 0)
