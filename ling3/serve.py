@@ -279,6 +279,10 @@ class Engine:
             finally:
                 close()
 
+    def forget_prefixes(self) -> None:
+        """Frees all known prefixes but those in use: later prompts are computed anew, with the same bits."""
+        self._actor.call(Loop.forget_prefixes)
+
     def stats(self) -> Stats:
         """The counts at this moment."""
         return self._actor.call(Loop.stats)

@@ -3,7 +3,8 @@
 One turn is `launch`, and then `read` for the calls that it returns:
 
     make room   for the next tokens of all decoding sequences; if pages run out, the youngest is preempted
-    admit       the oldest waiting sequences, while there are slots and pages: first come, first served
+    admit       the oldest waiting sequences, while there are slots and pages: first come, first served; each goes on
+                from the longest known prefix of its prompt
     prefill     the next chunks of their prompts, up to `chunk` tokens
     decode      tokens for every sequence whose prompt is done, one row of a call each: one while other prompts wait to
                 be prefilled, else `decode_steps`, or fewer if many rows would soon be idle
@@ -172,6 +173,11 @@ class Loop:
             return second
         return error
 
+    def forget_prefixes(self) -> None:
+        """Frees the pages and snapshots of all known prefixes but those that running sequences use."""
+        if self.scheduler.prefixes is not None:
+            self.scheduler.prefixes.evict(self.scheduler.pages)
+
     def compile_next(self, programs: Iterator[str]) -> str | None:
         """The name of the next program of a warm-up once it is compiled; None after the last."""
         try:
@@ -187,7 +193,7 @@ class Loop:
     def stats(self) -> Stats:
         """The counts at this moment."""
         scheduler = self.scheduler
-        counts = ("submitted", "prompt_tokens", "output_tokens", "preemptions")
+        counts = ("submitted", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
         turns = ("steps", "prefill_calls", "decode_calls")
         return Stats(
             waiting=scheduler.waiting,
@@ -197,6 +203,8 @@ class Loop:
             free_slots=scheduler.free_slots,
             pages=scheduler.pages,
             free_pages=scheduler.free_pages,
+            cached_pages=0 if scheduler.prefixes is None else scheduler.prefixes.pages,
+            snapshot_bytes=0 if scheduler.prefixes is None else scheduler.prefixes.snapshot_bytes,
             page_size=scheduler.page_size,
             compile_seconds=self.runner.compile_seconds,
             **{name: self._counts[name] for name in (*counts, *turns)},
@@ -236,14 +244,28 @@ class Loop:
         self.scheduler.enqueue(sequence)
 
     def _admit(self) -> None:
-        while (head := self.scheduler.head()) is not None and self.scheduler.admit(self._goal(head)) is not None:
+        while (head := self.scheduler.head()) is not None:
+            known = head.cached
+            if self.scheduler.admit(self._goal(head)) is None:
+                return
             head.admitted()
-            self.runner.swap_in(head)
+            self._fill(head, known)
+
+    def _fill(self, sequence: TokenSequence, known: int) -> None:
+        """Fills a sequence's slot; of its prompt, so many tokens were in known prefixes before."""
+        self.runner.swap_in(sequence)
+        if self.scheduler.prefixes is not None and sequence.cached > known:
+            self.scheduler.prefixes.settled(sequence)
+            self._counts["cached_tokens"] += sequence.cached - known
 
     def _prefill(self) -> list[Call]:
         """The next chunks, the oldest sequence's first, up to `chunk` padded tokens in all."""
-        calls, spent = [], 0
+        calls, spent, prefixes = [], 0, self.scheduler.prefixes
         for sequence in self.scheduler.running:
+            known = sequence.cached
+            # Prompts before it may have brought more of it since it was admitted.
+            if prefixes is not None and not sequence.begun and not sequence.decoding and prefixes.adopt(sequence):
+                self._fill(sequence, known)
             while not sequence.decoding:
                 start = sequence.prefilled
                 size = min(self.chunk - start % self.chunk, len(sequence.prompt) - start)
@@ -254,6 +276,8 @@ class Loop:
                 assert reserved, "a sequence is admitted with the pages for any one of its chunks"
                 choice = self.runner.prefill(sequence, sequence.prompt[start : start + size])
                 sequence.prefilled += size
+                if prefixes is not None and prefixes.wants(sequence):
+                    prefixes.keep(sequence, self.runner.snapshot(sequence) if prefixes.grid.snapshot else None)
                 self._counts["prefill_calls"] += 1
                 self._counts["prompt_tokens"] += size
                 calls.append(Call(choice, [sequence], [0], [int(sequence.decoding)]))
@@ -325,13 +349,13 @@ class Loop:
         if sequence.slot is None:
             self.scheduler.withdraw(sequence)
         else:
-            if sequence.completion.finish_reason == "error":
+            if spoiled := sequence.completion.finish_reason == "error":
                 self.runner.scrub(sequence)
-            self.scheduler.release(sequence)
+            self.scheduler.release(sequence, spoiled)
         if sequence.request.finished:
             del self.requests[sequence.request.request_id]
 
 
 def _scheduler(shapes: Shapes) -> Scheduler:
     """The scheduler of an empty pool."""
-    return Scheduler(shapes.slots, shapes.pages, shapes.page_size, shapes.window, shapes.most_pages)
+    return Scheduler(shapes.slots, shapes.pages, shapes.page_size, shapes.window, shapes.most_pages, shapes.grid)

@@ -8,6 +8,8 @@ import jax
 
 from ling3.cache import State, pages_of, slots_of, window_of
 from ling3.engine.pool import cache_dtype, new_memory
+from ling3.engine.prefixes import Grid
+from ling3.engine.settings import EngineSettings
 from ling3.model import CausalLM
 
 # Where Linux says what memory there is.
@@ -45,6 +47,21 @@ def _bytes(model: CausalLM, page_size: int) -> tuple[int, int]:
     parts = (slots_of(memory), pages_of(memory))
     state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in parts)
     return state + 8 * model.config.vocab_size, page  # a slot's states, and a bias and a count of each token
+
+
+def prefix_grid(model: CausalLM, settings: EngineSettings, length: int) -> Grid | None:
+    """Where the prefixes of prompts of up to `length` tokens may be kept; None if none are.
+
+    The windows of a layer and the states of another are two things that a prefix would need at once: no family has
+    both, and such a model keeps none.
+    """
+    slots = slots_of(_memory(model, settings.page_size))
+    snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(slots))
+    budget = int(settings.snapshot_fraction * settings.mem_fraction * free_bytes()) if snapshot else 0
+    possible = snapshot <= budget and not (snapshot and window(model, settings.page_size))
+    if not (settings.prefix_cache and possible and settings.prefix_step <= length):
+        return None
+    return Grid(settings.prefix_step, snapshot, budget)
 
 
 def window(model: CausalLM, page_size: int) -> int | None:

@@ -55,6 +55,8 @@ class Completion:
     seed: int
     """What it was drawn from."""
     timings: Timings
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed for it, since earlier prompts began with them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,11 @@ class RequestOutput:
         """Where the first completion's time went."""
         return self.outputs[0].timings
 
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens of the prompt were not computed for the first completion."""
+        return self.outputs[0].cached_tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
@@ -127,9 +134,16 @@ class Stats:
     free_slots: int
     pages: int
     free_pages: int
+    """No running request uses them."""
+    cached_pages: int
+    """They have known prefixes, whether a request uses them or not."""
+    snapshot_bytes: int
+    """What the known prefixes take beside pages."""
     page_size: int
     prompt_tokens: int
-    """Brought into the caches."""
+    """Computed."""
+    cached_tokens: int
+    """Tokens of prompts that were not computed, since earlier prompts began with them."""
     output_tokens: int
     preemptions: int
     steps: int

@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, no_type_check
 
-from ling3.engine.shadows import Node, Page, Snapshots, Window
+from ling3.engine.shadows import Node, Page, Slot, Snapshots, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Match:
     node: Node
     length: int
     shared: int
-    slots: list[int]
+    slots: list[Slot]
     shadow: Any
 
 
@@ -100,7 +100,7 @@ class RadixTree:
     def __init__(
         self,
         page_size: int,
-        free: Callable[[list[int]], object],
+        free: Callable[[list[Slot]], object],
         free_shadow: Callable[[list[Any]], object],
         *,
         window: int = 0,
@@ -137,7 +137,7 @@ class RadixTree:
             self._law.matched(self._law.needed(node)),
         )
 
-    def insert(self, tokens: Sequence[int], slots: Sequence[int], shadow: Any = None, prev: int = 0) -> int:
+    def insert(self, tokens: Sequence[int], slots: Sequence[Slot], shadow: Any = None, prev: int = 0) -> int:
         """Adds a sequence, whose memory it takes over; returns how many tokens of it were in the tree before.
 
         `slots` are those of all its whole pages. The first `prev` tokens are those of a locked match, whose slots the
@@ -294,7 +294,7 @@ class RadixTree:
                 break
         return path
 
-    def _merge(self, node: Node, slots: list[int], given: Any, end: int) -> None:
+    def _merge(self, node: Node, slots: list[Slot], given: Any, end: int) -> None:
         """Takes over what a sequence of `end` pages has for a node of the tree; no slots if they are the node's own."""
         start, law = node.start, self._law
         first = law.first(given, start, node.end, end)
@@ -333,7 +333,7 @@ class RadixTree:
         self._count(node, 1)
         return front
 
-    def _append(self, parent: Node, key: list[Page], slots: list[int], shadow: Any) -> Node:
+    def _append(self, parent: Node, key: list[Page], slots: list[Slot], shadow: Any) -> Node:
         node = Node(key, slots, parent.end + len(key), parent)
         parent.children[key[0]] = node
         self._recency.add(node)
@@ -378,7 +378,7 @@ class RadixTree:
             self._shadow_recency.add(node)
         self._count(node, 1)
 
-    def _give_back(self, slots: list[int], shadow: Any = None) -> None:
+    def _give_back(self, slots: list[Slot], shadow: Any = None) -> None:
         if slots:
             self._free(slots)
         if shadow is not None and (parts := self._law.parts(shadow)):

@@ -71,6 +71,18 @@ class TokenSequence:
     """The block table's column of the first of `pages`: as many before it were freed."""
     saved: Any = None
     """Its states and pages on the host, while it is swapped out."""
+    lock: Any = None
+    """On the known prefix that it uses."""
+    shared: int = 0
+    """How many of its first `pages` are the known prefix's, and not its own."""
+    cached: int = 0
+    """Prompt tokens of a known prefix that it went on from."""
+    branch: int = 0
+    """Prompt tokens that are those of other prompts, beyond which a prefix is worth a snapshot; 0 for none."""
+    snapshot: Any = None
+    """The prefix's memory outside its pages, until it is in the sequence's slot."""
+    copied: list[int] = dataclasses.field(default_factory=list)
+    """The pages that are to be copied to its first ones."""
     prefilled: int = 0
     """Prompt tokens in the caches, counting those of calls in flight."""
     ahead: int = 0
@@ -99,6 +111,11 @@ class TokenSequence:
     def decoding(self) -> bool:
         """True if its whole prompt is in the caches."""
         return self.prefilled == len(self.prompt)
+
+    @property
+    def begun(self) -> bool:
+        """True if any of its prompt was computed for it."""
+        return self.prefilled > self.cached
 
     @property
     def until(self) -> int:
@@ -183,6 +200,7 @@ class TokenSequence:
             error,
             self.seed,
             self._timings(),
+            self.cached,
         )
         self.saved = None
         self._text = []

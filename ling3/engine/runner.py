@@ -24,6 +24,7 @@ from ling3.engine.pool import (
     swap_out,
     write_pages,
 )
+from ling3.engine.prefixes import Snapshot
 from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import IN_PROMPT, Adjustments, Choice, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
@@ -65,9 +66,10 @@ class Runner:
         self._no_pages = tuple(_zeros(paged.entries, PAGES_MOVED) for paged in pages_of(self.pool.layers))
 
     def swap_in(self, sequence: TokenSequence) -> None:
-        """Fills the sequence's slot, from what was saved of it if it was swapped out."""
-        saved = sequence.saved
-        states = self._fresh if saved is None else jax.device_put(saved.states)
+        """Fills the sequence's slot and pages: from what was saved of it if it was swapped out, or a known prefix."""
+        saved, snapshot = sequence.saved, sequence.snapshot
+        states = self._fresh if snapshot is None else snapshot.states
+        states = states if saved is None else jax.device_put(saved.states)
         newest = sequence.token_ids[-1] if sequence.token_ids else 0
         sampling = Sampling.build(
             [(sequence.params, sequence.seed, len(sequence.prompt), sequence.ends)],
@@ -81,6 +83,14 @@ class Runner:
         for pages, entries in zip(self._moves(sequence.pages), () if saved is None else saved.pages, strict=False):
             self.pool = write_pages(pages, jax.device_put(entries), self.pool)
         sequence.saved = None
+        copies = sequence.pages[: len(sequence.copied)]
+        for source, own in zip(self._moves(sequence.copied), self._moves(copies), strict=True):
+            self.pool = write_pages(own, read_pages(source, self.pool), self.pool)
+
+    def snapshot(self, sequence: TokenSequence) -> Snapshot:
+        """What the sequence holds outside its pages, copied on the device."""
+        states = swap_out(_int(sequence.slot), self.pool)
+        return Snapshot(states, sum(x.nbytes for x in jax.tree.leaves(states)))
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
         """The states and pages of a sequence, copied to the host; waits for the device."""
@@ -89,8 +99,8 @@ class Runner:
         return Saved(states, tuple(jax.device_get(read_pages(pages, self.pool)) for pages in self._moves(used)))
 
     def scrub(self, sequence: TokenSequence) -> None:
-        """Zeros the sequence's slot and pages, so that no NaN stays in them."""
-        for pages in self._moves(sequence.pages):
+        """Zeros the sequence's slot and its own pages, so that no NaN stays in them."""
+        for pages in self._moves(sequence.pages[sequence.shared :]):
             self.pool = write_pages(pages, self._no_pages, self.pool)
         self.pool = swap_in(_int(sequence.slot), self._empty_contents(), self.pool)
 

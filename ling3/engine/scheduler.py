@@ -4,6 +4,7 @@ import heapq
 import itertools
 from typing import no_type_check
 
+from ling3.engine.prefixes import Grid, Prefixes
 from ling3.engine.request import TokenSequence
 
 
@@ -13,10 +14,19 @@ class Scheduler:
     """First come, first served: the head of the queue is never overtaken, and the youngest sequence is preempted first.
 
     `slots` sequences run at once. A page holds `page_size` tokens, and belongs to one sequence or is free. With a
-    `window`, a sequence needs only the pages of its last `window` tokens, and holds at most `most_pages` at once.
+    `window`, a sequence needs only the pages of its last `window` tokens, and holds at most `most_pages` at once. With
+    a `grid`, pages of known prefixes belong to `prefixes` instead; those that no sequence uses are as good as free.
     """
 
-    def __init__(self, slots: int, pages: int, page_size: int, window: int | None = None, most_pages: int = 2**31 - 1):
+    def __init__(
+        self,
+        slots: int,
+        pages: int,
+        page_size: int,
+        window: int | None = None,
+        most_pages: int = 2**31 - 1,
+        grid: Grid | None = None,
+    ):
         self.slots, self.pages, self.page_size = slots, pages, page_size
         self.window, self.most_pages = window, most_pages
         self.running: list[TokenSequence] = []  # the oldest first
@@ -24,6 +34,7 @@ class Scheduler:
         self._ticket = itertools.count()
         self._free_slots = list(range(slots - 1, -1, -1))
         self._free_pages = list(range(pages - 1, -1, -1))
+        self.prefixes = None if grid is None else Prefixes(grid, page_size, self._free, window)
 
     @property
     def waiting(self) -> int:
@@ -37,8 +48,8 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        """How many pages are free."""
-        return len(self._free_pages)
+        """How many pages are free, or would be on demand."""
+        return len(self._free_pages) + (0 if self.prefixes is None else self.prefixes.evictable)
 
     def pages_for(self, tokens: int) -> int:
         """How many pages so many tokens take."""
@@ -62,9 +73,22 @@ class Scheduler:
         heapq.heapify(self._waiting)
 
     def admit(self, tokens: int) -> TokenSequence | None:
-        """Gives the head of the queue a slot and pages for so many tokens; None, and nothing given, if they lack."""
+        """Gives the head of the queue a slot and pages for so many tokens; None, and nothing given, if they lack.
+
+        One that begins goes on from the longest known prefix.
+        """
         sequence = self.head()
-        if sequence is None or not self._free_slots or not self.reserve(sequence, tokens):
+        if sequence is None or not self._free_slots:
+            return None
+        prefixes = None if sequence.prefilled else self.prefixes
+        if prefixes is not None:
+            prefixes.adopt(sequence)
+        given = self.reserve(sequence, tokens)
+        if not given and prefixes is not None:
+            # The pages that a prefix is copied from may be too many beside those that it is copied to.
+            prefixes.abandon(sequence)
+            given = self.reserve(sequence, tokens)
+        if not given:
             return None
         heapq.heappop(self._waiting)
         sequence.slot = self._free_slots.pop()
@@ -80,8 +104,10 @@ class Scheduler:
         """
         self.free_behind(sequence)
         missing = min(self.pages_for(tokens) - sequence.first_page, self.most_pages) - len(sequence.pages)
-        if missing > len(self._free_pages):
+        if missing > self.free_pages:
             return False
+        if self.prefixes is not None and missing > len(self._free_pages):
+            self.prefixes.evict(missing - len(self._free_pages))
         sequence.pages.extend(self._free_pages.pop() for _ in range(missing))
         return True
 
@@ -93,24 +119,39 @@ class Scheduler:
         """
         if self.window is None:
             return
-        first = max(sequence.next_position - self.window + 1, 0) // self.page_size
-        behind = first - sequence.first_page
-        self._free_pages.extend(reversed(sequence.pages[:behind]))
-        del sequence.pages[:behind]
+        if self.prefixes is None:
+            first = max(sequence.next_position - self.window + 1, 0) // self.page_size
+        else:
+            first = self.prefixes.first_page(sequence.next_position)
+        if behind := sequence.pages[: first - sequence.first_page]:
+            del sequence.pages[: len(behind)]
+            if self.prefixes is None:
+                self._free(behind)
+            else:
+                self.prefixes.pass_by(sequence, behind)
         sequence.first_page = first
 
-    def release(self, sequence: TokenSequence) -> None:
-        """Frees a sequence's slot and pages."""
+    def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
+        """Frees a sequence's slot and pages; of a `spoiled` one no prefix is kept beyond those that are."""
         assert sequence.slot is not None, "only a running sequence has a slot and pages"
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
-        self._free_pages.extend(reversed(sequence.pages))
-        sequence.slot, sequence.pages = None, []
+        sequence.slot = None
+        if self.prefixes is None:
+            self._free(sequence.pages)
+            sequence.pages = []
+        else:
+            self.prefixes.leave(sequence, spoiled)
+
+    def _free(self, pages: list[int]) -> None:
+        self._free_pages.extend(reversed(pages))
 
     def check(self) -> None:
-        """Raises AssertionError unless every slot and every page is free or belongs to just one sequence."""
+        """Raises AssertionError unless each slot and page is free, or belongs to one sequence or known prefix."""
         slots = sorted([*self._free_slots, *(sequence.slot for sequence in self.running if sequence.slot is not None)])
-        pages = sorted([*self._free_pages, *(page for sequence in self.running for page in sequence.pages)])
+        own = [page for sequence in self.running for page in sequence.pages[sequence.shared :]]
+        known = [] if self.prefixes is None else self.prefixes.check(self.running)
+        pages = sorted([*self._free_pages, *own, *known])
         assert slots == list(range(self.slots)), f"slots: {slots}"
         assert pages == list(range(self.pages)), f"pages: {pages}"
         assert all(sequence.slot is None and not sequence.pages for sequence in self.queued()), (

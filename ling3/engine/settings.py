@@ -1,6 +1,7 @@
 """How an engine runs: `EngineSettings`, checked before any work is done."""
 
 import dataclasses
+import math
 import operator
 import warnings
 from collections.abc import Sequence
@@ -68,6 +69,12 @@ class EngineSettings:
     batch_invariant: bool = True
     """False: few running requests share a smaller decode call, which is faster, but the last bits of an answer then
     depend on how many there are."""
+    prefix_cache: bool = True
+    """Prompts that begin as earlier ones did go on from what these left in the pages, with the same bits. Prefixes are
+    kept by whole steps, the least common multiple of page_size and chunked_prefill_size."""
+    snapshot_fraction: float = 0.1
+    """What share of mem_fraction's memory may be taken by snapshots of recurrent states, without which a hybrid model
+    cannot go on from a prefix."""
     overlap: bool = True
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 
@@ -79,9 +86,11 @@ class EngineSettings:
         ]
         if not (is_real(self.mem_fraction) and 0 < self.mem_fraction <= 1):
             problems.append(f"mem_fraction is {shown(self.mem_fraction)}, expected a number in (0, 1]")
+        if not (is_real(self.snapshot_fraction) and 0 <= self.snapshot_fraction < 1):
+            problems.append(f"snapshot_fraction is {shown(self.snapshot_fraction)}, expected a number in [0, 1)")
         problems += [
             f"{name} is {shown(value)}, expected True or False"
-            for name in ("batch_invariant", "overlap")
+            for name in ("batch_invariant", "prefix_cache", "overlap")
             if type(value := getattr(self, name)) is not bool
         ]
         problems += self._padding_problems()
@@ -90,7 +99,8 @@ class EngineSettings:
         for name in WHOLE:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else operator.index(value))  # the class is frozen
-        object.__setattr__(self, "mem_fraction", float(self.mem_fraction))
+        for name in ("mem_fraction", "snapshot_fraction"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         if self.token_paddings is not None:
             object.__setattr__(self, "token_paddings", tuple(sorted(set(map(operator.index, self.token_paddings)))))
 
@@ -114,17 +124,23 @@ class EngineSettings:
             ]
         return wrong
 
+    @property
+    def prefix_step(self) -> int:
+        """Known prefixes are multiples of so many tokens."""
+        return math.lcm(self.page_size, self.chunked_prefill_size)
+
     def most_pages(self, length: int, window: int | None) -> int:
         """The most pages that a sequence of up to `length` tokens holds at once.
 
         With a `window` these are the pages of one call: of its own tokens and of the window - 1 tokens before them,
-        which may begin anywhere in a page.
+        which may begin anywhere in a page, or in a step of known prefixes.
         """
         pages = -(-length // self.page_size)
         if window is None:
             return pages
         tokens = window - 1 + max(self.chunked_prefill_size, self.decode_steps)
-        return min(pages, -(-(tokens - 1) // self.page_size) + 1)
+        held = self.prefix_step if self.prefix_cache else self.page_size
+        return min(pages, (held - 1 + tokens - 1) // self.page_size + 1)
 
     def __getitem__(self, name: str) -> Any:
         """A setting by its name, for one release: `Engine.settings` was a dict."""

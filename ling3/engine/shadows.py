@@ -6,6 +6,8 @@ from typing import Any, no_type_check
 
 Page = tuple[int, ...]
 """The tokens of a page."""
+Slot = Any
+"""The name of a page's memory, which may be anything that can be in a set."""
 
 
 @no_type_check
@@ -14,7 +16,7 @@ class Node:
     """The pages [end - len(key), end) of every sequence that goes through it. The root has none."""
 
     key: list[Page]
-    slots: list[int]
+    slots: list[Slot]
     end: int
     parent: "Node | None"
     shadow: Any = None
@@ -43,15 +45,15 @@ class Window:
     def __init__(self, pages: int):
         self.pages = pages
 
-    def size(self, shadow: list[int] | None) -> int:
+    def size(self, shadow: list[Slot] | None) -> int:
         """What it takes of the memory for shadows."""
         return 0 if shadow is None else len(shadow)
 
-    def parts(self, shadow: list[int]) -> list[int]:
+    def parts(self, shadow: list[Slot]) -> list[Slot]:
         """What is handed to `free_shadow`."""
         return shadow
 
-    def split(self, shadow: list[int] | None, pages: int) -> tuple[list[int] | None, list[int] | None]:
+    def split(self, shadow: list[Slot] | None, pages: int) -> tuple[list[Slot] | None, list[Slot] | None]:
         """The shadows of a node's first `pages` and of the others."""
         return (None, None) if shadow is None else (shadow[:pages], shadow[pages:])
 
@@ -75,23 +77,23 @@ class Window:
             pages, node = pages + len(node.key), node.parent
         return nodes
 
-    def matched(self, nodes: Sequence[Node]) -> list[int]:
+    def matched(self, nodes: Sequence[Node]) -> list[Slot]:
         """`Match.shadow`, given the nodes that are needed."""
         shadow = [slot for node in reversed(nodes) for slot in node.shadow]
         return shadow[max(len(shadow) - self.pages, 0) :]
 
-    def offered(self, shadow: Sequence[int] | None, end: int, shared: int) -> list[int]:
+    def offered(self, shadow: Sequence[Slot] | None, end: int, shared: int) -> list[Slot]:
         """The shadow slots given for a sequence of `end` pages, without those of its `shared` ones."""
         shadow = [] if shadow is None else list(shadow)
         if len(shadow) > (end if self.pages else 0):
             raise ValueError(f"{len(shadow)} shadow slots for {end} pages with a window of {self.pages} pages")
         return shadow[max(shared - (end - len(shadow)), 0) :]
 
-    def first(self, shadow: list[int], a: int, b: int, end: int) -> int:
+    def first(self, shadow: list[Slot], a: int, b: int, end: int) -> int:
         """The first of the pages [a, b) from which on `offered` has their shadows; b if there is none."""
         return min(max(end - len(shadow), a), b) if self.pages else a
 
-    def part(self, shadow: list[int], a: int, b: int, end: int) -> list[int]:
+    def part(self, shadow: list[Slot], a: int, b: int, end: int) -> list[Slot]:
         """The shadow among `offered` of a node with the pages [a, b), none before `first`."""
         before = end - len(shadow)
         return shadow[a - before : b - before] if self.pages else []

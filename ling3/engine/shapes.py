@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from ling3.engine import memory
+from ling3.engine.prefixes import Grid
 from ling3.engine.settings import MAX_PAGES, EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -36,6 +37,8 @@ class Shapes:
     """A sequence needs only the pages of its last `window` tokens; None: all its pages."""
     most_pages: int = 2**31 - 1
     """The most pages that a sequence holds at once."""
+    grid: Grid | None = None
+    """Where prefixes are kept; None: they are not."""
 
 
 def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> tuple[EngineSettings, Shapes]:
@@ -54,8 +57,10 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
     window = memory.window(model, page_size)
     most_pages = settings.most_pages(length, window)
     pages = settings.num_pages
+    grid = memory.prefix_grid(model, settings, length)
     if pages is None:
-        pages = memory.pages_that_fit(model, slots, most_pages, page_size, settings.mem_fraction)
+        share = settings.mem_fraction * (1 - settings.snapshot_fraction if grid and grid.snapshot else 1)
+        pages = memory.pages_that_fit(model, slots, most_pages, page_size, share)
         pages = min(pages, MAX_PAGES)
     else:
         memory.check(model, slots, pages, page_size)
@@ -78,6 +83,7 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         rows=(rows,) if settings.batch_invariant else _row_counts(slots),
         window=window,
         most_pages=most_pages,
+        grid=grid,
     )
 
 
