@@ -16,23 +16,32 @@ def prompts(*lengths):
 def answers_in_company_and_alone(model, prompts, params):
     """Tokens and log-probabilities of requests in an engine that preempts some of them, and of each served alone.
 
-    Prompt and answer are at most 40 tokens together.
+    Then the longest prompt twice more, where its prefix is known; alone nothing is. Prompt and answer are at most 40
+    tokens together.
     """
-    engine = ling3.Engine(
-        model,
-        max_running_requests=3,
-        num_pages=5,
-        page_size=8,
-        chunked_prefill_size=8,
-        token_paddings=(8,),
-        decode_rows=3,
-        decode_steps=2,
-        max_model_len=40,
+    engine, cold = (
+        ling3.Engine(
+            model,
+            max_running_requests=3,
+            num_pages=6,
+            page_size=8,
+            chunked_prefill_size=8,
+            token_paddings=(8,),
+            decode_rows=3,
+            decode_steps=2,
+            max_model_len=40,
+            prefix_cache=cached,
+        )
+        for cached in (True, False)
     )
     crowd = engine.generate(prompts, params)
     assert engine.stats().preemptions, "all requests fit into the pages at once"
-    alone = [engine.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
-    return tuple([(output.token_ids, output.logprobs) for output in outputs] for outputs in (crowd, alone))
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    again = [engine.generate([prompts[longest]], params[longest])[0] for _ in range(2)]
+    assert again[1].cached_tokens >= 8, "its prefix is not known"
+    alone = [cold.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    alone += [alone[longest]] * 2
+    return tuple([(output.token_ids, output.logprobs) for output in outputs] for outputs in (crowd + again, alone))
 
 
 def losses_of_training(model, tokens):

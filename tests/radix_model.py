@@ -178,6 +178,13 @@ class FlatCache:
             return 0
         return self.delete(end)
 
+    def forget(self, prefix):
+        for end in sorted((e for e in self.ends if e == prefix[: len(e)]), key=len, reverse=True):
+            if end in self.ends:
+                if not self.leaf(end) or self.full_lock(end):
+                    return
+                self.delete(end)
+
     def oldest(self, ends):
         return min(ends, key=lambda end: self.cells[end].used)
 
@@ -211,7 +218,10 @@ class Running:
 class World:
     """A tree and a flat cache that are told the same, by callers that obey the tree's rules."""
 
-    OPERATIONS = ("match", "insert", "begin", "go_on", "finish", "abandon", "release", "evict", "evict_shadow", "trim")
+    OPERATIONS = (
+        *("match", "insert", "begin", "go_on", "finish", "abandon", "release"),
+        *("evict", "evict_shadow", "trim", "forget"),
+    )
 
     def __init__(self, page_size, window=0, snapshots=False, alphabet=2):
         self.page_size, self.window, self.snapshots, self.alphabet = page_size, window, snapshots, alphabet
@@ -341,6 +351,12 @@ class World:
         needed = rng.randint(0, 9 if self.snapshots else 3)
         assert self.tree.evict_shadow(needed) == self.flat.evict_shadow(needed)
 
+    def forget(self, rng):
+        tokens = self.draw(rng)
+        match = self.find(tokens)
+        self.tree.forget(match.node)
+        self.flat.forget(self.paged(tokens)[: match.length // self.page_size])
+
     def trim(self, rng):
         stats = self.flat.stats()
         budget = rng.randint(20, 80)
@@ -386,7 +402,7 @@ class World:
 def rehearse(operations, seed, **world):
     """Runs random operations from a seed, and then ends everything; returns how often match found something."""
     rng, world = random.Random(seed), World(**world)
-    weights = [4, 4, 6, 4, 4, 1, 2, 3, 2, 1]
+    weights = [4, 4, 6, 4, 4, 1, 2, 3, 2, 1, 1]
     for name in rng.choices(World.OPERATIONS, weights, k=operations):
         world.step(name, rng)
     world.finish_all()

@@ -349,9 +349,10 @@ class Loop:
         if sequence.slot is None:
             self.scheduler.withdraw(sequence)
         else:
-            if spoiled := sequence.completion.finish_reason == "error":
-                self.runner.scrub(sequence)
+            slot, pages, spoiled = sequence.slot, sequence.pages, sequence.completion.finish_reason == "error"
             self.scheduler.release(sequence, spoiled)
+            if spoiled:
+                self.runner.scrub(slot, self.scheduler.are_free(pages))
         if sequence.request.finished:
             del self.requests[sequence.request.request_id]
 

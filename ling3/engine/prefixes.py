@@ -113,7 +113,7 @@ class Prefixes:
         lock = self.tree.lock(match.node)
         if self.window is None:
             self._share(sequence, match.slots, lock)
-            sequence.snapshot = match.shadow
+            sequence.snapshot = match.shadow if self.grid.snapshot else None
         else:
             sequence.first_page = self.first_page(match.length)
             needed = match.length // self.page_size - sequence.first_page
@@ -132,8 +132,8 @@ class Prefixes:
 
     def abandon(self, sequence: TokenSequence) -> None:
         """Undoes `adopt` for a sequence that got no memory."""
-        self.leave(sequence, spoiled=True)
         sequence.prefilled = sequence.cached = sequence.first_page = 0
+        self.leave(sequence)
 
     def wants(self, sequence: TokenSequence) -> bool:
         """True if the prefix that the sequence has just computed is to be kept.
@@ -163,15 +163,24 @@ class Prefixes:
         if self.grid.snapshot:
             tree.trim_shadow(self.grid.budget)
 
-    def leave(self, sequence: TokenSequence, spoiled: bool = False) -> None:
-        """Takes back all pages of a sequence; a `spoiled` one's own are kept for nobody."""
+    def leave(self, sequence: TokenSequence) -> None:
+        """Takes back all pages of a sequence."""
         own = sequence.pages[sequence.shared :]
         self._unlock(sequence)
         sequence.pages, sequence.shared, sequence.snapshot, sequence.copied = [], 0, None, []
-        if self.window is None or spoiled:
+        if self.window is None:
             self._free(own)
         else:
             self.pass_by(sequence, own)
+
+    def spoil(self, sequence: TokenSequence) -> None:
+        """Keeps nothing of a sequence that only it uses: its numbers are not finite, or some of its memory is lost."""
+        prefix = sequence.prompt[: sequence.prefilled]
+        node = self.tree.match(prefix).node if sequence.lock is None else sequence.lock.node
+        self._unlock(sequence)
+        self.tree.forget(node)
+        self._free(sequence.pages[sequence.shared :])
+        sequence.pages, sequence.shared, sequence.snapshot, sequence.copied = [], 0, None, []
 
     def pass_by(self, sequence: TokenSequence, pages: list[int]) -> None:
         """With a window: takes the first pages of a sequence, and keeps what a later prompt can go on from."""

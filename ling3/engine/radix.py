@@ -234,6 +234,14 @@ class RadixTree:
                 self._delete(node)
         return freed
 
+    def forget(self, node: Node) -> None:
+        """Frees a node and its parents, as far as nothing else leads through them and they are not locked."""
+        for each in list(self._upwards(node)):
+            if each.children or each.full_lock:
+                return
+            if each.parent is not None:  # it has not gone with its child
+                self._delete(each)
+
     def trim_shadow(self, budget: int) -> int:
         """Evicts shadows until all together take at most `budget`, or the others are locked; returns how much."""
         return self.evict_shadow(max(sum(self._shadows) - _natural(budget), 0))

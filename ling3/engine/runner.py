@@ -98,11 +98,11 @@ class Runner:
         states = jax.device_get(swap_out(_int(sequence.slot), self.pool))
         return Saved(states, tuple(jax.device_get(read_pages(pages, self.pool)) for pages in self._moves(used)))
 
-    def scrub(self, sequence: TokenSequence) -> None:
-        """Zeros the sequence's slot and its own pages, so that no NaN stays in them."""
-        for pages in self._moves(sequence.pages[sequence.shared :]):
-            self.pool = write_pages(pages, self._no_pages, self.pool)
-        self.pool = swap_in(_int(sequence.slot), self._empty_contents(), self.pool)
+    def scrub(self, slot: int, pages: Sequence[int]) -> None:
+        """Zeros a slot and pages, so that no NaN stays in them."""
+        for some in self._moves(pages):
+            self.pool = write_pages(some, self._no_pages, self.pool)
+        self.pool = swap_in(_int(slot), self._empty_contents(), self.pool)
 
     def prefill(self, sequence: TokenSequence, tokens: Sequence[int]) -> Choice:
         """Adds the sequence's next prompt tokens to its caches; with the last of them it gets its first new token."""

@@ -132,7 +132,7 @@ class Scheduler:
         sequence.first_page = first
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
-        """Frees a sequence's slot and pages; of a `spoiled` one no prefix is kept beyond those that are."""
+        """Frees a sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
         assert sequence.slot is not None, "only a running sequence has a slot and pages"
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
@@ -140,8 +140,14 @@ class Scheduler:
         if self.prefixes is None:
             self._free(sequence.pages)
             sequence.pages = []
+        elif spoiled:
+            self.prefixes.spoil(sequence)
         else:
-            self.prefixes.leave(sequence, spoiled)
+            self.prefixes.leave(sequence)
+
+    def are_free(self, pages: list[int]) -> list[int]:
+        """Those of some pages that belong to nobody."""
+        return sorted(set(self._free_pages).intersection(pages))
 
     def _free(self, pages: list[int]) -> None:
         self._free_pages.extend(reversed(pages))

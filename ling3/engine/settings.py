@@ -129,18 +129,18 @@ class EngineSettings:
         """Known prefixes are multiples of so many tokens."""
         return math.lcm(self.page_size, self.chunked_prefill_size)
 
-    def most_pages(self, length: int, window: int | None) -> int:
+    def most_pages(self, length: int, window: int | None, step: int | None = None) -> int:
         """The most pages that a sequence of up to `length` tokens holds at once.
 
         With a `window` these are the pages of one call: of its own tokens and of the window - 1 tokens before them,
-        which may begin anywhere in a page, or in a step of known prefixes.
+        which may begin anywhere in a page, or in a `step` of so many tokens whose pages are kept together.
         """
         pages = -(-length // self.page_size)
         if window is None:
             return pages
         tokens = window - 1 + max(self.chunked_prefill_size, self.decode_steps)
-        held = self.prefix_step if self.prefix_cache else self.page_size
-        return min(pages, (held - 1 + tokens - 1) // self.page_size + 1)
+        before = (self.page_size if step is None else step) - 1
+        return min(pages, (before + tokens - 1) // self.page_size + 1)
 
     def __getitem__(self, name: str) -> Any:
         """A setting by its name, for one release: `Engine.settings` was a dict."""

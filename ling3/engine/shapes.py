@@ -55,9 +55,9 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         )
     slots, page_size, chunk = settings.max_running_requests, settings.page_size, settings.chunked_prefill_size
     window = memory.window(model, page_size)
-    most_pages = settings.most_pages(length, window)
-    pages = settings.num_pages
     grid = memory.prefix_grid(model, settings, length)
+    most_pages = settings.most_pages(length, window, grid.step if grid else None)
+    pages = settings.num_pages
     if pages is None:
         share = settings.mem_fraction * (1 - settings.snapshot_fraction if grid and grid.snapshot else 1)
         pages = memory.pages_that_fit(model, slots, most_pages, page_size, share)

@@ -514,7 +514,7 @@ def test_a_callback_that_raises_ends_its_own_request(busy, alone, when, n):
         deltas += busy.step()
         assert balanced(busy.stats())
     told = [delta for delta in deltas if delta.request_id == bad]
-    assert all(delta.finish_reason == "error" and not delta.text for delta in told)
+    assert all(delta.finish_reason == "error" and not delta.token_ids for delta in told)
     output = told[-1].output
     assert "the callback for its deltas raised OSError('disk full')" in output.outputs[0].error
     assert {c.finish_reason for c in output.outputs} == {"error"} or when == "last"

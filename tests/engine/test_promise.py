@@ -1,6 +1,7 @@
 """The promise: a request's tokens and log-probabilities are bit for bit those of the same request run alone."""
 
 import functools
+import math
 
 import equinox as eqx
 import jax
@@ -14,6 +15,7 @@ from tiny import TINY, open_model
 
 import ling3
 from ling3.cache import map_pages, map_slots
+from ling3.engine.prefixes import Grid
 from ling3.engine.scheduler import Scheduler
 
 SLOTS, PAGES = 6, 48
@@ -37,9 +39,9 @@ def engine(**changes):
 
 @functools.cache
 def requests():
-    """Prompts and how they are sampled, every kind of sampling among them."""
+    """Prompts and how they are sampled, every kind of sampling among them. Half of the prompts begin alike."""
     draw = np.random.default_rng(0)
-    found = []
+    found, common = [], draw.integers(3, TINY.vocab_size, size=96).tolist()
     for i in range(24):
         params = ling3.SamplingParams(
             max_tokens=int(draw.integers(1, 49)),
@@ -57,7 +59,9 @@ def requests():
             seed=i,
             n=2 if i % 8 == 3 else 1,
         )
-        found.append((draw.integers(3, TINY.vocab_size, size=int(draw.integers(1, 97))).tolist(), params))
+        own = draw.integers(3, TINY.vocab_size, size=int(draw.integers(1, 97))).tolist()
+        shared = int(draw.integers(0, len(own))) * (i % 2)
+        found.append((common[:shared] + own[shared:], params))
     return found
 
 
@@ -71,7 +75,7 @@ def alone(which, chunk):
 
 @functools.cache
 def idle_engine():
-    return engine()
+    return engine(prefix_cache=False)
 
 
 def answer(completion):
@@ -80,13 +84,23 @@ def answer(completion):
 
 
 class Company(RuleBasedStateMachine):
-    """Requests come, go on, are aborted and preempted in any order; fewer slots and pages than the pool has."""
+    """Requests come, go on, are aborted and preempted in any order; fewer slots and pages than the pool has.
 
-    @initialize(slots=st.integers(1, SLOTS), pages=st.integers(FEWEST_PAGES, PAGES), chunk=st.sampled_from([8, 16, 32]))
-    def begin(self, slots, pages, chunk):
+    Alone a request finds no known prefix. In company it may: without room for snapshots, with room for few, or enough.
+    """
+
+    @initialize(
+        slots=st.integers(1, SLOTS),
+        pages=st.integers(FEWEST_PAGES, PAGES),
+        chunk=st.sampled_from([8, 16, 32]),
+        snapshots=st.sampled_from([0, 1, 3, 100]),
+    )
+    def begin(self, slots, pages, chunk, snapshots):
         self.engine = busy_engine()
         self.engine._loop.chunk = self.chunk = chunk
-        self.engine._loop.scheduler = Scheduler(slots, pages, SETTINGS["page_size"])
+        size, page_size = self.engine._loop.runner.shapes.grid.snapshot, SETTINGS["page_size"]
+        grid = Grid(math.lcm(page_size, chunk), size, snapshots * size) if snapshots else None
+        self.engine._loop.scheduler = Scheduler(slots, pages, page_size, grid=grid)
         self.before = self.engine.stats()
         self.asked, self.finished, self.aborted = {}, {}, set()
 
@@ -120,8 +134,8 @@ class Company(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values())
         assert stats.slots == stats.free_slots + stats.running
-        held = sum(len(sequence.pages) for sequence in self.engine._loop.scheduler.running)
-        assert stats.pages == stats.free_pages + held
+        held = {page for sequence in self.engine._loop.scheduler.running for page in sequence.pages}
+        assert stats.pages == stats.free_pages + len(held)
         self.engine._loop.scheduler.check()
 
     def teardown(self):
@@ -163,7 +177,7 @@ TestManyCompanies.settings = settings(max_examples=25, stateful_step_count=30, d
 def engines(slots, pages, chunk):
     """Two of these settings: one for company, one for each request alone."""
     changes = {"max_running_requests": slots, "num_pages": pages, "chunked_prefill_size": chunk}
-    return engine(**changes), engine(**changes)
+    return engine(**changes), engine(**changes, prefix_cache=False)
 
 
 @functools.cache

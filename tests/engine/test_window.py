@@ -51,8 +51,9 @@ def model():
     return ling3.init(MistralConfig.from_dict(SIZES), key=jax.random.key(0), dtype=jnp.float32)
 
 
-def new_engine(page_size, pages):
-    return ling3.Engine(model(), None, **SETTINGS, **ROWS[page_size], page_size=page_size, num_pages=pages)
+def new_engine(page_size, pages, **changes):
+    changes = {"prefix_cache": False, **changes}
+    return ling3.Engine(model(), None, **SETTINGS, **ROWS[page_size], page_size=page_size, num_pages=pages, **changes)
 
 
 @functools.cache
@@ -218,22 +219,26 @@ def test_a_layer_without_a_window_keeps_all_pages():
 @pytest.mark.parametrize("page_size", [1, 3, 8, 64])
 @pytest.mark.parametrize("window", [1, 2, 8, 30])
 @pytest.mark.parametrize(("chunk", "steps"), [(1, 1), (1, 6), (16, 8)])
-def test_most_pages_are_those_of_the_widest_call(page_size, window, chunk, steps):
+@pytest.mark.parametrize("kept", [1, 2])
+def test_most_pages_are_those_of_the_widest_call(page_size, window, chunk, steps, kept):
+    """Pages that are freed one by one, or two together."""
     settings = EngineSettings(
         page_size=page_size, chunked_prefill_size=chunk, decode_steps=steps, token_paddings=(chunk,)
     )
-    tokens = max(chunk, steps)
-    touched = [
-        (start + tokens - 1) // page_size - max(start - window + 1, 0) // page_size + 1 for start in range(4 * 64)
-    ]
-    assert settings.most_pages(10_000, window) == max(touched)
-    assert settings.most_pages(2, window) == min(-(-2 // page_size), max(touched))
-    assert settings.most_pages(10_000, None) == -(-10_000 // page_size)
+    tokens, step = max(chunk, steps), kept * page_size
+    firsts = [(start, max(start - window + 1, 0) // step * kept) for start in range(4 * 64)]
+    touched = [(start + tokens - 1) // page_size - first + 1 for start, first in firsts]
+    assert settings.most_pages(10_000, window, step) == max(touched)
+    assert settings.most_pages(2, window, step) == min(-(-2 // page_size), max(touched))
+    assert settings.most_pages(10_000, None, step) == -(-10_000 // page_size)
+    assert kept == 2 or settings.most_pages(10_000, window) == max(touched)
 
 
 def test_an_engine_takes_no_more_pages_than_windows_need():
-    settings, shapes = settle(EngineSettings(**SETTINGS, max_running_requests=7, page_size=8), model(), PLAIN)
-    assert settings.num_pages == shapes.pages == 7 * MOST[8]
+    for cached, most in ((False, MOST[8]), (True, MOST[8] + 1)):  # the cache keeps steps of 16 tokens, two pages
+        asked = EngineSettings(**SETTINGS, max_running_requests=7, page_size=8, prefix_cache=cached)
+        settings, shapes = settle(asked, model(), PLAIN)
+        assert settings.num_pages == shapes.pages == 7 * most
 
 
 def test_a_request_is_refused_only_if_its_window_does_not_fit():

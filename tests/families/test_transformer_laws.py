@@ -56,7 +56,7 @@ def test_answers_are_generates_in_company_and_alone(name):
     assert expected[1] == GREEDY[name] and len({tuple(tokens) for tokens in expected}) == 4
     params = [ling3.SamplingParams(max_tokens=12, ignore_eos=True, logprobs=0)] * len(prompts)
     crowd, alone = answers_in_company_and_alone(model, prompts, params)
-    assert [list(tokens) for tokens, _ in crowd] == expected
+    assert [list(tokens) for tokens, _ in crowd[: len(prompts)]] == expected
     assert crowd == alone
 
 
