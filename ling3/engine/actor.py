@@ -193,8 +193,9 @@ class Actor:
         try:
             calls = self._loop.launch()
             raised = self._loop.take_raised()
-            self._await(calls)
-            self._loop.read(calls)
+            for call in calls:  # in the order of their dispatch, so that a first token does not wait for others' next
+                self._await(call)
+                self._loop.read([call])
         except Exception as error:
             fault = self._loop.fail(error)
         raised = raised or self._loop.take_raised()
@@ -206,10 +207,10 @@ class Actor:
                 reader.send(raised)
         del fault, raised  # their tracebacks refer to this frame
 
-    def _await(self, calls: Sequence[Call]) -> None:
-        """Waits for the results of calls, and takes messages meanwhile."""
-        tokens: list[Any] = [call.choice.token for call in calls]
-        while not all(token.is_ready() for token in tokens):
+    def _await(self, call: Call) -> None:
+        """Waits for the results of a call, and takes messages meanwhile."""
+        token: Any = call.choice.token
+        while not token.is_ready():
             try:
                 message = self._inbox.get_nowait()
             except queue.Empty:
@@ -219,7 +220,7 @@ class Actor:
                 self._inbox.put(None)
                 break
             self.handle(*message)
-        jax.block_until_ready([call.choice for call in calls])
+        jax.block_until_ready(call.choice)
 
 
 def result(outcome: tuple[Any, BaseException | None]) -> Any:
