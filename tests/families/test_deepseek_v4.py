@@ -362,6 +362,27 @@ def test_any_split_of_a_prompt_is_the_whole(model, cut):
 
 
 @pytest.mark.slow
+def test_any_split_of_a_prompt_is_the_whole_at_the_published_ratios():
+    """Entries of 4 and of 128 tokens and a window of 128, cut around each. The indexer takes all there are."""
+    published = {"compress_rates": {SPARSE: 4, HEAVY: 128}, "sliding_window": 128, "index_topk": 64}
+    model = ling3.init(DeepseekV4Config.from_dict(SMALL | published), key=jax.random.key(0))
+    tokens, length = ids(0, 1, 320), 260
+
+    def step(first, count, cache):
+        rolled, lengths = np.roll(tokens, -first, axis=1), np.asarray([count], np.int32)
+        logits, cache = model.step(rolled, cache, lengths)
+        return np.asarray(logits[:, :count]), cache
+
+    whole, together = step(0, length, model.init_cache(1, 320))
+    for cut in (3, 4, 5, 7, 8, 127, 128, 129, 255, 256, 257):
+        first, cache = step(0, cut, model.init_cache(1, 320))
+        second, cache = step(cut, length - cut, cache)
+        np.testing.assert_allclose(np.concatenate([first, second], axis=1), whole, atol=2e-5)
+        for one, other in zip(jax.tree.leaves(cache), jax.tree.leaves(together), strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.slow
 def test_a_batch_is_each_row_alone_and_padding_leaves_no_trace(model):
     tokens, lengths = ids(1, 3, 16), np.asarray([16, 0, 7], np.int32)
     batch, cache = model.step(tokens, model.init_cache(3, 64), lengths)
