@@ -111,9 +111,13 @@ def _sweep(axes: Axes, record: Record) -> None:
         axes.plot(x, y, dashes, color=colour, linewidth=1.2)
         axes.errorbar(x, medians, (medians - least, most - medians), fmt=marker, color=colour, ms=4, lw=1, label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
+    if record["lines"] and not any(record["lines"].values()):  # shares
+        axes.set_ylim(0, 160)
+        axes.set_yticks(range(0, 101, 20))
+    else:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
     axes.xaxis.set_major_formatter(_plain)
     axes.yaxis.set_major_formatter(_plain)
     axes.set_xlabel(record["axis"], fontsize=8)
