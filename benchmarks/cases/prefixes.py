@@ -327,7 +327,7 @@ def _hit_rates(setting: Setting, workload: Workload) -> Trial:
     found = dict[str, str]()
 
     def sized(length: int) -> Sizes:
-        full = Sizes(INSTRUCTION, length, requests=24, turns=4, children=3, answer=ANSWER)
+        full = Sizes(INSTRUCTION, length, requests=12, turns=4, children=3, answer=ANSWER)
         return setting.size(full=full, toy=Sizes(80, length, requests=3, turns=2, children=2, answer=4))
 
     @functools.cache
@@ -365,8 +365,8 @@ def _register(name: str, question: str, workload: Workload) -> None:
     case(f"prefixes/hits-{name}", question, rounds=1)(lambda setting: _hit_rates(setting, workload))
 
 
-_register("shared-prefix", "What is found of one instruction before 24 prompts, against the room.", _shared_prefix)
-_register("chat", "What is found of 24 conversations of four turns, against the room.", _chat)
+_register("shared-prefix", "What is found of one instruction before 12 prompts, against the room.", _shared_prefix)
+_register("chat", "What is found of 12 conversations of four turns, against the room.", _chat)
 _register("tree", "What is found of 27 paths through a tree of texts, against the room.", _tree)
 
 
