@@ -356,9 +356,10 @@ def _hit_rates(setting: Setting, workload: Workload) -> Trial:
         for length in lengths
         for snapshots in budgets
     ]
+    axis = f"bytes for snapshots, of {prefixes.grid.snapshot:,} each"
     about = _about(engine) | {"snapshot_bytes": prefixes.grid.snapshot, "found": found}
     about |= dataclasses.asdict(sized(0)) | {"length": list(lengths)}
-    return Trial(sides, unit="% of the ideal", axis="bytes for snapshots", about=about, warm=False, shares=True)
+    return Trial(sides, unit="% of the ideal", axis=axis, about=about, warm=False, shares=True)
 
 
 def _register(name: str, question: str, workload: Workload) -> None:
