@@ -62,6 +62,7 @@ def _ratios(axes: Axes, records: Sequence[Record]) -> None:
             names.append(f"{record['name']}: {name}")
             row += 1
     most = max(ratio["most"] for record in records for ratio in record["times_faster_than"].values())
+    most = max(most, *(least for record in records for least in times_faster(record).values()), 0)
     if most > 10:
         axes.set_xscale("log")
         axes.set_xlim(right=3 * most)
@@ -94,7 +95,10 @@ def _values(axes: Axes, records: Sequence[Record]) -> None:
 
 
 def _sweep(axes: Axes, record: Record) -> None:
-    """Medians with least and most; where a line was predicted, the fitted one, and in grey the predicted one."""
+    """Medians with least and most; where a line was predicted, the fitted one, and in grey the predicted one.
+
+    Shares, which have no line, are drawn from 0 to 100.
+    """
     for (name, line), (colour, marker, dashes) in zip(record["lines"].items(), LOOKS, strict=False):
         points = [side for side in record["sides"] if side["name"] == name and "values" in side]
         x = np.asarray([point["x"] for point in points], np.float64)
@@ -111,16 +115,23 @@ def _sweep(axes: Axes, record: Record) -> None:
         axes.plot(x, y, dashes, color=colour, linewidth=1.2)
         axes.errorbar(x, medians, (medians - least, most - medians), fmt=marker, color=colour, ms=4, lw=1, label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
+    shares = not any(record["lines"].values())
+    if shares:
+        axes.set_ylim(0, 105)
+        axes.set_xticks(sorted({side["x"] for side in record["sides"]}))
+        axes.minorticks_off()
+    else:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
     axes.xaxis.set_major_formatter(_plain)
     axes.yaxis.set_major_formatter(_plain)
     axes.set_xlabel(record["axis"], fontsize=8)
     axes.set_ylabel(record["unit"], fontsize=8)
-    axes.set_title(f"{record['name']} (dots: median, least and most; grey: predicted)", fontsize=9, loc="left")
+    told = "" if shares else " (dots: median, least and most; grey: predicted)"
+    axes.set_title(f"{record['name']}{told}", fontsize=9, loc="left")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7.5, loc="upper left")
+    axes.legend(fontsize=7.5, loc="lower right" if shares else "upper left")
 
 
 def _plain(value: float, _: int | None) -> str:

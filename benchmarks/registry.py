@@ -75,6 +75,8 @@ class Trial:
     """What `x` is, in a sweep."""
     predicted: Mapping[str, Line] = dataclasses.field(default_factory=dict)
     """For lines of a sweep."""
+    shares: bool = False
+    """For a sweep: the values are percentages, of which more is better; no line is fitted to them."""
     warm: bool = True
     """Whether every side goes once unmeasured. A fresh process has nothing to warm."""
 

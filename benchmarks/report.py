@@ -82,15 +82,16 @@ def _rows(record: Record) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def _line_rows(record: Record) -> Iterator[tuple[str, str, str, str, str]]:
-    """First and last point of each line, and its slope beside the predicted one."""
+    """First and last point of each line, and its slope beside the predicted one; of shares every point."""
     for name in dict.fromkeys(side["name"] for side in record["sides"]):
         points = [side for side in record["sides"] if side["name"] == name]
         seen = [point for point in points if "values" in point]
         wrong = [why_no_number(point) for point in points if "values" not in point]
-        ends = [f"{p['values']['median']:,.4g} {record['unit']} at {p['x']:,.6g}" for p in (seen[:1] + seen[1:][-1:])]
         line = record["lines"].get(name)
+        told = seen if line == {} else seen[:1] + seen[1:][-1:]  # shares have no line between their ends
+        ends = [f"{p['values']['median']:,.4g} {record['unit']} at {p['x']:,.6g}" for p in told]
         slope = ""
-        if line is not None:
+        if line:
             slope = f"slope {line['slope']:.3g}"
             if "predicted" in line:
                 slope += f"\npredicted {line['predicted']['slope']:.3g}"

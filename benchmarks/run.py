@@ -102,6 +102,9 @@ def _lines(trial: Trial, values: list[list[float]]) -> dict[str, Any]:
         ]
         if len(points) < 2:
             continue
+        if trial.shares:
+            found[name] = {}
+            continue
         x, y = np.asarray(points, np.float64).T
         slope, at_0 = np.polyfit(x, y, 1, w=1 / y)
         found[name] = {"slope": float(f"{slope:.4g}"), "at_0": float(f"{at_0:.4g}")}

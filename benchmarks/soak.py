@@ -2,9 +2,10 @@
 
     python -m benchmarks.soak --requests 2000 --out benchmarks/results
 
-Two engines of the same settings share their compiled programs. The busy one has few slots and too few pages, so that
-requests wait, are preempted, and are aborted wherever they are. Each finished request is then asked of the lonely one,
-which serves nothing else, and both answers must have the same bits. The counts are checked after every step.
+Two engines share their compiled programs. The busy one has few slots and too few pages, so that requests wait, are
+preempted, and are aborted wherever they are; many prompts begin alike, so that its prefix cache is found, filled and
+evicted all the time. Each finished request is then asked of the lonely one, which serves nothing else and has no prefix
+cache, and both answers must have the same bits. The counts are checked after every step.
 """
 
 import dataclasses
@@ -56,6 +57,10 @@ PHASE = 40
 """Steps, on average, until another number of them is aimed at."""
 EAGERNESS = 0.2
 """How likely an abort that is due comes with the next step, if a request is where it should be."""
+ALIKE = 0.4
+"""The share of prompts that begin as others do, up to any token."""
+BEGINNINGS = 3
+"""How many beginnings there are."""
 REQUESTS_SAMPLED = 10
 """Memory is looked at once in so many requests."""
 STEPS_SAMPLED = 10
@@ -92,7 +97,8 @@ def soak(
     engine's counts do not add up after a step.
     """
     model, tokenizer = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
-    busy, lonely = (ling3.Engine(model, tokenizer, **settings) for _ in range(2))
+    busy = ling3.Engine(model, tokenizer, **settings)
+    lonely = ling3.Engine(model, tokenizer, busy.settings, prefix_cache=False)
     busy.warmup()
     vocab = model.config.vocab_size
     compiled, before, begin = busy._loop.runner.programs, _alive(), time.perf_counter()
@@ -127,7 +133,8 @@ def soak(
         if stats.steps % STEPS_SAMPLED == 0:
             _note(load, stats.steps, stats.running, stats.waiting, stats.free_pages)
     seconds, stats = time.perf_counter() - begin, busy.stats()
-    request = delta = None  # the last ones are no leaks
+    request = delta = None  # the last ones are no leaks, and known prefixes are kept until they are forgotten
+    busy.forget_prefixes()
     _note(memory, *_memory(done))
     return Soak(
         requests=requests,
@@ -139,6 +146,7 @@ def soak(
         preemptions=stats.preemptions,
         steps=stats.steps,
         prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
         output_tokens=stats.output_tokens,
         compiled=busy._loop.runner.programs - compiled,
         compared=compared,
@@ -152,7 +160,7 @@ def soak(
 def _request(
     seed: int, index: int, tokenizer: Tokenizer, vocab: int, longest_prompt: int, longest_output: int
 ) -> _Asked:
-    """The `index`-th request: random ids or word problems, and any kind of sampling."""
+    """The `index`-th request: random ids or word problems, some after a common beginning, and any kind of sampling."""
     draw = np.random.default_rng([seed, index])
     length = round(float(np.exp(draw.uniform(0, np.log(longest_prompt)))))
     if draw.random() < 0.7:
@@ -161,6 +169,10 @@ def _request(
         stream = problems.problems(int(draw.integers(2**31)), "train")
         question, *examples = (next(stream) for _ in range(1 + int(draw.integers(3))))
         prompt = tokenizer.encode(problems.ask(question, examples))[-longest_prompt:]
+    if draw.random() < ALIKE:
+        beginning = np.random.default_rng([seed, 0, int(draw.integers(BEGINNINGS))])
+        known = beginning.integers(3, vocab, int(draw.integers(longest_prompt))).tolist()
+        prompt = known + prompt[: longest_prompt - len(known)]
 
     def sometimes(share: float, value: Any, otherwise: Any) -> Any:
         return value if draw.random() < share else otherwise
@@ -264,7 +276,8 @@ def _checked(engine: ling3.Engine) -> ling3.Stats:
     stats, scheduler = engine.stats(), engine._loop.scheduler
     assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values()), stats
     assert stats.slots == stats.free_slots + stats.running, stats
-    assert stats.pages == stats.free_pages + sum(len(sequence.pages) for sequence in scheduler.running), stats
+    used = {page for sequence in scheduler.running for page in sequence.pages}  # known prefixes are shared
+    assert stats.pages == stats.free_pages + len(used), stats
     scheduler.check()
     return stats
 
@@ -304,6 +317,8 @@ def _leaks(busy: ling3.Engine, lonely: ling3.Engine, before: Counter[str]) -> li
         stats = _checked(engine)
         free = {"slots": (stats.free_slots, stats.slots), "pages": (stats.free_pages, stats.pages)}
         found += [f"the {name} engine has {a} of {b} {what} free" for what, (a, b) in free.items() if a != b]
+        known = {"pages": stats.cached_pages, "bytes of snapshots": stats.snapshot_bytes}
+        found += [f"the {name} engine has {a} {what} of forgotten prefixes" for what, a in known.items() if a]
         loop = engine._loop
         held = {
             "requests": loop.requests,

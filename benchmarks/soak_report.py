@@ -37,7 +37,9 @@ class Soak:
     preemptions: int
     steps: int
     prompt_tokens: int
-    """Brought into the busy engine's caches."""
+    """Computed by the busy engine."""
+    cached_tokens: int
+    """Of prompts, found in its prefix cache."""
     output_tokens: int
     compiled: int
     """Programs compiled after the warm-up."""

@@ -210,8 +210,9 @@ assert jnp.array_equal(restored, truth) and off > 0.05
 # | share a common prefix between requests | point to the same pages | a copy, and only at points chosen beforehand |
 # | preempt a request | free its pages, read the prompt again later | the same, or move the state to the host and back |
 #
-# In Ling-3.0-tiny a copy has 19.5 MB, as much as the latents of 2,827 tokens. `ling3`'s engine keeps no prefixes, and
-# preempts by moving states and pages to the host, which brings back every bit.
+# In Ling-3.0-tiny a copy has 19.5 MB, as much as the latents of 2,827 tokens. `ling3`'s engine takes one every 512
+# tokens of a prompt by default, as long as there is room, so that later prompts can go on from there; and it preempts
+# by moving states and pages to the host. Both bring back every bit.
 #
 # ### Can the recurrence be run backwards?
 #
@@ -404,7 +405,7 @@ np.testing.assert_allclose(together[0, : len(prompts[0])], alone[0], atol=1e-3)
 #
 # The MLA pages of the prompt, to be shared by reference, and *one* copy of the KDA states (and convolution tails) after
 # its last token: 19.5 MB, copied into each new request's slot. A request that differs from the prompt before its end
-# gains nothing, unless states were stored at more places.
+# gains nothing, unless states were stored at more places, as notebook 8 shows.
 #
 # </details>
 #

@@ -221,6 +221,36 @@ print(f"{differ:,} of {by_one.size:,} logits differ on this machine, by up to {m
 # in alone, cut at multiples of the chunk; a row's pages are summed in order; and draws are keyed by (seed, position)
 # and not by a shared stream. The price is arithmetic on empty rows, which `batch_invariant=False` saves.
 #
+# ## Prompts that begin alike
+#
+# Six problems after the same three worked examples: the first request computes the examples, and the others go on from
+# there. Pages they can share. KDA's states are overwritten by the next token, so the engine has kept *snapshots* of
+# them: after every full step of 32 tokens, the least common multiple of a page and a prefill call. Up to there the
+# caches depend on the tokens alone, bit for bit, and so does every answer.
+
+# %%
+alike = [ask(problem, some[12:15]) for problem in some[4:10]]
+engine.forget_prefixes()
+before = engine.stats()
+known = [engine.generate(prompt, greedy)[0] for prompt in alike]
+after = engine.stats()
+without = ling3.Engine(nano, tok, engine.settings, prefix_cache=False)
+for prompt, output in zip(alike, known, strict=True):
+    (cold,) = without.generate(prompt, greedy)
+    assert output.token_ids == cold.token_ids
+    assert [x.logprob for x in output.logprobs] == [x.logprob for x in cold.logprobs] and cold.cached_tokens == 0
+    print(f"{output.cached_tokens:3} of {len(output.prompt_token_ids)} prompt tokens were known")
+same = min(
+    next(i for i, (a, b) in enumerate(zip(x, y)) if a != b)
+    for x, y in itertools.combinations([output.prompt_token_ids for output in known], 2)
+)
+assert known[0].cached_tokens == 0
+assert all(output.cached_tokens >= same // 32 * 32 for output in known[1:])
+assert after.cached_tokens - before.cached_tokens == sum(output.cached_tokens for output in known)
+print(f"kept: {after.cached_pages} of {after.pages} pages, and {after.snapshot_bytes:,} bytes of snapshots")
+assert after.free_pages == after.pages, "pages that no running request uses are as good as free"
+
+# %% [markdown]
 # ## What it gains
 #
 # The older way is *static* batching: take four requests, decode until the last of them is done, take the next four. The

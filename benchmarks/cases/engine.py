@@ -132,9 +132,10 @@ def agrees(mine: Tokens, other: Tokens) -> str:
 
 
 def _engine(setting: Setting, model: ling3.CausalLM, **settings: Any) -> ling3.Engine:
-    """With its defaults; a toy has fewer programs to compile."""
+    """With its defaults, but no prefix cache: every round has the same prompts. A toy has fewer programs to compile."""
     fewer = {"chunked_prefill_size": 32, "token_paddings": (32,)}
-    engine = ling3.Engine(model, max_model_len=MAX_MODEL_LEN, **settings | setting.size(full={}, toy=fewer))
+    settings |= {"max_model_len": MAX_MODEL_LEN, "prefix_cache": False} | setting.size(full={}, toy=fewer)
+    engine = ling3.Engine(model, **settings)
     engine.warmup()
     return engine
 

@@ -56,8 +56,9 @@ class Three:
 
     @functools.cached_property
     def engine(self) -> ling3.Engine:
-        """Of as many slots as there are requests, as vLLM has."""
-        engine = ling3.Engine(self.model, max_model_len=512, max_running_requests=REQUESTS, decode_rows=REQUESTS)
+        """Of as many slots as there are requests, and without a prefix cache, as vLLM's: prompts are measured again."""
+        sizes = {"max_model_len": 512, "max_running_requests": REQUESTS, "decode_rows": REQUESTS}
+        engine = ling3.Engine(self.model, **sizes, prefix_cache=False)
         engine.warmup()
         return engine
 

@@ -37,13 +37,24 @@ class SampleRequest:
 
 
 def random_requests(
-    count: int, vocab: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int = 0
+    count: int,
+    vocab: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+    seed: int = 0,
+    shared_prefix: int = 0,
 ) -> list[SampleRequest]:
-    """`count` prompts of random ids in [0, vocab), with lengths (first to last, in tokens) drawn evenly."""
+    """`count` prompts of random ids in [0, vocab), with lengths (first to last, in tokens) drawn evenly.
+
+    Each begins with the same `shared_prefix` tokens, which `input_len` does not count; the others do not depend on it.
+    """
     rng = np.random.default_rng(seed)
     inputs, outputs = _lengths("input_len", input_len, count, rng), _lengths("output_len", output_len, count, rng)
-    prompts = (rng.integers(0, vocab, length).tolist() for length in inputs)
-    return [SampleRequest(prompt, length) for prompt, length in zip(prompts, outputs, strict=True)]
+    if shared_prefix < 0:
+        raise ValueError(f"shared_prefix is {shared_prefix} tokens, expected at least 0")
+    prompts = [rng.integers(0, vocab, length).tolist() for length in inputs]
+    prefix = rng.integers(0, vocab, shared_prefix).tolist()
+    return [SampleRequest(prefix + prompt, length) for prompt, length in zip(prompts, outputs, strict=True)]
 
 
 def read_requests(
@@ -120,9 +131,10 @@ def measure(
 ) -> Report:
     """Serves the requests and reports how long everything took; `about` goes into the report as it is.
 
-    Compiles first, encodes texts, and serves one short request, none of which counts. With `ignore_eos` each output has
-    its full length, so that the work is the same whatever the model says. `seed` draws the arrivals, and request i
-    samples from `seed + i`. While the engine's queue is full, a request that is due waits, and its clock runs.
+    Compiles first, encodes texts, and serves one short request, none of which counts; then the engine forgets all known
+    prefixes, so that hits are those of prompts on each other. With `ignore_eos` each output has its full length, so
+    that the work is the same whatever the model says. `seed` draws the arrivals, and request i samples from `seed + i`.
+    While the engine's queue is full, a request that is due waits, and its clock runs.
 
     Raises ValueError, before anything is measured, for requests that the engine could not answer.
     """
@@ -137,6 +149,7 @@ def measure(
     deltas = engine.stream_all([request.prompt for request in requests], params, arrivals=due)
     engine.warmup()
     engine.generate([requests[0].prompt], dataclasses.replace(params[0], max_tokens=min(2, requests[0].max_tokens)))
+    engine.forget_prefixes()
     where, before = machine(), engine.stats()
     served = _serve(deltas, clients)
     after = engine.stats()
@@ -169,8 +182,9 @@ class _Client:
 
     def served(self) -> Served:
         assert self.output is not None, "every request has ended"
-        prompt_tokens = len(self.output.prompt_token_ids)
-        return Served(self.due, prompt_tokens, tuple(self.deltas), self.end, self.output.finish_reason)
+        output = self.output
+        tokens = len(output.prompt_token_ids)
+        return Served(self.due, tokens, tuple(self.deltas), self.end, output.finish_reason, output.cached_tokens)
 
 
 def _serve(deltas: Generator[tuple[int, Delta], None, None], clients: Sequence[_Client]) -> list[Served]:

@@ -55,6 +55,8 @@ class Served:
     """When tokens came, and their number."""
     end: float
     finish_reason: FinishReason
+    cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache."""
 
     @property
     def completed(self) -> bool:
@@ -125,6 +127,16 @@ class Report:
         return sum(request.prompt_tokens for request in self._good)
 
     @property
+    def cached_tokens(self) -> int:
+        """Of all prompts, found in the prefix cache."""
+        return sum(request.cached_tokens for request in self._good)
+
+    @property
+    def cached_share(self) -> float:
+        """The same as a share of `prompt_tokens`."""
+        return self.cached_tokens / max(self.prompt_tokens, 1)
+
+    @property
     def output_tokens(self) -> int:
         """Of all outputs."""
         return sum(request.output_tokens for request in self._good)
@@ -174,6 +186,8 @@ class Report:
             "completed": self.completed,
             "failed": self.failed,
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "cached_share": round(self.cached_share, 6),
             "output_tokens": self.output_tokens,
             "request_throughput": self.request_throughput,
             "output_throughput": self.output_throughput,
@@ -187,6 +201,7 @@ class Report:
                 {
                     "due_s": round(request.due, 6),
                     "prompt_tokens": request.prompt_tokens,
+                    "cached_tokens": request.cached_tokens,
                     "output_tokens": request.output_tokens,
                     "finish_reason": request.finish_reason,
                     **_milliseconds({"ttft_ms": request.ttft, "tpot_ms": request.tpot, "e2el_ms": request.latency}),
@@ -208,6 +223,8 @@ class Report:
         facts.add_row("requests", f"{self.completed} finished, {self.failed} failed; {online}")
         facts.add_row("duration", f"{self.duration:.2f} s; {self.concurrency:.1f} requests in flight on average")
         facts.add_row("tokens", f"{self.prompt_tokens:,} of prompts, {self.output_tokens:,} of output")
+        known = f"{self.cached_tokens:,} of the prompts' tokens ({100 * self.cached_share:.1f} %) were known"
+        facts.add_row("prefix cache", known if self.engine.get("prefix_cache", True) else "off")
         rates = Table("throughput", box=None, pad_edge=False, header_style="bold")
         rates.add_column("", justify="right")
         for name, value, unit in (
@@ -251,6 +268,8 @@ class Report:
         rate = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s"
         speed = f"{self.output_throughput:,.0f} output tokens/s"
         title = f"{self.about.get('model', 'engine')}: {len(self.served)} requests, {rate}, {speed}"
+        if self.cached_tokens:
+            title += f", {100 * self.cached_share:.0f} % of prompt tokens cached"
         figure.suptitle(f"{title}, on {self.machine['device']}", fontsize=10)
         figure.savefig(pathlib.Path(path), dpi=160)
 

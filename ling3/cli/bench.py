@@ -54,6 +54,8 @@ class Bench(Command):
     """How many requests; 64 without it, or as many as --prompts has."""
     input_len: Annotated[str, LENGTH] = "128"
     """Tokens of each prompt; of a range, lengths are drawn evenly. Prompts are random token ids."""
+    shared_prefix: WholeNumber = None
+    """Before these, as many random tokens that are the same in all prompts, as a long instruction is; 0 without it."""
     output_len: Annotated[str, LENGTH] = "128"
     """New tokens of each request, likewise."""
     prompts: FileOption = None
@@ -77,6 +79,8 @@ def run(command: Bench) -> None:
     from ling3.bench import measure as bench
     from ling3.serve import Engine
 
+    if command.prompts is not None and command.shared_prefix is not None:
+        raise ValueError("--shared-prefix is for random prompts, and --prompts gives real ones: leave out one of them")
     lengths = _bounds(command.input_len, "--input-len"), _bounds(command.output_len, "--output-len")
     command.output.check()
     settings = command.engine.settings()
@@ -95,7 +99,9 @@ def run(command: Bench) -> None:
     if command.prompts is not None:
         requests = bench.read_requests(command.prompts, lengths[1], command.num_prompts, command.seed)
     else:
-        requests = bench.random_requests(_count(command), model.config.vocab_size, *lengths, command.seed)
+        requests = bench.random_requests(
+            _count(command), model.config.vocab_size, *lengths, command.seed, command.shared_prefix or 0
+        )
     report = bench.measure(
         Engine(model, tokenizer, settings),
         requests,
@@ -129,9 +135,13 @@ def _check_sizes(command: Bench, context: int, input_len: tuple[int, int], outpu
     bench.check_lengths("output_len", output_len)
     limit = command.engine.max_model_len
     context = context if limit is None else limit
-    longest = output_len[1] + (input_len[1] if command.prompts is None else 1)
+    prefix = command.shared_prefix or 0
+    if prefix < 0:
+        raise ValueError(f"--shared-prefix is {prefix}, expected a whole number >= 0")
+    longest = output_len[1] + (prefix + input_len[1] if command.prompts is None else 1)
     if longest > context:
         names = "--output-len and a prompt" if command.prompts is not None else "--input-len and --output-len"
+        names = f"--shared-prefix, {names}" if prefix else names
         raise ValueError(
             f"{names} are up to {longest:,} tokens together, but a request has room for {context:,} "
             "(the model's context, or a smaller --max-model-len): ask for fewer"

@@ -35,8 +35,17 @@ PROTOCOL = EngineSettings(
 )
 """The settings of Ling-3's own evaluation, which is greedy, with up to `MAX_TOKENS` tokens an answer."""
 
-# Settings that decide which requests run when. The bits of an answer do not depend on them; on all others they may.
-SCHEDULE = ("max_running_requests", "mem_fraction", "max_queue", "num_pages", "overlap")
+# Settings that decide what runs when, and what is computed once. The bits of an answer do not depend on them; on all
+# others they may.
+SCHEDULE = (
+    "max_running_requests",
+    "mem_fraction",
+    "max_queue",
+    "num_pages",
+    "prefix_cache",
+    "snapshot_fraction",
+    "overlap",
+)
 
 Chat = Literal["auto", "on", "off"]
 """Prompts as a user's turn of the chat template, with this thinking mode; `auto` is the template's own choice."""
@@ -192,8 +201,10 @@ def _answer(output: RequestOutput, parse: Parser, expected: str) -> dict[str, An
         "error": completion.error,
         "prompt_tokens": len(output.prompt_token_ids),
         "output_tokens": len(completion.token_ids),
+        # What the prefix cache knew of the prompt is the schedule's too, and explains the time to the first token.
         "timings": {
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in dataclasses.asdict(completion.timings).items()
-        },
+        }
+        | {"cached_tokens": completion.cached_tokens},
     }

@@ -55,7 +55,7 @@ def engine(directory, served):
 # Ten tokens in three deltas, five in one, and one that failed.
 SCRIPT = (
     Served(0.0, 100, ((0.5, 1), (0.9, 4), (1.4, 5)), 1.4, "length"),
-    Served(1.0, 50, ((4.0, 5),), 4.5, "stop"),
+    Served(1.0, 50, ((4.0, 5),), 4.5, "stop", 30),
     Served(2.0, 7, ((3.0, 3),), 5.0, "error"),
 )
 
@@ -102,6 +102,7 @@ def test_percentiles():
 def test_what_failed_counts_as_failed_and_for_nothing_else():
     found = report()
     assert (found.completed, found.failed, found.prompt_tokens, found.output_tokens) == (2, 1, 150, 15)
+    assert (found.cached_tokens, found.cached_share) == (30, 0.2)
     assert found.output_throughput == 3.0
     assert found.total_token_throughput == 33.0
     assert found.request_throughput == 0.4
@@ -128,18 +129,21 @@ def test_json():
     assert found["requests"][0] == {
         "due_s": 0.0,
         "prompt_tokens": 100,
+        "cached_tokens": 0,
         "output_tokens": 10,
         "finish_reason": "length",
         "ttft_ms": 500.0,
         "tpot_ms": 100.0,
         "e2el_ms": 1400.0,
     }
+    assert (found["cached_tokens"], found["cached_share"], found["requests"][1]["cached_tokens"]) == (30, 0.2, 30)
     assert report(request_rate=math.inf).to_dict()["request_rate"] is None
 
 
 def test_json_without_a_finished_request():
     found = json.loads(json.dumps(report(SCRIPT[2:]).to_dict(), allow_nan=False))
     assert found["ttft_ms"] is None and found["output_throughput"] == 0.0 and found["failed"] == 1
+    assert found["cached_share"] == 0.0
 
 
 def shown(found):
@@ -152,6 +156,8 @@ def test_table():
     text = shown(report())
     assert "some model, 1,234,567 parameters, float32" in text
     assert "2 finished, 1 failed; 2 requests/s, Poisson" in text
+    assert "prefix cache  30 of the prompts' tokens (20.0 %) were known" in text
+    assert "prefix cache  off" in shown(report(engine={"prefix_cache": False}))
     row = next(line for line in text.splitlines() if line.startswith("TTFT"))
     assert row.split()[-4:] == ["1,750.00", "1,750.00", "2,750.00", "2,975.00"]
     assert next(line for line in shown(report(SCRIPT[2:])).splitlines() if line.startswith("ITL")).split()[-1] == "-"
@@ -195,6 +201,11 @@ def test_random_requests():
     assert {request.max_tokens for request in requests} == {7}
     assert {token for request in requests for token in request.prompt} == set(range(50))
     assert requests == random_requests(200, 50, (3, 5), (7, 7), seed=4) != random_requests(200, 50, (3, 5), (7, 7))
+    shared = random_requests(200, 50, (3, 5), (7, 7), seed=4, shared_prefix=6)
+    assert [request.prompt[6:] for request in shared] == [request.prompt for request in requests]
+    assert len({tuple(request.prompt[:6]) for request in shared}) == 1
+    with pytest.raises(ValueError, match="shared_prefix is -1 tokens, expected at least 0"):
+        random_requests(2, 50, (3, 5), (7, 7), shared_prefix=-1)
     with pytest.raises(ValueError, match="input_len is from 5 to 3 tokens"):
         random_requests(2, 50, (5, 3), (7, 7))
     with pytest.raises(ValueError, match="output_len is from 0 to 7 tokens"):
@@ -256,6 +267,19 @@ def test_offline(engine, monkeypatch):
     assert found.turns["preemptions"] == 0 and found.turns["decode_calls"] > 0 and found.turns["prefill_calls"] >= 7
     assert found.engine["decode_steps"] == 4 and found.engine["num_pages"] == 8
     assert not engine.has_work and engine.stats().free_pages == 8
+
+
+def test_prompts_find_what_earlier_ones_left(engine):
+    """And nothing of what was served before the clock ran: each measurement begins cold."""
+    requests = random_requests(4, 400, (3, 5), (2, 2), shared_prefix=33)
+    for _ in range(2):
+        found = measure(engine, requests)
+        cached = [request.cached_tokens for request in found.served]
+        # 32 of the 33 tokens are whole steps; the first two prompts go in side by side or one after the other.
+        assert cached[0] == 0 and cached[2:] == [32, 32] and found.cached_tokens == sum(cached)
+    again = measure(engine, [*requests[:1], *requests[:1]])
+    assert again.served[1].cached_tokens == 32
+    assert engine.stats().free_pages == 8
 
 
 def test_online(engine, served):
@@ -329,6 +353,11 @@ def test_command_prints_json(directory, capsys):
     assert found["completed"] == 3 and found["request_rate"] is None
     assert found["about"]["model"] == str(directory) and found["about"]["dtype"] == "float32"
     assert all(2 <= request["prompt_tokens"] <= 5 for request in found["requests"])
+    arguments = (directory, "--num-prompts", 3, "--input-len", 5, "--output-len", 3, "--shared-prefix", 16, *OPTIONS)
+    found = json.loads(run(capsys, *arguments, "--json", "-")[1])
+    assert (found["prompt_tokens"], found["requests"][2]["cached_tokens"]) == (63, 16)
+    found = json.loads(run(capsys, *arguments, "--no-prefix-cache", "--json", "-")[1])
+    assert (found["cached_tokens"], found["engine"]["prefix_cache"]) == (0, False)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +375,9 @@ def test_command_prints_json(directory, capsys):
         (("--input-len", "1:1000000000"), "up to 1,000,000,008 tokens together"),
         (("--prompts", "p.txt", "--output-len", 64), "--output-len and a prompt are up to 65 tokens together"),
         (("--seed", -1), "--seed is -1, expected a whole number >= 0"),
+        (("--shared-prefix", 49), "--shared-prefix, --input-len and --output-len are up to 65 tokens together"),
+        (("--shared-prefix", -1), "--shared-prefix is -1, expected a whole number >= 0"),
+        (("--shared-prefix", 8, "--prompts", "p.txt"), "--shared-prefix is for random prompts"),
         (("--num-prompts", 10**9), "16,000,000,000 tokens in all, expected at most"),
     ],
 )

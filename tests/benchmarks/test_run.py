@@ -13,8 +13,10 @@ from rich.console import Console
 from benchmarks import __main__ as suite
 from benchmarks import cases, report
 from benchmarks.cases import model as model_cases
+from benchmarks.cases import prefixes as prefix_cases
 from benchmarks.models import TOY, checkpoint, prompts
 from benchmarks.oracles import close, likeliest
+from benchmarks.plots import draw
 from benchmarks.record import where
 from benchmarks.registry import CASES, Absent, Case, Line, Setting, Side, Trial, Wrong, case, chosen
 from benchmarks.run import run
@@ -141,6 +143,27 @@ def test_light_cases_run_at_toy_sizes(toy, name):
     record = run(CASES[name], toy, rounds=1)
     assert record["outcome"] == "measured" and record["sides"][0]["values"]["median"] > 0
     json.dumps(record, allow_nan=False)
+
+
+def test_the_prefix_cache_has_its_cases(toy):
+    """Answers with it are those without it, and what is found is at most what could be."""
+    record = run(CASES["prefixes/few-shot"], toy, rounds=1)
+    assert record["outcome"] == "measured" and record["times_faster_than"]["without"]["median"] > 0
+    record = run(CASES["prefixes/hits-tree"], toy, rounds=1)
+    assert record["lines"] == {"suffixes of 8 tokens": {}, "suffixes of 40 tokens": {}}
+    scarce, unlimited = (side["values"]["median"] for side in record["sides"][2:])
+    assert 0 < scarce < unlimited == 100
+    assert "100 % of the ideal" in shown([record]) and draw([record]).axes[0].get_yscale() == "linear"
+    json.dumps(record, allow_nan=False)
+
+
+def test_the_ideal_of_a_prefix_cache():
+    ideal = prefix_cases.Ideal(4)
+    assert ideal.of([1, 2, 3, 4, 5, 6, 7, 8]) == 0
+    assert ideal.of([1, 2, 3, 4, 5, 6, 7, 8]) == 4  # the last token is computed
+    assert ideal.of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
+    assert ideal.of([1, 2, 3, 4, 5, 6, 7, 9, 9]) == 4
+    assert ideal.of([5, 6, 7, 8, 9]) == 0
 
 
 @pytest.mark.slow

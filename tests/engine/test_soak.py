@@ -27,6 +27,7 @@ def test_soak():
     assert found.memory["arrays"][-1] == found.memory["arrays"][0]
     assert found.compiled == 0
     assert found.preemptions >= 20
+    assert found.cached_tokens > 1000, "the cache that is tested is hit"
     assert set(found.aborted) == set(soak.STAGES) and sum(found.aborted.values()) >= 15
     assert sum(found.completions.values()) == found.compared > 200
     assert found.completions["error"] == 0
@@ -61,9 +62,9 @@ def test_an_answer_that_is_kept_is_found(monkeypatch):
 def test_a_page_that_is_lost_is_found(monkeypatch):
     release = ling3.engine.scheduler.Scheduler.release
 
-    def released(self, run):
+    def released(self, run, spoiled=False):
         run.pages.pop()
-        release(self, run)
+        release(self, run, spoiled)
 
     monkeypatch.setattr(ling3.engine.scheduler.Scheduler, "release", released)
     with pytest.raises(AssertionError, match="free_pages=25"):

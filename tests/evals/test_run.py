@@ -226,12 +226,41 @@ def test_every_setting_of_the_engine_is_recorded(ask, engine):
     assert line["settings"]["engine"].keys().isdisjoint(line["schedule"])
 
 
+def test_worked_examples_are_computed_once(ask):
+    """All questions after the first ones find them in the prefix cache, and have the answers they have without it."""
+    questions = [Question(f"{'shown ' * 20}{i}?", "1") for i in range(8)]
+    ask("cold.jsonl", engine=small_engine.engine(prefix_cache=False), questions=questions)
+    cold = timeless(ask.lines())
+    assert {line["timings"]["cached_tokens"] for line in ask.lines()} == {0}
+    engine = small_engine.engine()
+    ask("known.jsonl", engine=engine, questions=questions)
+    known = timeless(ask.lines())
+    cached = [line["timings"]["cached_tokens"] for line in ask.lines()]
+    assert engine.stats().cached_tokens == sum(cached) > 0 and cached[-1] > 0
+    for line, expected in zip(known, cold, strict=True):
+        assert {**line, "schedule": expected["schedule"]} == expected
+
+
+def test_a_run_from_before_the_prefix_cache_is_taken_up(ask):
+    """Its lines say nothing of the cache's settings, on which no bit depends."""
+    whole = ask()
+    lines = timeless(ask.lines())
+    old = ask.lines()[:4]
+    for line in old:
+        del line["schedule"]["prefix_cache"], line["schedule"]["snapshot_fraction"], line["timings"]["cached_tokens"]
+    ask.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in old), encoding="utf-8")
+    assert ask() == whole and ask.asked == 6
+    for line, expected in zip(timeless(ask.lines()), lines, strict=True):
+        assert {**line, "schedule": expected["schedule"]} == expected
+
+
 @pytest.mark.slow
 def test_a_run_is_taken_up_with_another_schedule_and_not_with_other_shapes(ask):
     whole = ask()
     lines = timeless(ask.lines())
     ask("more.jsonl", limit=3)
-    other = small_engine.engine(max_running_requests=2, num_pages=9, max_queue=3, mem_fraction=0.5, overlap=False)
+    other = {"max_running_requests": 2, "num_pages": 9, "max_queue": 3, "mem_fraction": 0.5, "overlap": False}
+    other = small_engine.engine(**other, prefix_cache=False, snapshot_fraction=0.0)
     assert ask("more.jsonl", engine=other) == whole and ask.asked == 7
     for line, expected in zip(timeless(ask.lines()), lines, strict=True):
         assert {**line, "schedule": expected["schedule"]} == expected

@@ -1,0 +1,383 @@
+"""The prefix cache: what it saves where prompts begin alike, what it finds of what it could, and what it costs where
+nothing is shared.
+
+Tokens are random, as the cache looks at nothing else, and engines have their defaults unless a case says otherwise:
+prefixes end at multiples of 512 tokens. An engine without the cache is the oracle of every answer.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ling3
+from benchmarks.cases.engine import seconds, together
+from benchmarks.models import FOUR_LAYERS, TOY, checkpoint
+from benchmarks.oracles import is_peer
+from benchmarks.registry import Setting, Side, Trial, Wrong, case
+from ling3.bench.measure import SampleRequest, random_requests
+from ling3.evals.run import PROTOCOL
+
+ROOM = 4096
+"""The context of nano here, with its own weights: it was trained on 2,048 tokens."""
+INSTRUCTION = 1242
+"""Tokens that all prompts begin with: of nano's prompts with twenty worked examples."""
+ANSWER = 32
+"""Tokens of a chat's answers."""
+UNLIMITED = 1024
+"""Snapshots: more than there are prefixes in any workload."""
+
+Tokens = list[int]
+
+
+def _nano() -> ling3.CausalLM:
+    model = ling3.load("nano", dtype=jnp.float32)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=ROOM))
+
+
+def _four_layers(setting: Setting) -> ling3.CausalLM:
+    config = setting.size(full=FOUR_LAYERS, toy=TOY)
+    return setting.keep("four layers", lambda: ling3.load(checkpoint(config, setting.scratch), dtype=jnp.float32))
+
+
+def _engine(setting: Setting, model: ling3.CausalLM, **settings: Any) -> ling3.Engine:
+    """Compiled; a toy has steps of 32 tokens, and fewer programs to compile."""
+    small = {"page_size": 16, "chunked_prefill_size": 32, "token_paddings": (32,)}
+    engine = ling3.Engine(model, **{"max_model_len": ROOM} | settings | setting.size(full={}, toy=small))
+    engine.warmup()
+    return engine
+
+
+# Time to the first token
+
+
+def _first_token(setting: Setting, model: ling3.CausalLM) -> Trial:
+    """Milliseconds to the first token of another prompt in each round, on a warm engine: known, then cold."""
+    known, rest = setting.size(full=(2048, 64), toy=(64, 16))
+    engine, draw, prompt = _engine(setting, model), np.random.default_rng(0), []
+
+    def drawn(count: int) -> Tokens:
+        return draw.integers(0, model.config.vocab_size, count).tolist()
+
+    def answer(expected: int, tokens: int = 1) -> tuple[Any, ...]:
+        params = ling3.SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0)
+        (output,) = engine.generate([prompt], params)
+        if output.cached_tokens != expected:
+            raise Wrong(f"{output.cached_tokens} tokens of the prompt were known, expected {expected}")
+        return output.token_ids, output.logprobs
+
+    def meet() -> None:
+        """Draws a prompt, and serves another one that begins alike."""
+        prompt[:] = drawn(known + rest)
+        engine.generate([prompt[:known] + drawn(rest)], ling3.SamplingParams(max_tokens=1))
+
+    def told() -> float:
+        meet()
+        return _milliseconds(lambda: answer(known))
+
+    def cold() -> float:
+        engine.forget_prefixes()
+        return _milliseconds(lambda: answer(0))
+
+    def check() -> str:
+        meet()
+        found = answer(known, 16)
+        engine.forget_prefixes()
+        if found != answer(0, 16):
+            raise Wrong("a known prefix changes tokens or log-probabilities")
+        return "tokens and log-probabilities are those of the prompt cold, bit for bit"
+
+    sides = [
+        Side(f"{known:,} of {known + rest:,} tokens known", told, check),
+        Side("the same prompt, cold", cold, is_peer),
+    ]
+    return Trial(sides, about=_about(engine) | {"prompt": known + rest, "known": known})
+
+
+@case(
+    "prefixes/first-token-nano",
+    "Time to the first token of a prompt whose first 2,048 of 2,112 tokens are known, on nano.",
+    wanted=1 / 0.12,
+    rounds=9,
+)
+def first_token_nano(setting: Setting) -> Trial:
+    """A small model: what a call costs beside its tokens counts."""
+    return _first_token(setting, _nano())
+
+
+@case(
+    "prefixes/first-token-four-layers",
+    "The same at Ling-3.0-tiny's full width with four layers, float32.",
+    wanted=1 / 0.12,
+)
+def first_token_four_layers(setting: Setting) -> Trial:
+    """A large one: its tokens count."""
+    return _first_token(setting, _four_layers(setting))
+
+
+# Throughput with and without the cache
+
+
+@dataclasses.dataclass
+class _Both:
+    """The same work on an engine with the cache and on one without, in turns of alternating order."""
+
+    known: Callable[[], float]
+    cold: Callable[[], float]
+    renew: Callable[[], object] = lambda: None
+    turn: int = 0
+    seen: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def first(self) -> float:
+        """Measures both."""
+        self.renew()
+        self.turn += 1
+        for name in ("known", "cold")[:: 1 if self.turn % 2 else -1]:
+            self.seen[name] = getattr(self, name)()
+        return self.seen["known"]
+
+    def second(self) -> float:
+        """What the first has found for the other."""
+        return self.seen["cold"]
+
+
+def _with_and_without(
+    engine: ling3.Engine, model: ling3.CausalLM, draw: Callable[[int], list[SampleRequest]], forget: bool
+) -> Trial:
+    """Seconds for all requests, which `draw` gives anew for each round's number."""
+    without = ling3.Engine(model, None, engine.settings, prefix_cache=False)
+    requests, rounds = draw(0), iter(range(1, 10**6))
+
+    def renew() -> None:
+        requests[:] = draw(next(rounds))
+        if forget:
+            engine.forget_prefixes()
+
+    both = _Both(seconds(lambda: together(engine, requests)), seconds(lambda: together(without, requests)), renew)
+
+    def check() -> str:
+        before = engine.stats()
+        if together(engine, requests) != together(without, requests):
+            raise Wrong("the cache changes tokens")
+        after = engine.stats()
+        cached, computed = (getattr(after, n) - getattr(before, n) for n in ("cached_tokens", "prompt_tokens"))
+        return f"the same tokens; {cached:,} of {cached + computed:,} prompt tokens were known"
+
+    sides = [Side("with the cache", both.first, check), Side("without", both.second, is_peer)]
+    about = _about(engine) | {
+        "requests": len(requests),
+        "prompt_tokens": sum(len(request.prompt) for request in requests),
+        "output_tokens": sum(request.max_tokens for request in requests),
+    }
+    return Trial(sides, unit="s", tokens=about["prompt_tokens"] + about["output_tokens"], about=about)
+
+
+def _few_shot(setting: Setting, **changes: Any) -> Trial:
+    """64 questions of 40 to 120 tokens after the same 1,242, answers of 16 to 48 tokens, with an evaluation's settings.
+
+    Each round begins with an empty cache.
+    """
+    model = _nano()
+    engine = _engine(setting, model, settings=dataclasses.replace(PROTOCOL, **changes))
+    count, instruction = setting.size(full=(64, INSTRUCTION), toy=(6, 80))
+    lengths = setting.size(full=((40, 120), (16, 48)), toy=((8, 20), (2, 4)))
+    return _with_and_without(
+        engine, model, lambda i: random_requests(count, model.config.vocab_size, *lengths, i, instruction), forget=True
+    )
+
+
+@case(
+    "prefixes/few-shot",
+    "64 questions of 40 to 120 tokens after the same 1,242, answers of 16 to 48, end to end on nano.",
+    wanted=4.0,
+    rounds=5,
+)
+def few_shot(setting: Setting) -> Trial:
+    """With the settings of `ling3 eval`: of the 1,242 tokens 1,024 are whole steps."""
+    return _few_shot(setting)
+
+
+@case(
+    "prefixes/few-shot-128",
+    "The same in steps of 128 tokens: page_size and chunked_prefill_size 128.",
+    wanted=4.0,
+    rounds=5,
+)
+def few_shot_128(setting: Setting) -> Trial:
+    """Of the 1,242 tokens 1,152 are whole steps, and what is left of a prompt is padded to less."""
+    return _few_shot(setting, page_size=128, chunked_prefill_size=128, token_paddings=(16, 128))
+
+
+@case(
+    "prefixes/nothing-shared",
+    "64 random prompts of 100 to 1,500 tokens, answers of 16 to 64, on nano: does the cache cost anything?",
+    wanted=0.98,
+    rounds=9,
+)
+def nothing_shared(setting: Setting) -> Trial:
+    """Other prompts in each round, so that the cache fills up and is evicted."""
+    model = _nano()
+    count, lengths = setting.size(full=(64, ((100, 1500), (16, 64))), toy=(6, ((10, 100), (2, 4))))
+    return _with_and_without(
+        _engine(setting, model),
+        model,
+        lambda i: random_requests(count, model.config.vocab_size, *lengths, i),
+        forget=False,
+    )
+
+
+# Hit rates
+
+
+Waves = Iterator[list[Tokens]]
+"""Prompts that are sent at once, and after all their answers the next ones."""
+Answers = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a workload: `length` tokens of what differs, and how often."""
+
+    instruction: int
+    length: int
+    requests: int
+    turns: int
+    children: int
+    answer: int
+
+
+Workload = Callable[[np.random.Generator, int, Sizes, Answers], Waves]
+"""Draws its prompts from a vocabulary; the answers to a wave are there when the next one is asked for."""
+
+
+def _shared_prefix(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
+    """One instruction, and another suffix in each prompt."""
+    instruction = draw.integers(0, vocab, sizes.instruction).tolist()
+    yield [instruction + draw.integers(0, vocab, sizes.length).tolist() for _ in range(sizes.requests)]
+
+
+def _chat(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
+    """Conversations after one instruction: each prompt is the former one, its answer, and a new message."""
+    instruction = draw.integers(0, vocab, sizes.instruction).tolist()
+    talks = [list(instruction) for _ in range(sizes.requests)]
+    for _ in range(sizes.turns):
+        for talk, answer in zip(talks, answers or [[]] * len(talks), strict=True):
+            talk += [*answer, *draw.integers(0, vocab, sizes.length).tolist()]
+        yield [list(talk) for talk in talks]
+
+
+def _tree(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
+    """Every path through a tree of texts with the instruction as its root, in random order."""
+    paths = [draw.integers(0, vocab, sizes.instruction).tolist()]
+    for _ in range(3):
+        paths = [path + draw.integers(0, vocab, sizes.length).tolist() for path in paths for _ in range(sizes.children)]
+    draw.shuffle(paths)
+    yield paths
+
+
+class Ideal:
+    """The most that could be found: of each prompt the longest prefix, in whole steps, that an earlier one had."""
+
+    def __init__(self, step: int):
+        self.step, self._known = step, set[bytes]()
+
+    def of(self, prompt: Tokens) -> int:
+        """Its tokens that are known, without the last one, which gives the first new token; then all are."""
+        prefixes = [np.asarray(prompt[:end]).tobytes() for end in range(self.step, len(prompt) + 1, self.step)]
+        usable = prefixes[: (len(prompt) - 1) // self.step]
+        found = next((i for i, prefix in enumerate(usable) if prefix not in self._known), len(usable))
+        self._known.update(prefixes)
+        return found * self.step
+
+
+def _hits(engine: ling3.Engine, snapshots: int, workload: Workload, sizes: Sizes) -> tuple[int, int, int]:
+    """Tokens of a workload's prompts that were found, that could have been, and all; with so many snapshots at most."""
+    engine.forget_prefixes()
+    prefixes, answers = engine._loop.scheduler.prefixes, list[list[int]]()
+    assert prefixes is not None, "the model keeps prefixes"
+    # What `snapshot_fraction` would come to on a machine of another size.
+    prefixes.grid = dataclasses.replace(prefixes.grid, budget=snapshots * prefixes.grid.snapshot)
+    found, possible, total, ideal = 0, 0, 0, Ideal(prefixes.grid.step)
+    vocab = engine._loop.runner.model.config.vocab_size
+    for prompts in workload(np.random.default_rng(0), vocab, sizes, answers):
+        outputs = engine.generate(prompts, ling3.SamplingParams(max_tokens=sizes.answer, ignore_eos=True))
+        answers[:] = [list(output.token_ids) for output in outputs]
+        found += sum(output.cached_tokens for output in outputs)
+        possible += sum(map(ideal.of, prompts))
+        total += sum(map(len, prompts))
+    return found, possible, total
+
+
+def _hit_rates(setting: Setting, workload: Workload) -> Trial:
+    """The share of the ideal that was found, in percent, against the bytes that there are for snapshots.
+
+    Which prefixes are kept does not depend on the model, so that a small one does.
+    """
+    model = ling3.init(TOY, key=jax.random.key(0), dtype=jnp.float32)
+    engine = _engine(setting, model, max_model_len=setting.size(full=16384, toy=512))
+    lengths = setting.size(full=(40, 376, 2000), toy=(8, 40))
+    budgets = setting.size(full=(2, 8, 32, UNLIMITED), toy=(2, UNLIMITED))
+    prefixes = engine._loop.scheduler.prefixes
+    assert prefixes is not None, "the model keeps prefixes"
+    found = dict[str, str]()
+
+    def sized(length: int) -> Sizes:
+        full = Sizes(INSTRUCTION, length, requests=12, turns=4, children=3, answer=ANSWER)
+        return setting.size(full=full, toy=Sizes(80, length, requests=3, turns=2, children=2, answer=4))
+
+    @functools.cache
+    def hits(length: int, snapshots: int) -> tuple[int, int, int]:
+        return _hits(engine, snapshots, workload, sized(length))
+
+    def check(name: str, length: int, snapshots: int) -> str:
+        known, possible, total = hits(length, snapshots)
+        if known > possible:
+            raise Wrong(f"{known:,} tokens were found, and {possible:,} could have been")
+        words = f"{100 * known / total:.1f} % of {total:,} prompt tokens, and ideally {100 * possible / total:.1f} %"
+        found[f"{name}, {snapshots} snapshots"] = words
+        return words
+
+    def rate(length: int, snapshots: int) -> float:
+        known, possible, _ = hits(length, snapshots)
+        return 100 * known / possible
+
+    sides = [
+        Side(
+            name := f"suffixes of {length:,} tokens",
+            functools.partial(rate, length, snapshots),
+            functools.partial(check, name, length, snapshots),
+            x=snapshots * prefixes.grid.snapshot,
+        )
+        for length in lengths
+        for snapshots in budgets
+    ]
+    axis = f"bytes for snapshots, of {prefixes.grid.snapshot:,} each"
+    about = _about(engine) | {"snapshot_bytes": prefixes.grid.snapshot, "found": found}
+    about |= dataclasses.asdict(sized(0)) | {"length": list(lengths)}
+    return Trial(sides, unit="% of the ideal", axis=axis, about=about, warm=False, shares=True)
+
+
+def _register(name: str, question: str, workload: Workload) -> None:
+    case(f"prefixes/hits-{name}", question, rounds=1)(lambda setting: _hit_rates(setting, workload))
+
+
+_register("shared-prefix", "What is found of one instruction before 12 prompts, against the room.", _shared_prefix)
+_register("chat", "What is found of 12 conversations of four turns, against the room.", _chat)
+_register("tree", "What is found of 27 paths through a tree of texts, against the room.", _tree)
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _about(engine: ling3.Engine) -> dict[str, Any]:
+    """The settings that decide where prefixes end."""
+    names: Sequence[str] = ("page_size", "chunked_prefill_size", "token_paddings", "max_model_len", "num_pages")
+    return {name: getattr(engine.settings, name) for name in names} | {"step": engine.settings.prefix_step}
