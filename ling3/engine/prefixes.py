@@ -57,6 +57,7 @@ class Prefixes:
         self.grid, self.page_size, self.window = grid, page_size, window
         self.unit = grid.step // page_size  # pages that are kept, found and freed together
         self._free = free
+        self._kept = 0  # how often a prefix was
         self._names = itertools.count()  # with a window no memory goes with the tree's slots
         if window is None:
             self.tree = RadixTree(grid.step, self._free_units, _forget, snapshots=grid.snapshot > 0)
@@ -105,6 +106,9 @@ class Prefixes:
         needs beside shared pages is in `snapshot` and `copied` until it is in the pool, which `settled` tells.
         """
         prompt = sequence.prompt
+        if sequence.looked_up == self._kept or len(prompt) <= self.grid.step:
+            return False
+        sequence.looked_up = self._kept
         match = self.tree.match(prompt[: len(prompt) - 1])
         # Where it leaves the known prefixes, and none ends: worth a snapshot for the next one to come this way.
         sequence.branch = match.shared if match.shared > match.length else 0
@@ -133,6 +137,7 @@ class Prefixes:
     def abandon(self, sequence: TokenSequence) -> None:
         """Undoes `adopt` for a sequence that got no memory."""
         sequence.prefilled = sequence.cached = sequence.first_page = 0
+        sequence.looked_up = None
         self.leave(sequence)
 
     def wants(self, sequence: TokenSequence) -> bool:
@@ -153,6 +158,7 @@ class Prefixes:
         tokens, tree = sequence.prompt[: sequence.prefilled], self.tree
         units = self._units(sequence.pages[: sequence.prefilled // self.page_size])
         tree.insert(tokens, units, snapshot, prev=sequence.shared * self.page_size)
+        self._kept += 1
         # Another may have computed the same: then these are its pages, with the same bits.
         match = tree.match(tokens)
         assert match.length == len(tokens), "a prefix is found where it was just inserted"
@@ -191,6 +197,7 @@ class Prefixes:
         if units:
             names = list(itertools.islice(self._names, end // self.unit))
             self.tree.insert(sequence.prompt[: end * size], names, units)
+            self._kept += 1
         self._free(pages[end - first :])
 
     def check(self, running: list[TokenSequence]) -> list[int]:

@@ -24,6 +24,7 @@ from typing import Any, no_type_check
 from ling3.engine.shadows import Node, Page, Slot, Snapshots, Window
 
 
+@no_type_check
 @dataclasses.dataclass(frozen=True)
 class Match:
     """What the tree has of a sequence.
@@ -41,6 +42,7 @@ class Match:
     shadow: Any
 
 
+@no_type_check
 @dataclasses.dataclass(eq=False)
 class Lock:
     """A sequence's claim on a matched prefix. `RadixTree.unlock` ends it."""
@@ -51,6 +53,7 @@ class Lock:
     held: bool = True
 
 
+@no_type_check
 @dataclasses.dataclass(frozen=True)
 class RadixStats:
     """The tree's memory. Slots are counted in pages; shadows in pages with a window, in bytes with snapshots."""

@@ -77,6 +77,8 @@ class TokenSequence:
     """How many of its first `pages` are the known prefix's, and not its own."""
     cached: int = 0
     """Prompt tokens of a known prefix that it went on from."""
+    looked_up: int | None = None
+    """When its prefix was looked up, in prefixes kept until then."""
     branch: int = 0
     """Prompt tokens that are those of other prompts, beyond which a prefix is worth a snapshot; 0 for none."""
     snapshot: Any = None
