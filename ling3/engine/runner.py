@@ -58,8 +58,8 @@ class Runner:
     def reset(self) -> None:
         """An empty pool."""
         shapes, vocab = self.shapes, self.model.config.vocab_size
-        sampling = Sampling.build([(SamplingParams(), 0, 0, ())] * shapes.slots, vocab, MAX_STOP_IDS)
-        sampling = dataclasses.replace(sampling, adjustments=_adjustments(shapes.slots, vocab))
+        rows = [(SamplingParams(), 0, 0, ())] * shapes.slots
+        sampling = Sampling.build(rows, vocab, MAX_STOP_IDS, _adjustments(shapes.slots, vocab))
         self.pool = Pool.empty(self.model, sampling, shapes.pages, shapes.page_size, self.dtype)
         self._unadjusted = _adjustments(1, vocab)
         self._fresh = jax.tree.map(lambda x: _zeros(x, 1), slots_of(self.pool.layers))
@@ -75,11 +75,11 @@ class Runner:
             [(sequence.params, sequence.seed, len(sequence.prompt), sequence.ends)],
             self.model.config.vocab_size,
             MAX_STOP_IDS,
+            self._adjustments_of(sequence),
         )
-        sampling = dataclasses.replace(sampling, adjustments=self._adjustments_of(sequence))
-        done = jax.device_put(np.asarray(not sequence.decoding))
-        contents = SlotContents(states, _int(sequence.held), _int(newest), _int(sequence.until), done, sampling)
-        self.pool = swap_in(_int(sequence.slot), contents, self.pool)
+        numbers = np.asarray([sequence.slot, sequence.held, newest, sequence.until], np.int32)
+        slot, held, newest, until, done = jax.device_put((*numbers, np.asarray(not sequence.decoding)))
+        self.pool = swap_in(slot, SlotContents(states, held, newest, until, done, sampling), self.pool)
         for pages, entries in zip(self._moves(sequence.pages), () if saved is None else saved.pages, strict=False):
             self.pool = write_pages(pages, jax.device_put(entries), self.pool)
         sequence.saved = None
@@ -200,8 +200,8 @@ class Runner:
 
     def _empty_contents(self) -> SlotContents:
         """The contents of a free slot."""
-        sampling = Sampling.build([(SamplingParams(), 0, 0, ())], self.model.config.vocab_size, MAX_STOP_IDS)
-        sampling = dataclasses.replace(sampling, adjustments=self._unadjusted)
+        row = (SamplingParams(), 0, 0, ())
+        sampling = Sampling.build([row], self.model.config.vocab_size, MAX_STOP_IDS, self._unadjusted)
         return SlotContents(self._fresh, _int(0), _int(0), _int(0), jax.device_put(np.asarray(True)), sampling)
 
     def _moves(self, pages: Sequence[int]) -> Iterator[Array]:

@@ -46,11 +46,13 @@ class Sampling(eqx.Module):
     adjustments: Adjustments | None  # None where no row wants any
 
     @staticmethod
-    def build(rows: Sequence[tuple[SamplingParams, int, int, Sequence[int]]], vocab: int, width: int) -> "Sampling":
-        """One row per (params, seed, tokens of the prompt, stop ids), without adjustments.
-
-        `width` is the room for stop ids.
-        """
+    def build(
+        rows: Sequence[tuple[SamplingParams, int, int, Sequence[int]]],
+        vocab: int,
+        width: int,
+        adjustments: Adjustments | None = None,
+    ) -> "Sampling":
+        """One row per (params, seed, tokens of the prompt, stop ids). `width` is the room for stop ids."""
         stops = np.full((len(rows), width), -1, np.int32)
         for row, (_, _, _, ids) in zip(stops, rows, strict=True):
             row[: len(ids)] = ids
@@ -67,7 +69,7 @@ class Sampling(eqx.Module):
                 np.asarray([bool(p.logprobs) for p in params], bool),
             )
         )
-        return Sampling(*columns, adjustments=None)
+        return Sampling(*columns, adjustments=adjustments)
 
 
 class Choice(eqx.Module):
