@@ -185,9 +185,10 @@ class CausalLM(eqx.Module):
         The packed formats are those of `ling3.ops.packed_kv`.
         """
         for i, layer in enumerate(self.model.layers):
-            mixer = layer.attention
+            if (mixer := layer.attention) is None:
+                continue
             why = getattr(mixer, "unpackable", f"the memory of {type(mixer).__name__} has no packed form")
-            if mixer is not None and why is not None:
+            if why is not None:
                 return f"layer {i}: {why}"
         return None
 
