@@ -80,8 +80,9 @@ class EngineSettings:
     """What share of mem_fraction's memory may be taken by snapshots of recurrent states, without which a hybrid model
     cannot go on from a prefix."""
     cache_dtype: CacheDtype = "auto"
-    """What caches are kept in: by default the weights' dtype, on a CPU at least float32. "packed" keeps DeepSeek-V4's
-    compressed entries and indexer keys as FP8 with scales, in half the bytes of bfloat16. KDA's states stay float32."""
+    """What caches are kept in; "auto": in the weights' dtype, but on a CPU in float32 at least. Recurrent states are
+    float32 in any case. "packed" keeps pages of compressed entries as FP8 with scales, in 0.57 of bfloat16's bytes,
+    and the rest as "auto" does; the model's entries must have the sizes of that format."""
     overlap: bool = True
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 
