@@ -11,9 +11,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Int, Int32, PyTree, UInt8
 
 from ling3.execution import PLAIN, Execution
+from ling3.ops.packed_kv import Packing
 from ling3.runtime.recorder import SILENT, Recorder
 
 
@@ -55,30 +56,52 @@ class Span(eqx.Module):
 
 
 class Paged(eqx.Module):
-    """An array of a state that lies in pages: `entries[p, i]` is entry i of page p.
+    """An array of a state that lies in pages: `entries[p, i]` is entry i of page p, or with a `packing` among the
+    page's bytes.
 
     An entry stands for `tokens` consecutive tokens, so a page of the engine's `page_size` tokens has
     page_size / tokens entries. Which pages are whose, and in which order, `Span.table` says. With a `window`, a token's
     output depends only on the entries of the last `window` tokens, its own included: pages behind them may be freed.
     """
 
-    entries: Float[Array, "pages page *entry"]
+    entries: Float[Array, "pages page *entry"] | UInt8[Array, "pages bytes"]
     tokens: int = eqx.field(static=True, default=1)
     window: int | None = eqx.field(static=True, default=None)
+    packing: Packing | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def empty(
-        pages: int, page_size: int, entry: tuple[int, ...], dtype: Any, tokens: int = 1, window: int | None = None
+        pages: int,
+        page_size: int,
+        entry: tuple[int, ...],
+        dtype: Any,
+        tokens: int = 1,
+        window: int | None = None,
+        packing: Packing | None = None,
     ) -> "Paged":
-        """Zeros for so many pages of `page_size` tokens. ValueError if an entry's tokens do not divide that."""
+        """Zeros for so many pages of `page_size` tokens; with a `packing`, its bytes, whatever `dtype` is.
+
+        ValueError if an entry's tokens do not divide a page's, or if the packing is for other entries.
+        """
         if page_size % tokens:
             raise ValueError(f"page_size is {page_size}, expected a multiple of {tokens}, the tokens of an entry")
-        return Paged(jnp.zeros((pages, page_size // tokens, *entry), dtype), tokens, window)
+        page = page_size // tokens
+        if packing is None:
+            return Paged(jnp.zeros((pages, page, *entry), dtype), tokens, window)
+        if entry != (packing.channels,):
+            raise ValueError(f"entry is {entry}, expected ({packing.channels},), the channels of packed {packing.name}")
+        return Paged(jnp.zeros((pages, packing.bytes(page)), jnp.uint8), tokens, window, packing)
+
+    @property
+    def page(self) -> int:
+        """Entries of a page."""
+        size = self.entries.shape[1]
+        return size if self.packing is None else self.packing.page(size)
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return self.entries.shape[1] * self.tokens
+        return self.page * self.tokens
 
     def append(self, new: Float[Array, "batch completed *entry"], span: Span) -> "Paged":
         """With the entries that the span completes, each row's in order; padding, and what has no page, is dropped.
@@ -87,7 +110,7 @@ class Paged(eqx.Module):
         entries are completed.
         """
         assert span.table is not None, "a span over a paged array has a table"
-        columns, (pages, page) = span.table.shape[1], self.entries.shape[:2]
+        columns, pages, page = span.table.shape[1], self.entries.shape[0], self.page
         first = span.start // self.tokens
         count = (span.start + span.length) // self.tokens - first
         offsets = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
@@ -96,8 +119,11 @@ class Paged(eqx.Module):
         kept = (offsets < count[:, None]) & (column < columns)
         owner = jnp.take_along_axis(span.table, jnp.minimum(column, columns - 1), axis=1)
         owner = jnp.where(kept, owner, pages)
-        new = new.astype(self.entries.dtype)
-        return dataclasses.replace(self, entries=self.entries.at[owner, entry % page].set(new, mode="drop"))
+        if self.packing is None:
+            entries = self.entries.at[owner, entry % page].set(new.astype(self.entries.dtype), mode="drop")
+        else:
+            entries = self.packing.write(self.entries, owner, entry % page, new)
+        return dataclasses.replace(self, entries=entries)
 
 
 class KDAState(eqx.Module):

@@ -32,7 +32,8 @@ class Mixer(Protocol):
         """Its memory before the first token: arrays with a row per slot, and `Paged` ones of so many pages.
 
         Where an entry stands for several tokens, the tokens of a page are a multiple of them: `page_multiple`, which a
-        mixer of other entries need not have.
+        mixer of other entries need not have. One whose entries can be packed has `unpackable`, which says why they
+        cannot (None: they can), and takes `packed`.
         """
         ...
 
@@ -177,10 +178,25 @@ class CausalLM(eqx.Module):
         """Tokens of a page of `init_cache` and `generate`."""
         return math.lcm(BLOCK, self.page_multiple)
 
-    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None) -> Cache:
+    @property
+    def unpackable(self) -> str | None:
+        """Why the model's paged caches cannot be packed, by the first layer for which they cannot; None if they can.
+
+        The packed formats are those of `ling3.ops.packed_kv`.
+        """
+        for i, layer in enumerate(self.model.layers):
+            if (mixer := layer.attention) is None:
+                continue
+            why = getattr(mixer, "unpackable", f"the memory of {type(mixer).__name__} has no packed form")
+            if why is not None:
+                return f"layer {i}: {why}"
+        return None
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None, *, packed: bool = False) -> Cache:
         """An empty memory for `batch` rows of up to `max_length` tokens.
 
-        Latents and conv tails have `dtype` (that of the weights without it), KDA's recurrent states float32.
+        Latents and conv tails have `dtype` (that of the weights without it), KDA's recurrent states float32. With
+        `packed` what lies in pages is bytes, as in `empty_states`.
         """
         refuse_fork()
         if batch < 1 or max_length < 1:
@@ -188,12 +204,21 @@ class CausalLM(eqx.Module):
         dtype = self.dtype if dtype is None else dtype
         columns = -(-max_length // self.page_size)
         table = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
-        states = self.empty_states(batch, batch * columns, self.page_size, dtype)
+        states = self.empty_states(batch, batch * columns, self.page_size, dtype, packed)
         return Cache(states, jnp.zeros(batch, jnp.int32), table)
 
-    def empty_states(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> tuple[State, ...]:
-        """The memory of every mixer before the first token, for so many rows and pages of `page_size` tokens."""
-        return tuple(mixer.empty_state(slots, pages, page_size, dtype) for mixer in self.model.attentions)
+    def empty_states(
+        self, slots: int, pages: int, page_size: int, dtype: DTypeLike, packed: bool = False
+    ) -> tuple[State, ...]:
+        """The memory of every mixer before the first token, for so many rows and pages of `page_size` tokens.
+
+        `packed`: pages are bytes in the formats of `ling3.ops.packed_kv`, and only what has a row per slot has `dtype`.
+        ValueError if a layer's pages cannot be packed.
+        """
+        if packed and (why := self.unpackable) is not None:
+            raise ValueError(f"the caches of this model cannot be packed, keep them in a floating dtype: {why}")
+        how = {"packed": True} if packed else {}
+        return tuple(mixer.empty_state(slots, pages, page_size, dtype, **how) for mixer in self.model.attentions)
 
     @checks_ids
     @eqx.filter_jit

@@ -98,7 +98,7 @@ class Engine:
             most_pages=shapes.most_pages,
             max_queue=settings.max_queue,
         )
-        runner = Runner(model, shapes, execution)
+        runner = Runner(model, shapes, execution, settings.cache_dtype)
         chunk = settings.chunked_prefill_size
         self._loop = Loop(runner, chunk, settings.decode_steps, settings.max_queue, overlap=settings.overlap)
         self._actor = Actor(self._loop, owner=self)

@@ -644,8 +644,9 @@ assert sum(states.values()) == 17_501_184
 # %% [markdown]
 # It is served with FP8: an entry of 512 channels takes 584 bytes (448 of them in FP8, with a scale for each 64, and the
 # 64 of RoPE in bfloat16), a key of the indexer 132. `ling3.ops.packed_kv` packs pages in that layout, and the sizes of
-# what it returns are the numbers. (A page is filled up to a multiple of 576 bytes, which adds 1 %.) `ling3`'s own cache
-# does not use it yet; for the figure the windows are packed as well, and the tails stay in float32.
+# what it returns are the numbers. (A page is filled up to a multiple of 576 bytes, which adds 1 %.) `ling3`'s engine
+# keeps its pages so with `cache_dtype="packed"`; for the figure the windows are packed as well, and the tails stay in
+# float32.
 
 # %%
 ENTRY, KEY = packed_kv.ENTRY + packed_kv.SCALES, packed_kv.INDEX + 4
@@ -655,6 +656,7 @@ pages = {per: packed_kv.pack(jnp.zeros((per, 512))).size for per in (64, 2)}  # 
 keys = packed_kv.pack_index(jnp.zeros((64, 128))).size
 padded = (csa * (pages[64] + keys) + hca * pages[2]) / 256
 assert pages == {64: 37_440, 2: 1_728} and keys == 8_448 and padded == 3_899.25
+assert (flash.memory.packed.per_token, flash.memory.packed.per_token_in_pages) == (packed_per_token, padded)
 packed_state = 43 * 127 * ENTRY + states["compressor.tail"] + states["indexer.tail"]
 assert packed_state == 15_098_344
 

@@ -13,11 +13,11 @@ def prompts(*lengths):
     return [draw.integers(3, 64, size=length).tolist() for length in lengths]
 
 
-def answers_in_company_and_alone(model, prompts, params):
+def answers_in_company_and_alone(model, prompts, params, **changes):
     """Tokens and log-probabilities of requests in an engine that preempts some of them, and of each served alone.
 
     Then the longest prompt twice more, where its prefix is known; alone nothing is. Prompt and answer are at most 40
-    tokens together.
+    tokens together. `changes` are of the engines' settings.
     """
     engine, cold = (
         ling3.Engine(
@@ -31,6 +31,7 @@ def answers_in_company_and_alone(model, prompts, params):
             decode_steps=2,
             max_model_len=40,
             prefix_cache=cached,
+            **changes,
         )
         for cached in (True, False)
     )

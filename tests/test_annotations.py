@@ -21,6 +21,7 @@ from ling3.execution import PLAIN
 from ling3.families.ling3 import kda_config, mla_config, moe_config
 from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.rope import Rope
+from ling3.ops.packed_kv import ENTRIES, KEYS
 
 ROOT = pathlib.Path(ling3.__file__).parent
 KEY = jax.random.key(0)
@@ -128,6 +129,12 @@ def compressed_attention(module):
     module.over_pages(sums, q, pages, table, seen, chosen)
     one, few = q[:, :1], jnp.zeros((BATCH, 2), jnp.int32)
     module.over_chosen(module.sink(one, None), one, pages, table, seen[:, :1], few)
+    q, weights = numbers(BATCH, 1, 2, 512), numbers(BATCH, 1, 2)
+    packed, seen = numbers(4, ENTRIES.bytes(PAGE), dtype=jnp.uint8), seen[:, :1]
+    module.over_pages(module.sink(q, None), q, packed, table, seen, None, ENTRIES)
+    module.over_chosen(module.sink(q, None), q, packed, table, seen, few, ENTRIES)
+    packed = numbers(4, KEYS.bytes(PAGE), dtype=jnp.uint8)
+    module.index_scores_of_pages(q[..., :128], weights, packed, table, seen, KEYS)
 
 
 def tails(module):
@@ -165,6 +172,9 @@ def packed_kv(module):
     module.unpack(module.pack(numbers(PAGE, 512)), PAGE)
     module.unpack_index(module.pack_index(numbers(PAGE, 128)), PAGE)
     module.hadamard(numbers(BATCH, SEQ, 128))
+    pages, first, packing = numbers(4, 132 * PAGE, dtype=jnp.uint8), jnp.zeros(BATCH, jnp.int32), module.KEYS
+    packing.read(packing.write(pages, first, first, numbers(BATCH, 128)), first, first)
+    packing.read_pages(pages, first)
 
 
 def cache(module):
@@ -172,6 +182,7 @@ def cache(module):
     own = module.Span(WHOLE.start, WHOLE.length, span(SEQ).table, tokens=tokens)
     own.positions(SEQ), own.valid(SEQ), module.Span.whole(BATCH, SEQ)
     module.Paged.empty(4, PAGE, (3,), jnp.float32).append(numbers(BATCH, SEQ, 3), own)
+    module.Paged.empty(4, PAGE, (128,), jnp.float32, packing=KEYS).append(numbers(BATCH, SEQ, 128), own)
     state = module.KDAState(numbers(BATCH, 2, 4, 4), numbers(BATCH, 3, 12))
     module.Cache((state,), own.length, own.table)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ling3.cache import Cache, KDAState, Paged, Span, map_pages, map_slots, pages_of, slots_of
+from ling3.ops.packed_kv import ENTRIES, KEYS, hadamard, pack, pack_index
 from ling3.runtime.recorder import SILENT, Recorder
 
 # One layer with arrays of both kinds, and an entry that stands for four tokens.
@@ -55,6 +56,26 @@ def test_an_entry_of_several_tokens_is_there_when_they_are_complete():
     entries = Paged.empty(5, 16, (1,), jnp.float32, tokens=4).append(new, span).entries[..., 0]
     assert (entries[3, 3], entries[0, 0]) == (1, 3)
     assert np.count_nonzero(entries) == 2
+
+
+@pytest.mark.parametrize(("packing", "pack"), [(ENTRIES, pack), (KEYS, pack_index)], ids=["entries", "keys"])
+def test_a_full_page_of_packed_entries_has_the_bytes_of_packing_them(packing, pack):
+    """Of two rows, whose entries come in pieces of any length, to pages in any order."""
+    table = jnp.asarray([[3, 1, 9], [2, 0, 4]], jnp.int32)  # row 0 has no third page
+    x = jax.random.normal(jax.random.key(0), (2, 12, packing.channels))
+    paged = Paged.empty(5, 16, (packing.channels,), jnp.bfloat16, tokens=4, packing=packing)
+    assert (paged.entries.dtype, paged.page, paged.page_size) == (jnp.uint8, 4, 16)
+    append = jax.jit(Paged.append)
+    for start, length in ((0, 14), (14, 2), (16, 1), (17, 3), (20, 28)):
+        first, count = start // 4, (start + length) // 4 - start // 4
+        new = jnp.pad(x[:, first : first + count], ((0, 0), (0, 7 - count), (0, 0)), constant_values=jnp.nan)
+        paged = append(paged, new, Span(jnp.full(2, start, jnp.int32), jnp.full(2, length, jnp.int32), table))
+    for row, column, page in ((0, 0, 3), (0, 1, 1), (1, 0, 2), (1, 1, 0), (1, 2, 4)):
+        entries = x[row, 4 * column : 4 * column + 4]
+        entries = entries if packing is ENTRIES else hadamard(entries.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(paged.entries[page], pack(entries))
+    with pytest.raises(ValueError, match=rf"entry is \(7,\), expected \({packing.channels},\)"):
+        Paged.empty(5, 16, (7,), jnp.float32, packing=packing)
 
 
 def test_a_recorder_files_by_path_and_silence_costs_nothing():

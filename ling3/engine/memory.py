@@ -16,12 +16,12 @@ from ling3.model import CausalLM
 MEMORY = pathlib.Path("/proc/meminfo")
 
 
-def pages_that_fit(model: CausalLM, slots: int, most: int, page_size: int, mem_fraction: float) -> int:
+def pages_that_fit(model: CausalLM, settings: EngineSettings, most: int, mem_fraction: float) -> int:
     """As many pages as fit into `mem_fraction` of the free memory beside the slots, but at most `most` for each slot.
 
     Raises ValueError if that is not one.
     """
-    (slot, page), free = _bytes(model, page_size), free_bytes()
+    slots, (slot, page), free = settings.max_running_requests, _bytes(model, settings), free_bytes()
     fit = int(mem_fraction * free - slots * slot) // max(page, 1)
     if fit < 1:
         raise ValueError(
@@ -31,9 +31,9 @@ def pages_that_fit(model: CausalLM, slots: int, most: int, page_size: int, mem_f
     return min(fit, slots * most)
 
 
-def check(model: CausalLM, slots: int, pages: int, page_size: int) -> None:
-    """ValueError if there is no memory for so many slots and pages."""
-    (slot, page), free = _bytes(model, page_size), free_bytes()
+def check(model: CausalLM, settings: EngineSettings, pages: int) -> None:
+    """ValueError if there is no memory for the slots and for so many pages."""
+    slots, (slot, page), free = settings.max_running_requests, _bytes(model, settings), free_bytes()
     if slots * slot + pages * page > free:
         raise ValueError(
             f"max_running_requests {slots} of {slot / 1e6:.1f} MB and num_pages {pages} of {page / 1e6:.2g} MB take "
@@ -41,9 +41,9 @@ def check(model: CausalLM, slots: int, pages: int, page_size: int) -> None:
         )
 
 
-def _bytes(model: CausalLM, page_size: int) -> tuple[int, int]:
+def _bytes(model: CausalLM, settings: EngineSettings) -> tuple[int, int]:
     """What a slot takes, and what a page does."""
-    memory = _memory(model, page_size)
+    memory = _memory(model, settings)
     parts = (slots_of(memory), pages_of(memory))
     state, page = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in parts)
     return state + 8 * model.config.vocab_size, page  # a slot's states, and a bias and a count of each token
@@ -55,23 +55,24 @@ def prefix_grid(model: CausalLM, settings: EngineSettings, length: int) -> Grid 
     The windows of a layer and the states of another are two things that a prefix would need at once: no family has
     both, and such a model keeps none.
     """
-    slots = slots_of(_memory(model, settings.page_size))
+    slots = slots_of(_memory(model, settings))
     snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(slots))
     budget = int(settings.snapshot_fraction * settings.mem_fraction * free_bytes()) if snapshot else 0
-    possible = snapshot <= budget and not (snapshot and window(model, settings.page_size))
+    possible = snapshot <= budget and not (snapshot and window(model, settings))
     if not (settings.prefix_cache and possible and settings.prefix_step <= length):
         return None
     return Grid(settings.prefix_step, snapshot, budget)
 
 
-def window(model: CausalLM, page_size: int) -> int | None:
+def window(model: CausalLM, settings: EngineSettings) -> int | None:
     """The window behind which a sequence needs no pages; None if it needs all."""
-    return window_of(_memory(model, page_size))
+    return window_of(_memory(model, settings))
 
 
-def _memory(model: CausalLM, page_size: int) -> tuple[State, ...]:
+def _memory(model: CausalLM, settings: EngineSettings) -> tuple[State, ...]:
     """The shapes of one slot and one page."""
-    return eqx.filter_eval_shape(new_memory, model, 1, 1, page_size, cache_dtype(model))
+    dtype, packed = cache_dtype(model, settings.cache_dtype), settings.cache_dtype == "packed"
+    return eqx.filter_eval_shape(new_memory, model, 1, 1, settings.page_size, dtype, packed)
 
 
 def free_bytes() -> int:

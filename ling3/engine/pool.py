@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32
+from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
 
 from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
 from ling3.engine.sampling import Choice, Sampling, choose, counted, ends
-from ling3.engine.settings import DECODE_STEPS
+from ling3.engine.settings import DECODE_STEPS, CacheDtype
 from ling3.execution import Execution
 from ling3.model import CausalLM
 
@@ -52,11 +52,13 @@ class Pool(eqx.Module):
     sampling: Sampling
 
     @staticmethod
-    def empty(model: CausalLM, sampling: Sampling, pages: int, page_size: int, dtype: DTypeLike) -> "Pool":
+    def empty(
+        model: CausalLM, sampling: Sampling, pages: int, page_size: int, dtype: DTypeLike, packed: bool = False
+    ) -> "Pool":
         """A pool with a free slot for each row of `sampling`."""
         slots = sampling.temperature.shape[0]
         length, token, until = (jnp.asarray(np.zeros(slots, np.int32)) for _ in range(3))
-        layers = new_memory(model, slots, pages, page_size, dtype)
+        layers = new_memory(model, slots, pages, page_size, dtype, packed)
         return Pool(layers, length, token, until, jnp.asarray(np.ones(slots, bool)), sampling)
 
     def take(self, rows: Rows) -> "Pool":
@@ -123,16 +125,20 @@ class SlotContents(eqx.Module):
 
 
 @eqx.filter_jit
-def new_memory(model: CausalLM, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> tuple[State, ...]:
+def new_memory(
+    model: CausalLM, slots: int, pages: int, page_size: int, dtype: DTypeLike, packed: bool = False
+) -> tuple[State, ...]:
     """The layers of an empty pool."""
-    return model.empty_states(slots, pages, page_size, dtype)
+    return model.empty_states(slots, pages, page_size, dtype, packed)
 
 
-def cache_dtype(model: CausalLM) -> jnp.dtype:
-    """The dtype of the caches: the weights' dtype, but float32 on the CPU.
+def cache_dtype(model: CausalLM, name: CacheDtype = "auto") -> jnp.dtype:
+    """The floating dtype of the caches: the one named, else the weights' dtype, but float32 on the CPU.
 
     There XLA copies a whole bfloat16 cache to write one entry into it. The values are those of the narrower dtype.
     """
+    if name in ("float32", "bfloat16"):
+        return jnp.dtype(name)
     dtype = model.dtype
     return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" and dtype.itemsize < 4 else dtype
 
@@ -214,14 +220,14 @@ def swap_out(slot: Int32[Array, ""], pool: Pool) -> tuple[State, ...]:
 
 
 @jax.jit
-def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Float[Array, "moved _page ..."], ...]:
+def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Shaped[Array, "moved _page ..."], ...]:
     """The entries of some pages of every paged array; page indices past the last read arbitrary ones."""
     return tuple(paged.entries.at[pages].get(mode="clip") for paged in pages_of(pool.layers))
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
 def write_pages(
-    pages: Int32[Array, " moved"], contents: tuple[Float[Array, "moved _page ..."], ...], pool: Pool
+    pages: Int32[Array, " moved"], contents: tuple[Shaped[Array, "moved _page ..."], ...], pool: Pool
 ) -> Pool:
     """Writes entries that `read_pages` gave into pages; those for page indices past the last are dropped."""
     new = iter(contents)

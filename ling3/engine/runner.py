@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 from ling3.cache import State, pages_of, slots_of
 from ling3.engine.pool import (
@@ -28,6 +28,7 @@ from ling3.engine.prefixes import Snapshot
 from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import IN_PROMPT, Adjustments, Choice, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
+from ling3.engine.settings import CacheDtype
 from ling3.engine.shapes import Shapes, smallest
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -41,18 +42,18 @@ class Saved:
     """The states and pages of a preempted sequence, on the host."""
 
     states: tuple[State, ...]
-    pages: tuple[tuple[Float[np.ndarray, "moved _page ..."], ...], ...]
+    pages: tuple[tuple[Shaped[np.ndarray, "moved _page ..."], ...], ...]
 
 
 class Runner:
     """Owns the pool. Methods dispatch work and return; reading what they return waits for it."""
 
-    def __init__(self, model: CausalLM, shapes: Shapes, execution: Execution | None = None):
+    def __init__(self, model: CausalLM, shapes: Shapes, execution: Execution | None = None, cache: CacheDtype = "auto"):
         self.model, self.shapes = model, shapes
         self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # waited for, by calls and `warmup`
         self.decode_waits = False  # True: decode is not compiled yet, and a turn that has other work leaves it out
-        self.dtype = cache_dtype(model)
+        self.dtype, self.packed = cache_dtype(model, cache), cache == "packed"
         self.reset()
 
     def reset(self) -> None:
@@ -60,7 +61,7 @@ class Runner:
         shapes, vocab = self.shapes, self.model.config.vocab_size
         rows = [(SamplingParams(), 0, 0, ())] * shapes.slots
         sampling = Sampling.build(rows, vocab, MAX_STOP_IDS, _adjustments(shapes.slots, vocab))
-        self.pool = Pool.empty(self.model, sampling, shapes.pages, shapes.page_size, self.dtype)
+        self.pool = Pool.empty(self.model, sampling, shapes.pages, shapes.page_size, self.dtype, self.packed)
         self._unadjusted = _adjustments(1, vocab)
         self._fresh = jax.tree.map(lambda x: _zeros(x, 1), slots_of(self.pool.layers))
         self._no_pages = tuple(_zeros(paged.entries, PAGES_MOVED) for paged in pages_of(self.pool.layers))

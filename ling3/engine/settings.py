@@ -5,7 +5,7 @@ import math
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_real, is_whole
@@ -22,6 +22,9 @@ MAX_PADDINGS = 64
 """The most sizes of a prefill call: each is a program to compile."""
 LARGEST = 2**31 - 1
 """The largest int32: positions are counted in it."""
+CacheDtype = Literal["auto", "float32", "bfloat16", "packed"]
+CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
+"""What caches may be kept in."""
 
 WHOLE = {
     "max_running_requests": (MAX_SLOTS, False),
@@ -41,7 +44,8 @@ class EngineSettings:
     """How an engine batches requests, and how much memory it takes.
 
     The last bits of an answer may depend on `page_size`, `chunked_prefill_size`, `token_paddings`, `decode_rows` and
-    `decode_steps`, and without `batch_invariant` on how many requests run; they depend on nothing else here.
+    `decode_steps`, and without `batch_invariant` on how many requests run; more than these depends on `cache_dtype`,
+    and nothing on anything else here.
     Raises ValueError naming every senseless field.
     """
 
@@ -75,6 +79,10 @@ class EngineSettings:
     snapshot_fraction: float = 0.1
     """What share of mem_fraction's memory may be taken by snapshots of recurrent states, without which a hybrid model
     cannot go on from a prefix."""
+    cache_dtype: CacheDtype = "auto"
+    """What caches are kept in; "auto": in the weights' dtype, but on a CPU in float32 at least. Recurrent states are
+    float32 in any case. "packed" keeps pages of compressed entries as FP8 with scales, in 0.57 of bfloat16's bytes,
+    and the rest as "auto" does; the model's entries must have the sizes of that format."""
     overlap: bool = True
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 
@@ -93,6 +101,9 @@ class EngineSettings:
             for name in ("batch_invariant", "prefix_cache", "overlap")
             if type(value := getattr(self, name)) is not bool
         ]
+        if type(self.cache_dtype) is not str or self.cache_dtype not in CACHE_DTYPES:
+            names = ", ".join(map(repr, CACHE_DTYPES))
+            problems.append(f"cache_dtype is {shown(self.cache_dtype)}, expected one of {names}")
         problems += self._padding_problems()
         if problems:
             raise ValueError("engine settings: " + "; ".join(problems))

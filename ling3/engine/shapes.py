@@ -44,7 +44,8 @@ class Shapes:
 def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> tuple[EngineSettings, Shapes]:
     """The settings with which an engine of `model` runs, every None replaced by its number, and its shapes.
 
-    Raises ValueError for more tokens than the model's context, and for more slots and pages than memory is free.
+    Raises ValueError for more tokens than the model's context, for more slots and pages than memory is free, and for a
+    cache dtype that the model's caches cannot have.
     """
     context = int(model.config.max_position_embeddings)
     length = context if settings.max_model_len is None else settings.max_model_len
@@ -53,17 +54,21 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
             f"engine settings: max_model_len is {length}, expected a whole number in [1, {context}], the model's "
             "context"
         )
+    if settings.cache_dtype == "packed" and (why := model.unpackable) is not None:
+        raise ValueError(
+            "engine settings: cache_dtype is 'packed', expected 'auto', 'float32' or 'bfloat16' for this model: " + why
+        )
     slots, page_size, chunk = settings.max_running_requests, settings.page_size, settings.chunked_prefill_size
-    window = memory.window(model, page_size)
+    window = memory.window(model, settings)
     grid = memory.prefix_grid(model, settings, length)
     most_pages = settings.most_pages(length, window, grid.step if grid else None)
     pages = settings.num_pages
     if pages is None:
         share = settings.mem_fraction * (1 - settings.snapshot_fraction if grid and grid.snapshot else 1)
-        pages = memory.pages_that_fit(model, slots, most_pages, page_size, share)
+        pages = memory.pages_that_fit(model, settings, most_pages, share)
         pages = min(pages, MAX_PAGES)
     else:
-        memory.check(model, slots, pages, page_size)
+        memory.check(model, settings, pages)
     rows, widths = settings.decode_rows, settings.token_paddings
     if rows is None:
         rows = min(slots, CPU_ROWS) if jax.default_backend() == "cpu" else slots

@@ -20,6 +20,7 @@ from ling3.cache import pages_of, slots_of
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.names import stored_parts, structure
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError
+from ling3.engine.settings import EngineSettings
 from ling3.families import read_config
 from ling3.interpret import ablate
 from ling3.model import CausalLM, DecoderLayer
@@ -51,6 +52,18 @@ class ArrayRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class PackedCache:
+    """What a token takes in packed pages (`cache_dtype="packed"`), in bytes."""
+
+    per_token: float
+    """Of its entries, scales included."""
+    per_token_in_pages: float
+    """With the padding of the engine's pages."""
+    page_size: int
+    """Their tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Memory:
     """What a sequence takes while it is served, in bytes.
 
@@ -59,6 +72,8 @@ class Memory:
 
     cache_per_token: int
     state_per_sequence: dict[str, int]
+    packed: PackedCache | None = None
+    """None for a model whose caches cannot be packed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +118,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain values, for JSON."""
-        states = {f"{name}_state_per_sequence": size for name, size in self.memory.state_per_sequence.items()}
+        memory: dict[str, Any] = {"cache_per_token": self.memory.cache_per_token}
+        if self.memory.packed is not None:
+            memory["packed_cache"] = dataclasses.asdict(self.memory.packed)
+        memory |= {f"{name}_state_per_sequence": size for name, size in self.memory.state_per_sequence.items()}
         return {
             "source": self.source,
             "config": self.config.to_dict(),
@@ -111,7 +129,7 @@ class Report:
             "activated_parameters_per_token": self.activated,
             "embedding_parameters": self.embedding,
             "tensors": sum(row.tensors for row in self.arrays),
-            "memory_bytes": {"cache_per_token": self.memory.cache_per_token, **states},
+            "memory_bytes": memory,
             "layers": [
                 {"layer": i, "attention": _attention(layer).lower(), "mlp": "moe" if _sparse(layer) else "dense"}
                 for i, layer in enumerate(self.model.model.layers)
@@ -133,6 +151,9 @@ class Report:
         if unrotated := sorted(some.keys() - rotated.keys()):
             facts.add_row("positions", f"no RoPE in layers {_ranges(unrotated)}")
         facts.add_row("cache", f"{self.memory.cache_per_token:,} bytes per token")
+        if (packed := self.memory.packed) is not None:
+            padded = f"{packed.per_token_in_pages:,.10g} in pages of {packed.page_size}"
+            facts.add_row("packed cache", f"{packed.per_token:,.10g} bytes per token, {padded}")
         for name, size in states.items():
             facts.add_row("state", f"{size:,} bytes per sequence ({name})")
         facts.add_row("dtypes", "as stored" if self.stored else "of a bfloat16 model: there are no weights to look at")
@@ -220,7 +241,17 @@ def _memory(model: CausalLM, dtype: DTypeLike) -> Memory:
         for path, array in jax.tree_util.tree_leaves_with_path(slots_of(state)):
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "state"
             sizes[name] = sizes.get(name, 0) + _bytes(array)
-    return Memory(sum(_bytes(paged.entries) for paged in pages_of(states)) // tokens, sizes)
+    return Memory(sum(_bytes(paged.entries) for paged in pages_of(states)) // tokens, sizes, _packed(model, dtype))
+
+
+def _packed(model: CausalLM, dtype: DTypeLike) -> PackedCache | None:
+    """From one packed page of every paged array, of the engine's size if the model's entries permit that."""
+    size = math.lcm(EngineSettings().page_size, model.page_multiple)
+    if model.unpackable is not None:
+        return None
+    pages = pages_of(eqx.filter_eval_shape(lambda model: model.empty_states(1, 1, size, dtype, packed=True), model))
+    entries = sum(paged.packing.entry / paged.tokens for paged in pages if paged.packing is not None)
+    return PackedCache(entries, sum(_bytes(paged.entries) for paged in pages) / size, size)
 
 
 def _bytes(array: Any) -> int:

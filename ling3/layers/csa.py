@@ -15,6 +15,7 @@ from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import Rope
 from ling3.ops import compressed_attention as ops
 from ling3.ops.attention import finish
+from ling3.ops.packed_kv import ENTRIES, KEYS, ROPE, Packing
 from ling3.ops.precision import Wide, wide
 from ling3.ops.tails import continued
 
@@ -109,9 +110,11 @@ class Compressor(eqx.Module):
         """Zeros."""
         return jnp.zeros((slots, self.tail, 2 * self.ape.shape[1]), wide(dtype))
 
-    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> CompressorState:
+    def empty_state(
+        self, slots: int, pages: int, page_size: int, dtype: DTypeLike, packing: Packing | None = None
+    ) -> CompressorState:
         """The memory before the first token."""
-        entries = Paged.empty(pages, page_size, (self.width,), dtype, tokens=self.ratio)
+        entries = Paged.empty(pages, page_size, (self.width,), dtype, tokens=self.ratio, packing=packing)
         return CompressorState(self.empty_tail(slots, dtype), entries)
 
     def __call__(
@@ -276,12 +279,28 @@ class CSA(eqx.Module):
         """What is beside the window: SWA has nothing, CSA the entries that an indexer chooses, HCA all entries."""
         return "SWA" if self.compressor is None else "HCA" if self.indexer is None else "CSA"
 
-    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> CSAState:
-        """The memory before the first token."""
-        window = self._empty_window(slots, dtype)
+    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike, packed: bool = False) -> CSAState:
+        """The memory before the first token; `packed`, if nothing is `unpackable`, with pages of bytes."""
         parts = (self.compressor, None if self.indexer is None else self.indexer.compressor)
-        states = (None if part is None else part.empty_state(slots, pages, page_size, dtype) for part in parts)
-        return CSAState(window, *states)
+        states = (
+            None if part is None else part.empty_state(slots, pages, page_size, dtype, packing if packed else None)
+            for part, packing in zip(parts, (ENTRIES, KEYS), strict=True)
+        )
+        return CSAState(self._empty_window(slots, dtype), *states)
+
+    @property
+    def unpackable(self) -> str | None:
+        """Why the entries cannot be packed; None if they can, or if there are none."""
+        rotated = 2 * len(self.rotation.frequencies)
+        if self.compressor is not None and (self.head_dim, rotated) != (ENTRIES.channels, ROPE):
+            return (
+                f"compressed entries have {self.head_dim} channels, of which RoPE turns {rotated}, and packed ones "
+                f"have {ENTRIES.channels} and {ROPE}"
+            )
+        width = KEYS.channels if self.indexer is None else self.indexer.compressor.width
+        if width != KEYS.channels:
+            return f"the indexer's keys have {width} channels, and packed ones have {KEYS.channels}"
+        return None
 
     def __call__(
         self, x: Float[Array, "batch seq {self.hidden}"], state: CSAState | None, span: Span
@@ -358,9 +377,10 @@ class CSA(eqx.Module):
             scores = ops.index_scores(q, weights, keys, seen)
         else:
             assert span.table is not None, "a span over a paged array has a table"
-            if span.table.shape[1] * keys.entries.shape[1] <= self.indexer.top:
+            if span.table.shape[1] * keys.page <= self.indexer.top:
                 return None
-            scores = ops.index_scores_of_pages(q, weights, keys.entries, span.table, seen)
+            q = q if keys.packing is None else keys.packing.transform(q)
+            scores = ops.index_scores_of_pages(q, weights, keys.entries, span.table, seen, keys.packing)
         top = min(self.indexer.top, scores.shape[2])
         span.recorder(index_scores=scores)
         if isinstance(keys, Paged) and x.shape[1] == 1:
@@ -381,8 +401,8 @@ def _over_compressed(
         return ops.over_entries(sums, q, held, seen, chosen)
     assert span.table is not None, "a span over a paged array has a table"
     if chosen is None or chosen.dtype == bool:
-        return ops.over_pages(sums, q, held.entries, span.table, seen, chosen)
-    return ops.over_chosen(sums, q, held.entries, span.table, seen, chosen)
+        return ops.over_pages(sums, q, held.entries, span.table, seen, chosen, held.packing)
+    return ops.over_chosen(sums, q, held.entries, span.table, seen, chosen, held.packing)
 
 
 def rotate_last(

@@ -1,16 +1,18 @@
 """Attention of many query heads over entries that are key and value at once: a sink, a window, and compressed ones.
 
 One softmax runs over all of them: each function takes its running sums and gives them on (`attention.accumulate`).
-Queries are rows `token · heads + head`, already scaled.
+Queries are rows `token · heads + head`, already scaled. Pages are [pages, page, channels], or bytes [pages, bytes] of
+a `Packing`, which are unpacked as they are read.
 """
 
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt8
 
 from ling3.ops.attention import BLOCK, accumulate
+from ling3.ops.packed_kv import Packing
 from ling3.ops.precision import Wide, exact, wide
 
 Sums = tuple[
@@ -92,16 +94,17 @@ def over_entries(
 def over_pages(
     sums: Sums,
     q: Float[Array, "batch seq heads channels"],
-    pages: Float[Array, "pages page channels"],
+    pages: Float[Array, "pages page channels"] | UInt8[Array, "pages bytes"],
     table: Int32[Array, "batch columns"],
     seen: Int32[Array, "batch seq"],
     chosen: Bool[Array, "batch seq entries"] | None,
+    packing: Packing | None = None,
 ) -> Sums:
     """The same over pages: `table[b, i]` is the page of row b's entries [page·i, page·(i+1)). Not differentiable."""
-    page = pages.shape[1]
+    page = _entries(pages, packing)
 
     def step(i, sums):
-        block = pages.at[lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False)].get(mode="clip")
+        block = _block(pages, lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False), packing)
         picked = None if chosen is None else lax.dynamic_slice_in_dim(chosen, i * page, page, axis=2)
         return _over_block(sums, q, block, i * page, seen, picked)
 
@@ -111,15 +114,16 @@ def over_pages(
 def over_chosen(
     sums: Sums,
     q: Float[Array, "batch 1 heads channels"],
-    pages: Float[Array, "pages page channels"],
+    pages: Float[Array, "pages page channels"] | UInt8[Array, "pages bytes"],
     table: Int32[Array, "batch columns"],
     seen: Int32[Array, "batch 1"],
     chosen: Int32[Array, "batch top_k"],
+    packing: Packing | None = None,
 ) -> Sums:
     """The same for one token a row, where only the entries `chosen` for it are read; those not seen count for none."""
-    page = pages.shape[1]
-    owner = jnp.take_along_axis(table, chosen // page, axis=1)
-    taken = pages.at[owner, chosen % page].get(mode="clip")
+    page = _entries(pages, packing)
+    owner, entry = jnp.take_along_axis(table, chosen // page, axis=1), chosen % page
+    taken = pages.at[owner, entry].get(mode="clip") if packing is None else packing.read(pages, owner, entry)
     allowed = chosen < seen
     taken = jnp.where(allowed[..., None], taken, 0.0).astype(q.dtype)[:, None]
     rows = jnp.broadcast_to(allowed[:, None], (*q.shape[:1], q.shape[2], chosen.shape[1]))
@@ -143,16 +147,17 @@ def index_scores(
 def index_scores_of_pages(
     q: Float[Array, "batch seq heads channels"],
     weights: Wide[Array, "batch seq heads"],
-    pages: Float[Array, "pages page channels"],
+    pages: Float[Array, "pages page channels"] | UInt8[Array, "pages bytes"],
     table: Int32[Array, "batch columns"],
     seen: Int32[Array, "batch seq"],
-) -> Wide[Array, "batch seq columns*page"]:
-    """The same over pages; only those in use are read."""
-    (batch, seq), page = seen.shape, pages.shape[1]
+    packing: Packing | None = None,
+) -> Wide[Array, "batch seq positions"]:
+    """The same over pages, for as many entries as the table has room for; only the pages in use are read."""
+    (batch, seq), page = seen.shape, _entries(pages, packing)
     scores = jnp.full((batch, seq, table.shape[1] * page), -jnp.inf, weights.dtype)
 
     def step(i, scores):
-        block = pages.at[lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False)].get(mode="clip")
+        block = _block(pages, lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False), packing)
         own = index_scores(q, weights, block, seen - i * page)
         return lax.dynamic_update_slice_in_dim(scores, own, i * page, axis=2)
 
@@ -165,6 +170,20 @@ def highest(scores: Wide[Array, "batch seq entries"], count: int) -> Bool[Array,
     batch, seq, _ = scores.shape
     at = (np.arange(batch)[:, None, None], np.arange(seq)[None, :, None], chosen)
     return jnp.zeros(scores.shape, bool).at[at].set(True)
+
+
+def _entries(pages: Float[Array, "pages page channels"] | UInt8[Array, "pages bytes"], packing: Packing | None) -> int:
+    """Entries of a page."""
+    return pages.shape[1] if packing is None else packing.page(pages.shape[1])
+
+
+def _block(
+    pages: Float[Array, "pages page channels"] | UInt8[Array, "pages bytes"],
+    page: Int32[Array, " batch"],
+    packing: Packing | None,
+) -> Float[Array, "batch positions channels"]:
+    """The entries of a page for each row; of a page that is not there, another one's."""
+    return pages.at[page].get(mode="clip") if packing is None else packing.read_pages(pages, page)
 
 
 def _over_block(

@@ -8,9 +8,14 @@ and a page of the indexer's keys is [page × 128 FP8] [page × one float32 scale
 little-endian. FP8 is e4m3fn (Micikevicius et al., arXiv 2209.05433): up to ±448, a NaN and no infinities. A scale of an
 entry is a power of two, stored as its exponent + 127 (UE8M0 of OCP Microscaling Formats 1.0).
 
-Every function is for one page: `jax.vmap` maps it over several. None is differentiable but `hadamard`.
+`pack`, `unpack` and their like for keys are for one page: `jax.vmap` maps them over several. `Packing` writes and reads
+the entries of many pages, [pages, bytes], one by one. Nothing here is differentiable but `hadamard`.
 """
 
+import dataclasses
+from collections.abc import Callable
+
+import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +122,99 @@ def hadamard(x: Shaped[Array, "..."]) -> Float[Array, "... 128"]:
         even, odd = y[..., 0::2], y[..., 1::2]
         y = jnp.concatenate([even + odd, even - odd], axis=-1)
     return (y * INDEX**-0.5).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How pages of a cache are bytes: entry i of a page of n has its numbers from byte i·numbers on and its scales
+    from byte n·numbers + i·scales on. `ENTRIES` and `KEYS` are the two that there are."""
+
+    name: str
+    channels: int
+    """Of an entry."""
+    numbers: int
+    """Bytes of an entry without its scales."""
+    scales: int
+    """Bytes of its scales."""
+    pack: Callable[..., Array] = dataclasses.field(repr=False)
+    """A page of entries to its bytes."""
+    unpack: Callable[..., Array] = dataclasses.field(repr=False)
+    """The reverse; the second argument is the page's number of entries."""
+    multiple: int = 1
+    """What the bytes of a page are padded to a multiple of."""
+    transformed: bool = False
+    """True if entries, and what is multiplied with them, are rounded to bfloat16 and go through `hadamard` first."""
+
+    @property
+    def entry(self) -> int:
+        """Bytes of an entry, its scales among them and no padding."""
+        return self.numbers + self.scales
+
+    def bytes(self, page: int) -> int:
+        """The bytes of a page of `page` entries."""
+        return -(-self.entry * page // self.multiple) * self.multiple
+
+    def page(self, bytes: int) -> int:
+        """The entries of a page of so many bytes: there is less padding than an entry."""
+        return bytes // self.entry
+
+    def transform(self, x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
+        """x as it is, or `hadamard` of x in bfloat16: the inner product of two such is that of the originals."""
+        return hadamard(x.astype(jnp.bfloat16)).astype(x.dtype) if self.transformed else x
+
+    def write(
+        self,
+        pages: UInt8[Array, "pages bytes"],
+        page: Int32[Array, "*batch"],
+        entry: Int32[Array, "*batch"],
+        new: Float[Array, "*batch {self.channels}"],
+    ) -> UInt8[Array, "pages bytes"]:
+        """With the entries `new`, transformed, as entry `entry` of page `page`; those of no page are dropped.
+
+        A page has the bytes of `pack` once all its entries are written, over whatever was there but zero padding.
+        """
+        rows = self.transform(new).reshape(-1, 1, self.channels)
+        packed = jax.vmap(self.pack)(rows)  # each as a page of one
+        for width, offset, at in self._parts(pages, entry.ravel()):
+            where = jnp.stack([page.ravel(), at], axis=1)
+            how = lax.ScatterDimensionNumbers((1,), (0,), (0, 1))
+            pages = lax.scatter(pages, where, packed[:, offset : offset + width], how, mode="drop")
+        return pages
+
+    def read(
+        self,
+        pages: UInt8[Array, "pages bytes"],
+        page: Int32[Array, "*batch"],
+        entry: Int32[Array, "*batch"],
+    ) -> Float32[Array, "*batch {self.channels}"]:
+        """Entry `entry` of page `page`; where there is none, any other."""
+        how = lax.GatherDimensionNumbers((1,), (0,), (0, 1))
+        parts = []
+        for width, _, at in self._parts(pages, entry.ravel()):
+            where = jnp.stack([page.ravel(), at], axis=1)
+            parts.append(lax.gather(pages, where, how, (1, width), mode="clip"))
+        rows = jnp.pad(jnp.concatenate(parts, axis=1), ((0, 0), (0, self.bytes(1) - self.entry)))
+        return jax.vmap(lambda row: self.unpack(row, 1))(rows).reshape(*page.shape, self.channels)
+
+    def read_pages(
+        self, pages: UInt8[Array, "pages bytes"], page: Int32[Array, " batch"]
+    ) -> Float32[Array, "batch entries {self.channels}"]:
+        """All entries of some pages; of a page that is not there, another one's."""
+        size = self.page(pages.shape[1])
+        return jax.vmap(lambda bytes: self.unpack(bytes, size))(pages.at[page].get(mode="clip"))
+
+    def _parts(
+        self, pages: UInt8[Array, "pages bytes"], entry: Int32[Array, " rows"]
+    ) -> tuple[tuple[int, int, Int32[Array, " rows"]], ...]:
+        """The two parts of an entry: how many bytes, from where on in a page of one, and from where on in its own."""
+        first = self.page(pages.shape[1]) * self.numbers
+        return (self.numbers, 0, entry * self.numbers), (self.scales, self.numbers, first + entry * self.scales)
+
+
+ENTRIES = Packing("entries", NOPE + ROPE, ENTRY, SCALES, pack, unpack, multiple=ENTRY)
+"""Keys that are values, [nope 448 | rope 64]."""
+KEYS = Packing("keys", INDEX, INDEX, 4, pack_index, unpack_index, transformed=True)
+"""The indexer's keys."""
 
 
 def _bfloat16_bits(x: Float[Array, "page channels"]) -> UInt16[Array, "page channels"]:

@@ -203,13 +203,19 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
         ({"token_paddings": 512}, "token_paddings is 512, expected a list of whole numbers or None"),
         ({"token_paddings": (32, 512.0)}, r"token_paddings\[1\] is 512.0, expected a whole number"),
         ({"batch_invariant": 1, "overlap": None}, "batch_invariant is 1, expected True or False; overlap is None"),
+        ({"cache_dtype": "fp8"}, "cache_dtype is 'fp8', expected one of 'auto', 'float32', 'bfloat16', 'packed'"),
+        ({"cache_dtype": None}, "cache_dtype is None, expected one of"),
+        (
+            {"cache_dtype": "packed"},
+            "expected 'auto', .* this model: layer 0: the memory of KDA has no packed",
+        ),
         ({"mem_fraction": 1e-12, "num_pages": None}, "lower max_running_requests or raise mem_fraction"),
     ],
 )
 def test_senseless_engines_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         engine(**changes)
-    if changes in ({"max_model_len": 257}, {"mem_fraction": 1e-12, "num_pages": None}):
+    if changes in ({"max_model_len": 257}, {"cache_dtype": "packed"}, {"mem_fraction": 1e-12, "num_pages": None}):
         return  # what model and memory decide
     with pytest.raises(ValueError, match=message):
         ling3.EngineSettings(**{**SETTINGS, **changes})

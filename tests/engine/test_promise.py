@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiny import TINY, open_model
 
 import ling3
-from ling3.cache import map_pages, map_slots
+from ling3.cache import map_pages, map_slots, pages_of
 from ling3.engine.prefixes import Grid
 from ling3.engine.scheduler import Scheduler
 
@@ -286,12 +286,21 @@ def test_a_row_for_every_slot_keeps_the_promise():
 
 
 @pytest.mark.slow
-def test_bfloat16_keeps_the_promise():
-    """Narrow weights, whose caches are float32 on the CPU: two rows and a preemption or two."""
-    narrow = ling3.Engine(open_model(TINY, dtype=jnp.bfloat16), None, **{**SETTINGS, "num_pages": 12, "decode_rows": 2})
+@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16"])
+def test_bfloat16_keeps_the_promise(cache_dtype):
+    """Narrow weights, whose caches are float32 on the CPU unless asked for: two rows and a preemption or two."""
+    settings = {**SETTINGS, "num_pages": 12, "decode_rows": 2, "cache_dtype": cache_dtype}
+    narrow = ling3.Engine(open_model(TINY, dtype=jnp.bfloat16), None, **settings)
     some = requests()[:8]
     expected = [answers([request], narrow)[0] for request in some]
     before = narrow.stats().preemptions
     assert answers(some, narrow) == expected
     assert narrow.stats().preemptions > before
-    assert {leaf.dtype for leaf in jax.tree.leaves(narrow._loop.runner.pool.layers)} == {jnp.dtype(jnp.float32)}
+    layers = narrow._loop.runner.pool.layers
+    wide = jnp.dtype(jnp.float32)
+    kept = wide if cache_dtype == "auto" else jnp.dtype(jnp.bfloat16)
+    assert {paged.entries.dtype for paged in pages_of(layers)} == {kept}
+    assert {leaf.dtype for leaf in jax.tree.leaves(layers)} == {
+        kept,
+        wide,
+    }  # KDA's states are float32 whatever is asked

@@ -209,7 +209,7 @@ def test_a_layer_without_a_window_keeps_all_pages():
         shapes = eqx.filter_eval_shape(
             lambda: ling3.init(Qwen2Config.from_dict({**SIZES, **changes}), key=jax.random.key(0), dtype=jnp.float32)
         )
-        return memory.window(shapes, 8)
+        return memory.window(shapes, EngineSettings(page_size=8))
 
     assert window(use_sliding_window=True, max_window_layers=0) == WINDOW
     assert window(use_sliding_window=True, max_window_layers=1) is None

@@ -82,6 +82,11 @@ def test_the_published_flash():
     kinds = [layer["attention"] for layer in described.to_dict()["layers"]]
     assert kinds == ["swa", "swa", *["csa", "hca"] * 20, "csa"]
     assert described.memory.cache_per_token == 2 * (21 * (512 + 128) // 4 + 20 * 512 // 128)
+    packed = described.memory.packed
+    assert packed.per_token == 21 * (584 + 132) / 4 + 20 * 584 / 128 == 3850.25
+    # In a page 64 entries of 584 bytes and 64 keys of 132, or 2 entries; entries are padded to multiples of 576.
+    assert (packed.per_token_in_pages, packed.page_size) == ((21 * (37_440 + 8_448) + 20 * 1_728) / 256, 256)
+    assert described.to_dict()["memory_bytes"]["packed_cache"]["per_token"] == 3850.25
     assert sorted(described.memory.state_per_sequence) == ["compressor.tail", "indexer.tail", "window"]
     weights = {row.published: row.published_shape for row in described.arrays}
     assert weights["layers.0.attn.wo_a.weight"] == (8 * 1024, 64 * 512 // 8)
@@ -92,7 +97,9 @@ def test_the_published_flash():
     assert {"embed.weight", "head.weight", "norm.weight", "hc_head_fn", "layers.0.hc_attn_base"} < set(weights)
     with (console := Console(width=80)).capture() as shown:
         console.print(described)
-    assert "SWA SWA CSA HCA CSA HCA" in shown.get()
+    text = shown.get()
+    assert "SWA SWA CSA HCA CSA HCA" in text
+    assert "packed cache  3,850.25 bytes per token, 3,899.25 in pages of 256" in text
 
 
 def test_the_config_is_written_as_it_is_read():
@@ -170,6 +177,7 @@ def test_a_config_that_does_not_fit_is_refused_by_field(fields, message):
 def test_its_entries_may_stand_for_any_number_of_tokens():
     config = DeepseekV4Config.from_dict(SMALL | {"compress_rates": {SPARSE: 3, HEAVY: 7}})
     assert report(config).memory.cache_per_token == 2 * ((16 + 8) // 3) + 2 * 16 // 7
+    assert report(config).memory.packed is None and "packed_cache" not in report(config).to_dict()["memory_bytes"]
     odd = ling3.init(config, key=jax.random.key(0))
     assert odd.page_size % 21 == 0
     with pytest.raises(ValueError, match="page_size is 16, expected a multiple of"):

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ling3.ops.packed_kv import hadamard, pack, pack_index, packed_bytes, unpack, unpack_index
+from ling3.ops.packed_kv import ENTRIES, KEYS, hadamard, pack, pack_index, packed_bytes, unpack, unpack_index
 
 PACK, PACK_INDEX, HADAMARD = jax.jit(pack), jax.jit(pack_index), jax.jit(hadamard)
 UNPACK, UNPACK_INDEX = jax.jit(unpack, static_argnums=1), jax.jit(unpack_index, static_argnums=1)
@@ -323,3 +323,45 @@ PAGE = jnp.zeros(1728, jnp.uint8)
 def test_a_wrong_argument_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("page", "pages"), [(3, 4), (64, 2)])
+@pytest.mark.parametrize("packing", [ENTRIES, KEYS], ids=["entries", "keys"])
+def test_entries_written_one_by_one_make_packed_pages(packing, page, pages):
+    """In any order, over other bytes; those of no page are dropped, and reading gives what unpacking a page does."""
+    draw = np.random.default_rng(page)
+    new = jnp.asarray(draw.normal(size=(pages, page, packing.channels)) * 2.0 ** draw.integers(-9, 9), jnp.float32)
+    held = jnp.asarray(draw.integers(0, 256, (pages, packing.bytes(page))), jnp.uint8)
+    held = held.at[:, packing.entry * page :].set(0)
+    at = np.stack(np.divmod(draw.permutation(pages * page), page)).astype(np.int32)
+    write = jax.jit(packing.write)
+    for some in np.array_split(at, 3, axis=1):
+        owners = np.stack([np.where(some[0] == 1, pages, some[0]), np.full_like(some[0], pages + 7)], axis=1)
+        rows = jnp.repeat(new[some[0], some[1]][:, None], 2, axis=1)
+        held = write(held, owners, np.stack([some[1]] * 2, axis=1), rows)
+    expected = [np.asarray(packing.pack(packing.transform(x))) for x in new]
+    for i in set(range(pages)) - {1}:
+        np.testing.assert_array_equal(held[i], expected[i])
+    assert not np.array_equal(held[1], expected[1])
+    unpacked = jnp.stack([packing.unpack(held[i], page) for i in (0, pages - 1)])
+    np.testing.assert_array_equal(packing.read_pages(held, jnp.asarray([0, pages + 3], jnp.int32)), unpacked)
+    one = jax.jit(packing.read)(held, *(jnp.asarray(x, jnp.int32) for x in ([[0], [pages - 1]], [[page - 1], [0]])))
+    np.testing.assert_array_equal(one[:, 0], unpacked[np.arange(2), [page - 1, 0]])
+
+
+def test_a_packing_has_the_published_sizes_and_knows_its_pages():
+    """An entry of 576 bytes and 8 of scales, a key of 128 and 4."""
+    assert (ENTRIES.entry, KEYS.entry) == (584, 132)
+    for page in (1, 2, 63, 64, 71, 72, 73, 256, 5000):
+        assert ENTRIES.bytes(page) == packed_bytes(page) and KEYS.bytes(page) == 132 * page
+        assert ENTRIES.page(ENTRIES.bytes(page)) == KEYS.page(KEYS.bytes(page)) == page
+
+
+def test_keys_are_transformed_with_what_they_are_multiplied_with():
+    """Inner products stay, up to bfloat16's rounding of both; entries are multiplied as they are."""
+    q, k = (jax.random.normal(jax.random.key(i), (3, 128)) for i in range(2))
+    np.testing.assert_array_equal(KEYS.transform(q), hadamard(q.astype(jnp.bfloat16)).astype(jnp.float32))
+    products = [jnp.sum(a * b, axis=1) for a, b in ((q, k), (KEYS.transform(q), KEYS.transform(k)))]
+    # Each of four roundings is of 2^-9 of a number, in sums of 128 products of deviation 1.
+    np.testing.assert_allclose(*products, atol=4 * 2**-9 * 128**0.5)
+    np.testing.assert_array_equal(ENTRIES.transform(q), q)
