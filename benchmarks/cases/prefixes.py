@@ -177,14 +177,17 @@ def _with_and_without(
     return Trial(sides, unit="s", tokens=about["prompt_tokens"] + about["output_tokens"], about=about)
 
 
-def _few_shot(setting: Setting, **changes: Any) -> Trial:
-    """64 questions of 40 to 120 tokens after the same 1,242, answers of 16 to 48 tokens, with an evaluation's settings.
+STEPS_OF_128 = {"page_size": 128, "chunked_prefill_size": 128, "token_paddings": (16, 128)}
+"""Settings with which prefixes end at more places, and what is left of a prompt is padded to less."""
+
+
+def _few_shot(setting: Setting, model: ling3.CausalLM, questions: int, **changes: Any) -> Trial:
+    """Questions of 40 to 120 tokens after the same 1,242, answers of 16 to 48 tokens, with an evaluation's settings.
 
     Each round begins with an empty cache.
     """
-    model = _nano()
     engine = _engine(setting, model, settings=dataclasses.replace(PROTOCOL, **changes))
-    count, instruction = setting.size(full=(64, INSTRUCTION), toy=(6, 80))
+    count, instruction = setting.size(full=(questions, INSTRUCTION), toy=(6, 80))
     lengths = setting.size(full=((40, 120), (16, 48)), toy=((8, 20), (2, 4)))
     return _with_and_without(
         engine, model, lambda i: random_requests(count, model.config.vocab_size, *lengths, i, instruction), forget=True
@@ -199,7 +202,7 @@ def _few_shot(setting: Setting, **changes: Any) -> Trial:
 )
 def few_shot(setting: Setting) -> Trial:
     """With the settings of `ling3 eval`: of the 1,242 tokens 1,024 are whole steps."""
-    return _few_shot(setting)
+    return _few_shot(setting, _nano(), 64)
 
 
 @case(
@@ -209,8 +212,19 @@ def few_shot(setting: Setting) -> Trial:
     rounds=5,
 )
 def few_shot_128(setting: Setting) -> Trial:
-    """Of the 1,242 tokens 1,152 are whole steps, and what is left of a prompt is padded to less."""
-    return _few_shot(setting, page_size=128, chunked_prefill_size=128, token_paddings=(16, 128))
+    """Of the 1,242 tokens 1,152 are whole steps."""
+    return _few_shot(setting, _nano(), 64, **STEPS_OF_128)
+
+
+@case(
+    "prefixes/few-shot-four-layers",
+    "The same in steps of 128 with 16 questions, at Ling-3.0-tiny's full width with four layers, float32.",
+    wanted=4.0,
+    rounds=1,
+)
+def few_shot_four_layers(setting: Setting) -> Trial:
+    """Where tokens count more than calls."""
+    return _few_shot(setting, _four_layers(setting), 16, **STEPS_OF_128)
 
 
 @case(

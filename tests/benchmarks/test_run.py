@@ -145,6 +145,7 @@ def test_light_cases_run_at_toy_sizes(toy, name):
     json.dumps(record, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_has_its_cases(toy):
     """Answers with it are those without it, and what is found is at most what could be."""
     record = run(CASES["prefixes/few-shot"], toy, rounds=1)

@@ -83,7 +83,8 @@ def test_only_what_lies_in_pages_is_packed(model):
     assert {x.dtype for x in narrow} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}  # windows, and tails
 
 
-@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 3])
 def test_what_is_read_is_what_the_bytes_say(model, width):
     """By a decode step, which reads the entries that it chooses, and by a prefill, which reads all: the logits are
     those over the same numbers as floats, whatever is in entries that are not there yet."""

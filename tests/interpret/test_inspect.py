@@ -49,6 +49,7 @@ def test_the_published_tinys_memory(tiny):
     assert wide.state_per_sequence == {"recurrent": states["recurrent"], "conv": 2 * states["conv"]}
 
 
+@pytest.mark.slow
 def test_the_published_flashs_numbers():
     report = inspect.report(Ling3Config.from_dict(FLASH))
     assert 124e9 < report.parameters < 125e9
