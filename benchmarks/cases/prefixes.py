@@ -177,7 +177,7 @@ def _with_and_without(
     return Trial(sides, unit="s", tokens=about["prompt_tokens"] + about["output_tokens"], about=about)
 
 
-STEPS_OF_128 = {"page_size": 128, "chunked_prefill_size": 128, "token_paddings": (16, 128)}
+STEPS_OF_128 = {"page_size": 128, "chunked_prefill_size": 128, "token_paddings": (16, 32, 64, 96, 128)}
 """Settings with which prefixes end at more places, and what is left of a prompt is padded to less."""
 
 
@@ -218,13 +218,13 @@ def few_shot_128(setting: Setting) -> Trial:
 
 @case(
     "prefixes/few-shot-four-layers",
-    "The same in steps of 128 with 16 questions, at Ling-3.0-tiny's full width with four layers, float32.",
+    "The same in steps of 128 with 32 questions, at Ling-3.0-tiny's full width with four layers, float32.",
     wanted=4.0,
     rounds=1,
 )
 def few_shot_four_layers(setting: Setting) -> Trial:
     """Where tokens count more than calls."""
-    return _few_shot(setting, _four_layers(setting), 16, **STEPS_OF_128)
+    return _few_shot(setting, _four_layers(setting), 32, **STEPS_OF_128)
 
 
 @case(
