@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, Span, State
 from ling3.execution import PLAIN, Execution
-from ling3.layers.hyper import HyperConnection, HyperHead, mixed
+from ling3.layers.hyper import HyperConnection, HyperHead, Mixing, mixed
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
@@ -65,20 +65,42 @@ class DecoderLayer(eqx.Module):
         self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
     ) -> tuple[Float[Array, "batch seq *streams hidden"], State | None]:
         """The residual stream (or streams) after this layer, and the layer's memory after the span."""
-        if self.attention is not None:
-            h, mixing = (x, None) if self.attn_hc is None else self.attn_hc(x)
-            normed = self.input_layernorm(h)
-            with jax.named_scope("attention"):
-                attended, state = self.attention(normed, state, span.within("attention"))
-            span.recorder(attended=attended)
-            x = x + attended if mixing is None else mixed(x, attended, mixing)
-        h, mixing = (x, None) if self.ffn_hc is None else self.ffn_hc(x)
-        normed = self.post_attention_layernorm(h)
+        x, state = self.attend(x, state, span)
+        normed, mixing = self.read(x)
         with jax.named_scope("mlp"):
             added = self.mlp(normed, span.within("mlp"))
-        x = x + added if mixing is None else mixed(x, added, mixing)
+        x = self.write(x, added, mixing)
         span.recorder(added=added, residual=x)
         return x, state
+
+    def attend(
+        self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
+    ) -> tuple[Float[Array, "batch seq *streams hidden"], State | None]:
+        """The residual after attention, and the layer's memory after the span."""
+        if self.attention is None:
+            return x, state
+        h, mixing = (x, None) if self.attn_hc is None else self.attn_hc(x)
+        normed = self.input_layernorm(h)
+        with jax.named_scope("attention"):
+            attended, state = self.attention(normed, state, span.within("attention"))
+        span.recorder(attended=attended)
+        return x + attended if mixing is None else mixed(x, attended, mixing), state
+
+    def read(
+        self, x: Float[Array, "batch seq *streams hidden"]
+    ) -> tuple[Float[Array, "batch seq hidden"], Mixing | None]:
+        """What the feed-forward reads of the residual, and how its output comes back to several streams."""
+        h, mixing = (x, None) if self.ffn_hc is None else self.ffn_hc(x)
+        return self.post_attention_layernorm(h), mixing
+
+    def write(
+        self,
+        x: Float[Array, "batch seq *streams hidden"],
+        added: Float[Array, "batch seq hidden"],
+        mixing: Mixing | None,
+    ) -> Float[Array, "batch seq *streams hidden"]:
+        """The residual with the feed-forward's output in it."""
+        return x + added if mixing is None else mixed(x, added, mixing)
 
 
 class Decoder(eqx.Module):

@@ -24,6 +24,7 @@ from ling3.engine.actor import Actor, Reader, join_abandoned, result
 from ling3.engine.intake import Intake, Truncate, listed
 from ling3.engine.loop import Loop, QueueFull
 from ling3.engine.outputs import Delta, RequestOutput, Stats
+from ling3.engine.pool import Passes
 from ling3.engine.request import Request
 from ling3.engine.runner import Runner
 from ling3.engine.sampling_params import SamplingParams
@@ -61,7 +62,8 @@ class Engine:
 
     `settings` may be given whole, by name (`Engine(model, tokenizer, page_size=16)`), or both, where a name changes a
     single one; `engine.settings` is what it runs with, every None replaced by its number. `execution` is how the model
-    runs (chunk sizes, kernels), by default as suits the platform. Compiled programs are kept for later processes, see
+    runs (chunk sizes, kernels), by default as suits the platform. `passes` are its forward passes over the pool, by
+    default `model.step` in one program (`ling3.afd` has others). Compiled programs are kept for later processes, see
     `ling3.runtime.compilation_cache`.
 
     Raises TypeError for settings that there are not, ValueError for senseless ones and for more slots and pages than
@@ -75,6 +77,7 @@ class Engine:
         settings: EngineSettings | None = None,
         *,
         execution: Execution | None = None,
+        passes: Passes | None = None,
         **changes: Any,
     ):
         refuse_fork()
@@ -98,7 +101,7 @@ class Engine:
             most_pages=shapes.most_pages,
             max_queue=settings.max_queue,
         )
-        runner = Runner(model, shapes, execution, settings.cache_dtype)
+        runner = Runner(model, shapes, execution, settings.cache_dtype, passes)
         chunk = settings.chunked_prefill_size
         self._loop = Loop(runner, chunk, settings.decode_steps, settings.max_queue, overlap=settings.overlap)
         self._actor = Actor(self._loop, owner=self)

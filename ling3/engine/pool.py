@@ -8,6 +8,8 @@ Programs are compiled by `jax.jit`: Equinox's `filter_jit` would wait for each c
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -197,6 +199,13 @@ def decode(
     out = Choice.none((view.token.shape[0], DECODE_STEPS), model.config.vocab_size)
     _, out, view = lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), out, view))
     return out, pool.put(rows, view)
+
+
+class Passes(NamedTuple):
+    """The forward passes of an engine over the rows of its pool: these two programs, or what takes their place."""
+
+    prefill: Callable[..., tuple[Choice, Pool]] = prefill
+    decode: Callable[..., tuple[Choice, Pool]] = decode
 
 
 @functools.partial(jax.jit, donate_argnames="pool")

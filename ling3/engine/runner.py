@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,12 +13,11 @@ from jaxtyping import Array, Shaped
 from ling3.cache import State, pages_of, slots_of
 from ling3.engine.pool import (
     PAGES_MOVED,
+    Passes,
     Pool,
     Rows,
     SlotContents,
     cache_dtype,
-    decode,
-    prefill,
     read_pages,
     swap_in,
     swap_out,
@@ -48,8 +47,16 @@ class Saved:
 class Runner:
     """Owns the pool. Methods dispatch work and return; reading what they return waits for it."""
 
-    def __init__(self, model: CausalLM, shapes: Shapes, execution: Execution | None = None, cache: CacheDtype = "auto"):
+    def __init__(
+        self,
+        model: CausalLM,
+        shapes: Shapes,
+        execution: Execution | None = None,
+        cache: CacheDtype = "auto",
+        passes: Passes | None = None,
+    ):
         self.model, self.shapes = model, shapes
+        self.passes = Passes() if passes is None else passes
         self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # waited for, by calls and `warmup`
         self.decode_waits = False  # True: decode is not compiled yet, and a turn that has other work leaves it out
@@ -112,14 +119,17 @@ class Runner:
         padded[0, : len(tokens)] = tokens
         end = sequence.prefilled + len(tokens) == len(sequence.prompt)
         inputs = jax.device_put((padded, np.asarray([len(tokens)], np.int32), np.asarray([end])))
-        choice, self.pool = prefill(self.model, self._rows([sequence], 1), *inputs, self.pool, self.execution)
+        choice, self.pool = self.passes.prefill(
+            self.model, self._rows([sequence], 1), *inputs, self.pool, self.execution
+        )
         return choice
 
     def decode(self, sequences: Sequence[TokenSequence], steps: int) -> tuple[Choice, Sequence[int]]:
         """Up to `steps` more tokens for each sequence, `[rows, DECODE_STEPS]`, and the row of each sequence."""
         rows = smallest(self.shapes.rows, len(sequences))
         begin = time.perf_counter()
-        choice, self.pool = decode(self.model, self._rows(sequences, rows), _int(steps), self.pool, self.execution)
+        inputs = (self._rows(sequences, rows), _int(steps))
+        choice, self.pool = self.passes.decode(self.model, *inputs, self.pool, self.execution)
         if self.decode_waits:
             self.decode_waits = False
             self.compile_seconds += time.perf_counter() - begin
@@ -135,9 +145,9 @@ class Runner:
         try:
             # JAX keeps the compiled program where the call finds it.
             programs = [
-                (name, function, inputs, compilers.submit(function.lower(*inputs, self.pool, *how).compile), how)
+                (name, function, inputs, compilers.submit(self._compiler(function, inputs, how)), how)
                 for name, function, inputs, *how in self._empty_calls()
-                if not first_token or function in (prefill, swap_in)
+                if not first_token or function in (self.passes.prefill, swap_in)
             ]
             for name, function, inputs, compiled, how in programs:
                 compiled.result()
@@ -157,22 +167,28 @@ class Runner:
             inputs = (np.zeros((1, width), np.int32), np.zeros(1, np.int32), np.zeros(1, bool))
             yield (
                 f"prefill of {width}",
-                prefill,
+                self.passes.prefill,
                 (self.model, self._rows([], 1), *jax.device_put(inputs)),
                 self.execution,
             )
         for rows in reversed(self.shapes.rows):
-            yield f"decode of {rows}", decode, (self.model, self._rows([], rows), _int(0)), self.execution
+            inputs = (self.model, self._rows([], rows), _int(0))
+            yield f"decode of {rows}", self.passes.decode, inputs, self.execution
         nowhere = jax.device_put(np.full(PAGES_MOVED, self.shapes.pages, np.int32))
         yield "swap in", swap_in, (_int(self.shapes.slots), self._empty_contents())
         yield "write pages", write_pages, (nowhere, self._no_pages)
         yield "swap out", swap_out, (_int(0),)
         yield "read pages", read_pages, (nowhere,)
 
+    def _compiler(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> Callable[[], object]:
+        """What compiles a program; passes of several programs are compiled when they are run."""
+        lower = getattr(function, "lower", None)
+        return (lambda: None) if lower is None else lower(*inputs, self.pool, *how).compile
+
     def _run(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> None:
         """Runs a program on such inputs, and waits for it."""
         done = function(*inputs, self.pool, *how)
-        if function in (prefill, decode):
+        if function in self.passes:
             done = done[1]
         if isinstance(done, Pool):
             self.pool = done
@@ -181,8 +197,8 @@ class Runner:
     @property
     def programs(self) -> int:
         """How many compiled forms of the engine's programs the process holds."""
-        functions: tuple[Any, ...] = (prefill, decode, swap_in, swap_out, read_pages, write_pages)
-        return sum(function._cache_size() for function in functions)
+        functions: tuple[Any, ...] = (*self.passes, swap_in, swap_out, read_pages, write_pages)
+        return sum(function._cache_size() for function in functions if hasattr(function, "_cache_size"))
 
     def _rows(self, sequences: Sequence[TokenSequence], rows: int) -> Rows:
         slots = np.full(rows, self.shapes.slots, np.int32)

@@ -188,13 +188,21 @@ class MoE(eqx.Module):
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """Each token through its own experts and the shared one; no expert is read for padding."""
-        batch, seq = x.shape[:2]
-        tokens = x.reshape(batch * seq, -1)
+        tokens = x.reshape(-1, x.shape[-1])
+        chosen, weights = self.route(tokens, span, x.shape[1])
+        y = self.experts(tokens, chosen, weights, span.execution).astype(x.dtype).reshape(x.shape)
+        return y if self.shared_experts is None else y + self.shared(x, span)
+
+    def route(
+        self, tokens: Float[Array, "tokens hidden"], span: Span, seq: int
+    ) -> tuple[Int32[Array, "tokens top_k"], Wide[Array, "tokens top_k"]]:
+        """The experts of a span's tokens, rows of `seq` one after another, and their weights; padding has none."""
         chosen, weights = self.gate(tokens, None if span.tokens is None else span.tokens.reshape(-1))
         span.recorder(x=tokens, chosen=chosen, weights=weights)
-        chosen = jnp.where(span.valid(seq).reshape(-1, 1), chosen, self.experts.count)
-        y = self.experts(tokens, chosen, weights, span.execution).astype(x.dtype).reshape(x.shape)
-        if self.shared_experts is None:
-            return y
+        return jnp.where(span.valid(seq).reshape(-1, 1), chosen, self.gate.weight.shape[0]), weights
+
+    def shared(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
+        """The shared expert's output, where there is one."""
+        assert self.shared_experts is not None, "asked of a layer that has one"
         with jax.named_scope("shared_experts"):
-            return y + self.shared_experts(x, span)
+            return self.shared_experts(x, span)
