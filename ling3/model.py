@@ -69,7 +69,7 @@ class DecoderLayer(eqx.Module):
         normed, mixing = self.read(x)
         with jax.named_scope("mlp"):
             added = self.mlp(normed, span.within("mlp"))
-        x = self.write(x, added, mixing)
+        x = mixed(x, added, mixing)
         span.recorder(added=added, residual=x)
         return x, state
 
@@ -84,7 +84,7 @@ class DecoderLayer(eqx.Module):
         with jax.named_scope("attention"):
             attended, state = self.attention(normed, state, span.within("attention"))
         span.recorder(attended=attended)
-        return x + attended if mixing is None else mixed(x, attended, mixing), state
+        return mixed(x, attended, mixing), state
 
     def read(
         self, x: Float[Array, "batch seq *streams hidden"]
@@ -92,15 +92,6 @@ class DecoderLayer(eqx.Module):
         """What the feed-forward reads of the residual, and how its output comes back to several streams."""
         h, mixing = (x, None) if self.ffn_hc is None else self.ffn_hc(x)
         return self.post_attention_layernorm(h), mixing
-
-    def write(
-        self,
-        x: Float[Array, "batch seq *streams hidden"],
-        added: Float[Array, "batch seq hidden"],
-        mixing: Mixing | None,
-    ) -> Float[Array, "batch seq *streams hidden"]:
-        """The residual with the feed-forward's output in it."""
-        return x + added if mixing is None else mixed(x, added, mixing)
 
 
 class Decoder(eqx.Module):
@@ -121,7 +112,7 @@ class Decoder(eqx.Module):
         x = self.word_embeddings.embed(tokens, span.execution)
         span = dataclasses.replace(span, tokens=tokens)
         span.recorder(embeddings=x)
-        x = x if self.hc_head is None else self.hc_head.spread(x)
+        x = self.spread(x)
         memory, after = iter(states), []
         for i, layer in enumerate(self.layers):
             has_memory = layer.attention is not None
@@ -131,6 +122,10 @@ class Decoder(eqx.Module):
         hidden = self.normed(x)
         span.recorder(hidden=hidden)
         return hidden, tuple(after)
+
+    def spread(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq *streams hidden"]:
+        """The residual stream before the first layer, or all of several."""
+        return x if self.hc_head is None else self.hc_head.spread(x)
 
     def normed(self, x: Float[Array, "batch seq *streams hidden"]) -> Float[Array, "batch seq hidden"]:
         """What the head reads of a residual stream, or of several."""

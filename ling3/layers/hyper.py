@@ -132,9 +132,11 @@ def sinkhorn(
 
 
 def mixed(
-    x: Float[Array, "batch seq streams hidden"], added: Float[Array, "batch seq hidden"], mixing: Mixing
-) -> Float[Array, "batch seq streams hidden"]:
-    """The streams after a sublayer whose output is `added`, in the dtype of `x`."""
+    x: Float[Array, "batch seq *streams hidden"], added: Float[Array, "batch seq hidden"], mixing: Mixing | None
+) -> Float[Array, "batch seq *streams hidden"]:
+    """The residual after a sublayer whose output is `added`, in the dtype of `x`: x + added where no mixing says else."""
+    if mixing is None:
+        return x + added
     streams, dtype = x.shape[2], mixing.post.dtype
     kept = (mixing.combination[:, :, j, :, None] * x[:, :, j, None].astype(dtype) for j in range(streams))
     new = mixing.post[..., None] * added[:, :, None].astype(dtype)
