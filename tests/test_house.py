@@ -30,6 +30,7 @@ FLOORS = (
     {"engine"},
     {"generate"},
     {"serve"},
+    {"afd"},
     {"train"},
     {"evals"},
     {"bench"},

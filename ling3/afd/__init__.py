@@ -1,0 +1,36 @@
+"""Attention-FFN disaggregation: attention and experts on workers of their own, which exchange tokens by windows.
+
+An attention worker (a *session*) writes its tokens into windows of the FFN workers (*cards*); a card sorts them by
+expert, computes, and writes every row back; the session weights and sums. The operators are those of CANN, Huawei's
+library for its accelerators, as pure functions over arrays.
+"""
+
+from ling3.afd.attention_worker import (
+    attention_to_ffn,
+    attention_worker_combine,
+    attention_worker_scheduler,
+    complete_unrouted,
+)
+from ling3.afd.ffn_worker import FfnBatch, ffn_to_attention, ffn_worker_batching, ffn_worker_scheduler
+from ling3.afd.schedule_context import AttentionContext, CommonArea, ControlArea, FfnContext, ScheduleContext
+from ling3.afd.windows import EMPTY, AttentionArea, FfnArea, slot_bytes
+
+__all__ = [
+    "EMPTY",
+    "AttentionArea",
+    "AttentionContext",
+    "CommonArea",
+    "ControlArea",
+    "FfnArea",
+    "FfnBatch",
+    "FfnContext",
+    "ScheduleContext",
+    "attention_to_ffn",
+    "attention_worker_combine",
+    "attention_worker_scheduler",
+    "complete_unrouted",
+    "ffn_to_attention",
+    "ffn_worker_batching",
+    "ffn_worker_scheduler",
+    "slot_bytes",
+]

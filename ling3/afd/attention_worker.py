@@ -1,0 +1,330 @@
+"""What an attention worker (a session) does: send tokens to the cards of their experts, and combine what comes back.
+
+The operators are the sending of an attention worker's tokens and CANN's AttentionWorkerScheduler and
+AttentionWorkerCombine, as pure functions with the same bits eagerly and under `jax.jit`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int8, Int32, UInt8
+
+from ling3.afd import limits
+from ling3.afd.windows import (
+    TOKEN_DTYPES,
+    AttentionArea,
+    FfnArea,
+    check_holds,
+    checked_attention_area,
+    checked_ffn_area,
+    from_bytes,
+    to_bytes,
+    token_bytes,
+)
+
+QUANTIZED = 127.0
+"""The int8 number of the largest |x| of a token."""
+
+
+@no_type_check
+def attention_to_ffn(
+    area: FfnArea,
+    x: jax.Array,
+    *,
+    session_id: Any,
+    micro_batch_id: Any,
+    layer_id: Any,
+    expert_ids: jax.Array,
+    expert_rank_table: jax.Array,
+    rank: Any,
+    moe_expert_num: int,
+    token_dtype: int = 0,
+    sync_flag: int = 0,
+    active_mask: jax.Array | None = None,
+) -> tuple[FfnArea, jax.Array]:
+    """Writes one micro-batch of a session into the window of card `rank`; the area, and whether it was written.
+
+    Slot k < K of token t is for expert expert_ids[t, k] of [BS, K]; an id outside of [0, moe_expert_num) is for no
+    card. Slot K + i is for the shared expert moe_expert_num + i. Row e of `expert_rank_table` is
+    [count, rank_0, id_0, rank_1, id_1, …]: expert e is on card rank_r under id_r, with r = session_id % count. A count
+    or a rank without meaning is that of an expert on no card.
+
+    Each slot of an active token that goes to `rank` gets the bits of x[t], of x [BS, H], and its id. At last the
+    message gets the layer id and flag 1; with sync_flag = 1 only if a slot went to this card. While the flag of the
+    previous message is 1, nothing is written and the second result is False. It is False too for a traced session_id
+    or micro_batch_id out of range; otherwise it is True.
+
+    x is float16 for token_dtype 0 and bfloat16 for 1. For 2 it has any floating dtype and is quantized in float32:
+    scale = max|x|/127, q = round(x/scale), ties to even, and q = 0 where x is NaN. A token whose scale is 0 has q = 0.
+    Of `active_mask`, bool [BS], the True ones come first; None is all True.
+
+    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    """
+    area = checked_ffn_area(area)
+    sessions, micro_batches, tokens, slots, _ = area.token_data.shape
+    token_dtype = limits.integer("token_dtype", token_dtype, 0, len(TOKEN_DTYPES) - 1)
+    x = limits.floats("x", x, (tokens, "H"), f" with token_data of shape {area.token_data.shape}")
+    if token_dtype < 2 and x.dtype != TOKEN_DTYPES[token_dtype]:
+        raise ValueError(
+            f"x has the dtype {x.dtype}, expected {TOKEN_DTYPES[token_dtype]} for token_dtype {token_dtype}"
+        )
+    limits.size("x", "channels", x.shape[1], limits.LARGEST)
+    check_holds(area, token_bytes(x.shape[1], token_dtype), f"x of shape {x.shape} and token_dtype {token_dtype}")
+    session_id = limits.scalar("session_id", session_id, 0, sessions - 1)
+    micro_batch_id = limits.scalar("micro_batch_id", micro_batch_id, 0, micro_batches - 1)
+    route = checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask)
+    rank = limits.scalar("rank", rank, 0)
+    layer_id = limits.scalar("layer_id", layer_id)
+    sync_flag = limits.integer("sync_flag", sync_flag, 0, 1)
+    info, data, sent = _sent(
+        area.token_info, area.token_data, x, session_id, micro_batch_id, layer_id, *route, rank, token_dtype, sync_flag
+    )
+    return dataclasses.replace(area, token_info=info, token_data=data), sent
+
+
+@no_type_check
+def complete_unrouted(
+    attn: AttentionArea,
+    *,
+    session_id: Any,
+    micro_batch_id: Any,
+    expert_ids: jax.Array,
+    expert_rank_table: jax.Array,
+    moe_expert_num: int,
+    active_mask: jax.Array | None = None,
+) -> AttentionArea:
+    """Clears the slots of a micro-batch that `attention_to_ffn` sends to no card, and raises their flags.
+
+    No card answers them, and the session would wait for ever. Arguments are those of `attention_to_ffn`. A traced
+    micro_batch_id out of range changes nothing.
+    """
+    attn = checked_attention_area(attn)
+    micro_batches, tokens, slots, _ = attn.token_data.shape
+    session_id = limits.scalar("session_id", session_id, 0, limits.SESSIONS - 1)
+    micro_batch_id = limits.scalar("micro_batch_id", micro_batch_id, 0, micro_batches - 1)
+    route = checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask)
+    flags, data = _completed(attn.token_info, attn.token_data, session_id, micro_batch_id, *route)
+    return dataclasses.replace(attn, token_info=flags, token_data=data)
+
+
+@no_type_check
+def attention_worker_scheduler(attn: AttentionArea) -> tuple[AttentionArea, jax.Array]:
+    """Takes the next micro-batch, m = (micro_batch_id+1) % M, if it is complete; the area, and whether it was.
+
+    It is complete if all its BS·K1 flags are 1. Then they become 0 and micro_batch_id becomes m.
+
+    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    """
+    attn = checked_attention_area(attn)
+    flags, micro_batch_id, ready = _completed_next(attn.token_info, attn.micro_batch_id)
+    return dataclasses.replace(attn, token_info=flags, micro_batch_id=micro_batch_id), ready
+
+
+@no_type_check
+def attention_worker_combine(
+    attn: AttentionArea,
+    expert_scales: jax.Array,
+    layer_id: Any,
+    *,
+    hidden_size: int,
+    dtype: DTypeLike,
+    need_schedule: int = 0,
+) -> tuple[jax.Array, jax.Array, AttentionArea]:
+    """y [BS, hidden_size], the next layer's id and the area, of micro-batch m = micro_batch_id:
+
+        y[t] = Σ_{k<K} expert_scales[t, k]·token[m, t, k] + Σ_{K<=k<K1} token[m, t, k]
+
+    The slots hold numbers of `dtype`, and expert_scales has the shape [BS, K]. The sum is in float32, from 0 on in the
+    order of the slots and each product rounded; then it is cast to `dtype`. With need_schedule = 1 the scheduler runs
+    first; if nothing is complete, y is 0, and layer_id and the area stay. A CPU computes with 0 for numbers below
+    2^-126.
+
+    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    """
+    attn = checked_attention_area(attn)
+    _, tokens, slots, _ = attn.token_data.shape
+    expert_scales = limits.floats("expert_scales", expert_scales, (tokens, "K"))
+    _check_top_k("expert_scales", expert_scales.shape[1], slots)
+    layer_id = limits.scalar("layer_id", layer_id)
+    hidden_size = limits.integer("hidden_size", hidden_size, 1)
+    dtype = limits.float_dtype("dtype", dtype)
+    check_holds(attn, hidden_size * dtype.itemsize, f"hidden_size {hidden_size} of dtype {dtype}")
+    ready = jnp.asarray(True)
+    if limits.integer("need_schedule", need_schedule, 0, 1):
+        attn, ready = attention_worker_scheduler(attn)
+    y, layer_id = _combined(attn.token_data, attn.micro_batch_id, expert_scales, layer_id, ready, hidden_size, dtype)
+    return y, layer_id, attn
+
+
+@no_type_check
+def checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask) -> tuple[Any, ...]:
+    """expert_ids, expert_rank_table, active_mask and moe_expert_num for a micro-batch of this size."""
+    expert_ids = limits.array("expert_ids", expert_ids, jnp.int32, (tokens, "K"), f" with {tokens} tokens")
+    top_k = expert_ids.shape[1]
+    _check_top_k("expert_ids", top_k, slots)
+    moe_expert_num = limits.integer("moe_expert_num", moe_expert_num, min(top_k, 1))
+    table = limits.array("expert_rank_table", expert_rank_table, jnp.int32, ("experts", "1 + 2·replicas"))
+    experts = moe_expert_num + slots - top_k
+    if table.shape[0] < experts or table.shape[1] < 3 or table.shape[1] % 2 == 0:
+        expected = f"at least {experts} rows of a count and one or more pairs of rank and id"
+        raise ValueError(f"expert_rank_table has the shape {table.shape}, expected {expected}")
+    if active_mask is None:
+        active_mask = np.ones(tokens, bool)
+    active = limits.array("active_mask", active_mask, jnp.bool_, (tokens,))
+    if not isinstance(active, jax.core.Tracer) and (found := np.asarray(active)).argmin() < found.sum() < tokens:
+        raise ValueError(f"active_mask is {found.tolist()}, expected the True ones first")
+    return expert_ids, table, active, moe_expert_num
+
+
+@no_type_check
+def _check_top_k(name, top_k, slots) -> None:
+    most = min(slots, limits.TOP_K)
+    if top_k > most:
+        raise ValueError(
+            f"{name} has {top_k} columns, expected the top-k, at most {most} with {slots} slots of a token"
+        )
+
+
+def _routes(
+    session_id: Int32[Array, ""],
+    expert_ids: Int32[Array, "tokens top_k"],
+    table: Int32[Array, "experts columns"],
+    active: Bool[Array, " tokens"],
+    moe_expert_num: int,
+    slots: int,
+) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "tokens slots"]]:
+    """The card of each slot, -1 for none, and the expert's id there."""
+    tokens, top_k = expert_ids.shape
+    shared = moe_expert_num + jnp.arange(slots - top_k, dtype=jnp.int32)
+    experts = jnp.concatenate([expert_ids, jnp.broadcast_to(shared, (tokens, slots - top_k))], axis=1)
+    known = jnp.arange(slots, dtype=jnp.int32)[None] >= top_k
+    known |= (experts >= 0) & (experts < moe_expert_num)
+    experts = jnp.where(known, experts, 0)
+    count = table[experts, 0]
+    column = 1 + 2 * (session_id % jnp.maximum(count, 1))
+    known &= active[:, None] & (count > 0) & (column < table.shape[1])
+    ranks, ids = (table.at[experts, column + i].get(mode="clip") for i in range(2))
+    return jnp.where(known & (ranks >= 0), ranks, -1), ids
+
+
+@functools.partial(jax.jit, static_argnames=("moe_expert_num", "token_dtype", "sync_flag"))
+def _sent(
+    token_info: Int32[Array, "sessions micro_batches info"],
+    token_data: UInt8[Array, "sessions micro_batches tokens slots bytes"],
+    x: Float[Array, "tokens hidden"],
+    session_id: Int32[Array, ""],
+    micro_batch_id: Int32[Array, ""],
+    layer_id: Int32[Array, ""],
+    expert_ids: Int32[Array, "tokens top_k"],
+    table: Int32[Array, "experts columns"],
+    active: Bool[Array, " tokens"],
+    moe_expert_num: int,
+    rank: Int32[Array, ""],
+    token_dtype: int,
+    sync_flag: int,
+) -> tuple[
+    Int32[Array, "sessions micro_batches info"],
+    UInt8[Array, "sessions micro_batches tokens slots bytes"],
+    Bool[Array, ""],
+]:
+    sessions, micro_batches, tokens, slots, _ = token_data.shape
+    ranks, ids = _routes(session_id, expert_ids, table, active, moe_expert_num, slots)
+    goes = (ranks == rank) & (ranks >= 0)
+    payload = _payload(x, token_dtype)
+    zero = jnp.zeros((), jnp.int32)
+
+    place = (session_id, micro_batch_id, zero)
+    old = lax.dynamic_slice(token_info, place, (1, 1, token_info.shape[2])).reshape(-1)
+    sent = (session_id >= 0) & (session_id < sessions) & (micro_batch_id >= 0) & (micro_batch_id < micro_batches)
+    sent &= old[0] != 1
+    raised = sent & jnp.any(goes) if sync_flag else sent
+    head = jnp.where(raised, jnp.stack([jnp.ones_like(layer_id), layer_id]), old[:2])
+    written = jnp.where(sent & goes.reshape(-1), ids.reshape(-1), old[2:])
+    info = jnp.concatenate([head, written])[None, None]
+
+    place = (session_id, micro_batch_id, zero, zero, zero)
+    old = lax.dynamic_slice(token_data, place, (1, 1, tokens, slots, payload.shape[1]))[0, 0]
+    data = jnp.where(sent & goes[:, :, None], payload[:, None], old)[None, None]
+    return (
+        lax.dynamic_update_slice(token_info, info, place[:3]),
+        lax.dynamic_update_slice(token_data, data, place),
+        sent,
+    )
+
+
+def _payload(x: Float[Array, "tokens hidden"], token_dtype: int) -> UInt8[Array, "tokens payload"]:
+    """What a slot begins with."""
+    if token_dtype < 2:
+        return to_bytes(x)
+    q, scale = _quantized(x.astype(jnp.float32))
+    return jnp.concatenate([to_bytes(q), to_bytes(scale)], axis=1)
+
+
+def _quantized(x: Float32[Array, "tokens hidden"]) -> tuple[Int8[Array, "tokens hidden"], Float32[Array, "tokens 1"]]:
+    top = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+    # XLA would multiply by the reciprocal of a constant or of a broadcast divisor, which rounds twice. Adding 0·x makes
+    # the divisor neither, and is exact; what is not finite becomes NaN, as ∞/∞ is.
+    scale = top / (QUANTIZED + 0.0 * jnp.where(jnp.isfinite(top), top, 0.0))
+    q = jnp.round(x / (jnp.where(scale == 0, 1.0, scale) + 0.0 * x))
+    return jnp.where((scale == 0) | jnp.isnan(q), 0.0, q).astype(jnp.int8), scale
+
+
+@functools.partial(jax.jit, static_argnames="moe_expert_num")
+def _completed(
+    flags: Int32[Array, "micro_batches tokens slots"],
+    token_data: UInt8[Array, "micro_batches tokens slots bytes"],
+    session_id: Int32[Array, ""],
+    micro_batch_id: Int32[Array, ""],
+    expert_ids: Int32[Array, "tokens top_k"],
+    table: Int32[Array, "experts columns"],
+    active: Bool[Array, " tokens"],
+    moe_expert_num: int,
+) -> tuple[Int32[Array, "micro_batches tokens slots"], UInt8[Array, "micro_batches tokens slots bytes"]]:
+    micro_batches, _, slots = flags.shape
+    ranks, _ = _routes(session_id, expert_ids, table, active, moe_expert_num, slots)
+    unrouted = (ranks < 0) & (micro_batch_id >= 0) & (micro_batch_id < micro_batches)
+    raised = jnp.where(unrouted, 1, lax.dynamic_index_in_dim(flags, micro_batch_id, keepdims=False))
+    data = lax.dynamic_index_in_dim(token_data, micro_batch_id, keepdims=False)
+    data = jnp.where(unrouted[:, :, None], 0, data)
+    flags = lax.dynamic_update_index_in_dim(flags, raised, micro_batch_id, 0)
+    return flags, lax.dynamic_update_index_in_dim(token_data, data, micro_batch_id, 0)
+
+
+@jax.jit
+def _completed_next(
+    flags: Int32[Array, "micro_batches tokens slots"], micro_batch_id: Int32[Array, ""]
+) -> tuple[Int32[Array, "micro_batches tokens slots"], Int32[Array, ""], Bool[Array, ""]]:
+    following = (micro_batch_id % flags.shape[0] + 1) % flags.shape[0]  # the first remainder is for 2^31-1
+    own = lax.dynamic_index_in_dim(flags, following, keepdims=False)
+    ready = jnp.all(own == 1)
+    flags = lax.dynamic_update_index_in_dim(flags, jnp.where(ready, 0, own), following, 0)
+    return flags, jnp.where(ready, following, micro_batch_id), ready
+
+
+@functools.partial(jax.jit, static_argnames=("hidden", "dtype"))
+def _combined(
+    token_data: UInt8[Array, "micro_batches tokens slots bytes"],
+    micro_batch_id: Int32[Array, ""],
+    scales: Float[Array, "tokens top_k"],
+    layer_id: Int32[Array, ""],
+    ready: Bool[Array, ""],
+    hidden: int,
+    dtype: np.dtype,
+) -> tuple[Float[Array, "tokens {hidden}"], Int32[Array, ""]]:
+    data = lax.dynamic_index_in_dim(token_data, micro_batch_id, keepdims=False)[..., : hidden * dtype.itemsize]
+    token = jnp.moveaxis(from_bytes(data, dtype).astype(jnp.float32), 1, 0)
+    scale = jnp.pad(scales.astype(jnp.float32), ((0, 0), (0, token.shape[0] - scales.shape[1])), constant_values=1.0)
+    zeros = jnp.zeros_like(token[0])
+
+    # A product is added in the turn after its own: within one, XLA would contract the two to a fused multiply-add.
+    def add(sums, slot):
+        total, product = sums
+        return (total + product, slot[0] * slot[1]), None
+
+    (total, product), _ = lax.scan(add, (zeros, zeros), (scale.T[:, :, None], token))
+    return jnp.where(ready, total + product, 0.0).astype(dtype), jnp.where(ready, layer_id + 1, layer_id)

@@ -1,0 +1,116 @@
+"""The limits of AFD, and the checks of arguments against them.
+
+Each check raises a ValueError that names the argument or field, also while a program is traced. The public operators
+are therefore `no_type_check`: the package's type checker would raise a TypeCheckError before them.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, no_type_check
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+SESSIONS = 1024
+MICRO_BATCHES = 64
+TOP_K = 64
+SLOTS = TOP_K + 1
+"""Of a token: its top-k and the shared experts."""
+EXPERTS = 8192
+"""Of a card, all layers together."""
+LARGEST = 2**31 - 1
+"""The largest int32."""
+ALIGNMENT = 512
+"""The bytes of a slot are a multiple of it."""
+
+
+@no_type_check
+def integer(name, value, least, most=LARGEST) -> int:
+    """A static integer in [least, most]."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"{name} is traced, expected a static int: name it in jax.jit's static_argnames")
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {_shown(value)}, expected an int") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {number}, expected {least} to {most}")
+    return number
+
+
+@no_type_check
+def scalar(name, value, least=-LARGEST - 1, most=LARGEST) -> jax.Array:
+    """An int32 scalar, from a Python int too. If it is not traced, it must be in [least, most]."""
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return jnp.asarray(integer(name, value, least, most), jnp.int32)
+    # A Python int becomes a weakly typed int64 under jit in 64-bit mode.
+    weak = getattr(value, "weak_type", False) and jnp.issubdtype(value.dtype, jnp.integer)
+    found = array(name, value, value.dtype if weak else jnp.int32, ()).astype(jnp.int32)
+    if not isinstance(found, jax.core.Tracer) and (least, most) != (-LARGEST - 1, LARGEST):
+        integer(name, found, least, most)
+    # A converted array may still be weakly typed.
+    return jax.lax.convert_element_type(found, jnp.int32)
+
+
+@no_type_check
+def array(name, value, dtype, shape: Sequence[int | str], why: str = "") -> jax.Array:
+    """An array of this dtype, or of any of a tuple of them; a str in the shape is the name of a free dimension."""
+    dtypes = [jnp.dtype(one) for one in (dtype if isinstance(dtype, tuple) else (dtype,))]
+    axes = ", ".join(map(str, shape))
+    expected = f"{' or '.join(one.name for one in dtypes)} [{axes}]"
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise ValueError(f"{name} is {_shown(value)}, expected an array, {expected}")
+    if value.dtype not in dtypes:
+        raise ValueError(f"{name} has the dtype {value.dtype}, expected {expected}")
+    _check_shape(name, value, shape, axes, why)
+    return jnp.asarray(value)
+
+
+@no_type_check
+def floats(name, value, shape: Sequence[int | str], why: str = "") -> jax.Array:
+    """An array of any floating dtype of whole bytes."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise ValueError(f"{name} is {_shown(value)}, expected an array of floating numbers")
+    float_dtype(name, value.dtype)
+    _check_shape(name, value, shape, ", ".join(map(str, shape)), why)
+    return jnp.asarray(value)
+
+
+@no_type_check
+def float_dtype(name, dtype) -> np.dtype:
+    """A floating dtype of whole bytes, float64 in 64-bit mode only."""
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating) or jnp.finfo(found).bits < 8:
+        raise ValueError(f"{name} has the dtype {dtype}, expected a floating one of at least 8 bits")
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(
+            f"{name} has the dtype {found}, which needs 64-bit mode: jax.config.update('jax_enable_x64', True)"
+        )
+    return found
+
+
+@no_type_check
+def size(name, what: str, value: int, most: int) -> None:
+    """Raises a ValueError unless a dimension of the field `name` is in [1, most]."""
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} has {value} {what}, expected 1 to {most}")
+
+
+@no_type_check
+def _check_shape(name, value, shape, axes, why) -> None:
+    matches = len(value.shape) == len(shape) and all(
+        isinstance(expected, str) or found == expected for found, expected in zip(value.shape, shape)
+    )
+    if not matches:
+        raise ValueError(f"{name} has the shape {tuple(value.shape)}, expected [{axes}]{why}")
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__}" if hasattr(value, "__dict__") else repr(value)[:80]

@@ -1,0 +1,190 @@
+"""ScheduleContext: the 1,024 bytes with which CANN's AFD operators tell a worker its sizes, buffers and progress.
+
+Numbers are little-endian. Bytes without a meaning are the fields `reserve0`, … of the structure in CANN's page on
+FfnWorkerBatching, so that reading and writing changes no byte. Addresses (`…_buf`) are numbers and are never followed.
+"""
+
+import dataclasses
+import operator
+import struct
+from typing import Any, no_type_check
+
+SIZE = 1024
+_BITS = {"I": (0, 2**32 - 1), "i": (-(2**31), 2**31 - 1), "Q": (0, 2**64 - 1)}
+
+
+# The package's type checker would look at `__init__` before `__post_init__` and raise another error.
+
+
+@no_type_check
+def _u32() -> Any:
+    return dataclasses.field(default=0, metadata={"format": "I"})
+
+
+@no_type_check
+def _i32() -> Any:
+    return dataclasses.field(default=0, metadata={"format": "i"})
+
+
+@no_type_check
+def _u64() -> Any:
+    return dataclasses.field(default=0, metadata={"format": "Q"})
+
+
+@no_type_check
+def _reserve(size: int) -> Any:
+    return dataclasses.field(default=bytes(size), metadata={"format": f"{size}s"}, repr=False)
+
+
+@no_type_check
+@dataclasses.dataclass(frozen=True)
+class _Area:
+    """A part of the structure, whose fields lie in it in order and without gaps."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = _checked(field.name, getattr(self, field.name), field.metadata["format"])
+            object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def _format(cls) -> str:
+        return "<" + "".join(field.metadata["format"] for field in dataclasses.fields(cls))
+
+    def _pack(self) -> bytes:
+        return struct.pack(self._format(), *(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+
+@no_type_check
+@dataclasses.dataclass(frozen=True)
+class CommonArea(_Area):
+    """Sizes that sessions and cards share, in bytes [0, 128)."""
+
+    session_num: int = _u32()
+    """A."""
+    micro_batch_num: int = _u32()
+    """M."""
+    micro_batch_size: int = _u32()
+    """BS."""
+    selected_expert_num: int = _u32()
+    """K1: the top-k and the shared experts."""
+    expert_num: int = _u32()
+    """Of a layer."""
+    attn_to_ffn_token_size: int = _u32()
+    """Bytes of a slot in a card's window, a multiple of 512."""
+    ffn_to_attn_token_size: int = _u32()
+    """Bytes of a slot in a session's window, a multiple of 512."""
+    schedule_mode: int = _i32()
+    """0 for cards, 1 for sessions, 2 for both."""
+    reserve0: bytes = _reserve(96)
+
+
+@no_type_check
+@dataclasses.dataclass(frozen=True)
+class ControlArea(_Area):
+    """What stops the loops, in bytes [128, 256)."""
+
+    run_flag: int = _i32()
+    """1 while workers run; at 0 every loop that waits ends."""
+    reserve1: bytes = _reserve(124)
+
+
+@no_type_check
+@dataclasses.dataclass(frozen=True)
+class AttentionContext(_Area):
+    """A session's window and progress, in bytes [256, 384)."""
+
+    token_info_buf: int = _u64()
+    token_info_buf_size: int = _u64()
+    token_data_buf: int = _u64()
+    token_data_buf_size: int = _u64()
+    micro_batch_id: int = _u32()
+    """The micro-batch that was combined last; M-1 at first."""
+    reserve5: bytes = _reserve(92)
+
+
+@no_type_check
+@dataclasses.dataclass(frozen=True)
+class FfnContext(_Area):
+    """A card's window, progress and what it took last, in bytes [384, 640)."""
+
+    token_info_buf: int = _u64()
+    token_info_buf_size: int = _u64()
+    token_data_buf: int = _u64()
+    token_data_buf_size: int = _u64()
+    polling_index: int = _u64()
+    """The micro-batch that is scheduled next."""
+    reserve3: bytes = _reserve(88)
+    layer_ids_buf: int = _u64()
+    layer_ids_buf_size: int = _u64()
+    session_ids_buf: int = _u64()
+    session_ids_buf_size: int = _u64()
+    micro_batch_ids_buf: int = _u64()
+    micro_batch_ids_buf_size: int = _u64()
+    expert_ids_buf: int = _u64()
+    expert_ids_buf_size: int = _u64()
+    out_num: int = _u32()
+    """How many sessions were taken."""
+    reserve4: bytes = _reserve(60)
+
+
+@no_type_check
+@dataclasses.dataclass(frozen=True)
+class ScheduleContext:
+    """The whole structure. `dataclasses.replace` changes a field, of it or of one of its parts.
+
+    ValueError, which names the field, for a value that a field cannot hold.
+    """
+
+    common: CommonArea = dataclasses.field(default_factory=CommonArea)
+    control: ControlArea = dataclasses.field(default_factory=ControlArea)
+    attention: AttentionContext = dataclasses.field(default_factory=AttentionContext)
+    ffn: FfnContext = dataclasses.field(default_factory=FfnContext)
+    reserve6: bytes = _reserve(384)
+
+    def __post_init__(self) -> None:
+        for name, kind in _PARTS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is a {type(getattr(self, name)).__name__}, expected {kind.__name__}")
+        object.__setattr__(self, "reserve6", _checked("reserve6", self.reserve6, "384s"))
+
+    @classmethod
+    def from_bytes(cls, b: Any) -> "ScheduleContext":
+        """The structure in 1,024 bytes, or in an array of so many. ValueError for any other length."""
+        try:
+            data = b.tobytes() if hasattr(b, "tobytes") else bytes(memoryview(b))
+        except TypeError:
+            raise ValueError(f"b is a {type(b).__name__}, expected {SIZE} bytes") from None
+        if len(data) != SIZE:
+            raise ValueError(f"b has {len(data)} bytes, expected {SIZE}")
+        parts, start = {}, 0
+        for name, kind in _PARTS.items():
+            parts[name] = kind(*struct.unpack_from(kind._format(), data, start))
+            start += struct.calcsize(kind._format())
+        return cls(**parts, reserve6=data[start:])
+
+    def to_bytes(self) -> bytes:
+        """The 1,024 bytes, the reserved ones as they were read."""
+        return b"".join(getattr(self, name)._pack() for name in _PARTS) + self.reserve6
+
+
+_PARTS = {"common": CommonArea, "control": ControlArea, "attention": AttentionContext, "ffn": FfnContext}
+
+
+@no_type_check
+def _checked(name: str, value: Any, form: str) -> int | bytes:
+    """A field's value, as an int or as bytes."""
+    if form.endswith("s"):
+        size = int(form[:-1])
+        if not isinstance(value, bytes | bytearray) or len(value) != size:
+            raise ValueError(f"{name} is {value!r}, expected {size} bytes")
+        return bytes(value)
+    least, most = _BITS[form]
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}, expected an int") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {number}, expected {least} to {most}")
+    return number

@@ -1,0 +1,174 @@
+"""The windows through which sessions and cards exchange tokens.
+
+A session writes its tokens and their experts into the window of a card (`FfnArea`), and the card writes each expert's
+output into the window of the session (`AttentionArea`). A token has K1 slots of HS bytes, one for each of its experts;
+the layout of a slot depends on `token_dtype`:
+
+    0: H float16      1: H bfloat16      2: H int8, then at byte H one float32, their scale
+
+Numbers are little-endian. Float32 is sent unrounded as 2H float16: operators move a slot's bits as integers, since a
+select or a gather of floating numbers may change a NaN.
+"""
+
+import dataclasses
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Shaped, UInt8
+
+from ling3.afd import limits
+
+EMPTY = 2**31 - 1
+"""The id of no expert, and any other id that was not written yet."""
+TOKEN_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8))
+SCALE = 4
+"""Bytes of the scale of int8 numbers."""
+
+
+# Areas are checked where they are used, by `checked_ffn_area` and `checked_attention_area`: JAX builds them of other
+# things than arrays too.
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FfnArea:
+    """A card's window and what its scheduler took from it, for A sessions of M micro-batches of BS tokens of K1 slots.
+
+    Operators return a new area.
+    """
+
+    token_info: Array
+    """int32 [A, M, 2 + BS·K1]: a flag (1: complete), the layer id, and the expert ids [BS, K1] in order."""
+    token_data: Array
+    """uint8 [A, M, BS, K1, HS]: the slots."""
+    polling_index: Array
+    """int32: the micro-batch that is next, where all sessions are scheduled together."""
+    layer_ids: Array
+    """int32 [A]: the layer of each message that was taken."""
+    session_ids: Array
+    """int32 [A]: its session."""
+    micro_batch_ids: Array
+    """int32 [A]: its micro-batch."""
+    expert_ids: Array
+    """int32 [A, BS, K1]: its expert ids."""
+    out_num: Array
+    """int32: how many messages were taken."""
+
+    @staticmethod
+    def empty(sessions: int, micro_batches: int, tokens: int, slots: int, slot_bytes: int) -> "FfnArea":
+        """An area before the first message: flags 0, ids `EMPTY`. ValueError for a size beyond the limits."""
+        shape = _sizes(
+            sessions=sessions, micro_batches=micro_batches, tokens=tokens, slots=slots, slot_bytes=slot_bytes
+        )
+        sessions, micro_batches, tokens, slots, _ = shape
+        ids = jnp.full((sessions, micro_batches, 2 + tokens * slots), EMPTY, jnp.int32)
+        zero, none = jnp.zeros((), jnp.int32), jnp.full(sessions, EMPTY, jnp.int32)
+        expert_ids = jnp.full((sessions, tokens, slots), EMPTY, jnp.int32)
+        return FfnArea(ids.at[:, :, 0].set(0), jnp.zeros(shape, jnp.uint8), zero, none, none, none, expert_ids, zero)
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionArea:
+    """One session's window, for M micro-batches of BS tokens of K1 slots. Operators return a new area."""
+
+    token_info: Array
+    """int32 [M, BS, K1]: a flag for each slot (1: written)."""
+    token_data: Array
+    """uint8 [M, BS, K1, HS]: the slots."""
+    micro_batch_id: Array
+    """int32: the micro-batch that was complete last."""
+
+    @staticmethod
+    def empty(micro_batches: int, tokens: int, slots: int, slot_bytes: int) -> "AttentionArea":
+        """An area before the first message: flags 0, micro_batch_id M-1. ValueError for a size beyond the limits."""
+        shape = _sizes(micro_batches=micro_batches, tokens=tokens, slots=slots, slot_bytes=slot_bytes)
+        last = jnp.asarray(shape[0] - 1, jnp.int32)
+        return AttentionArea(jnp.zeros(shape[:3], jnp.int32), jnp.zeros(shape, jnp.uint8), last)
+
+
+@no_type_check
+def slot_bytes(hidden: int, token_dtype: int) -> int:
+    """HS: the bytes of a slot of `hidden` numbers, the least multiple of 512."""
+    size = token_bytes(limits.integer("hidden", hidden, 1), limits.integer("token_dtype", token_dtype, 0, 2))
+    return -(-size // limits.ALIGNMENT) * limits.ALIGNMENT
+
+
+def token_bytes(hidden: int, token_dtype: int) -> int:
+    """The bytes that a token takes up in its slot: 2H, or H + 4 for int8 and its scale."""
+    return hidden * TOKEN_DTYPES[token_dtype].itemsize + (SCALE if token_dtype == 2 else 0)
+
+
+def to_bytes(x: Shaped[Array, "*batch channels"]) -> UInt8[Array, "*batch bytes"]:
+    """The bits of numbers of whole bytes."""
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+
+
+def from_bytes(data: UInt8[Array, "*batch bytes"], dtype: jnp.dtype) -> Shaped[Array, "*batch channels"]:
+    """Numbers of these bits."""
+    if dtype.itemsize > 1:
+        data = data.reshape(*data.shape[:-1], -1, dtype.itemsize)
+    return lax.bitcast_convert_type(data, dtype)
+
+
+@no_type_check
+def checked_ffn_area(area: FfnArea) -> FfnArea:
+    """The area with fields that are strongly typed JAX arrays. ValueError for a field outside the limits."""
+    if not isinstance(area, FfnArea):
+        raise ValueError(f"area is a {type(area).__name__}, expected an FfnArea")
+    data = limits.array("token_data", area.token_data, jnp.uint8, ("A", "M", "BS", "K1", "HS"))
+    sessions, micro_batches, tokens, slots, _ = data.shape
+    limits.size("token_data", "sessions", sessions, limits.SESSIONS)
+    _check_slots(data.shape[1:])
+    shapes = {"token_info": (sessions, micro_batches, 2 + tokens * slots), "expert_ids": (sessions, tokens, slots)}
+    shapes |= dict.fromkeys(("layer_ids", "session_ids", "micro_batch_ids"), (sessions,))
+    return _checked_fields(area, data, shapes, ("polling_index", "out_num"))
+
+
+@no_type_check
+def checked_attention_area(attn: AttentionArea) -> AttentionArea:
+    """The same for a session's area."""
+    if not isinstance(attn, AttentionArea):
+        raise ValueError(f"attn is a {type(attn).__name__}, expected an AttentionArea")
+    data = limits.array("token_data", attn.token_data, jnp.uint8, ("M", "BS", "K1", "HS"))
+    _check_slots(data.shape)
+    return _checked_fields(attn, data, {"token_info": data.shape[:3]}, ("micro_batch_id",))
+
+
+@no_type_check
+def check_holds(area, size: int, what: str) -> None:
+    """ValueError unless a slot of the area has `size` bytes."""
+    held = area.token_data.shape[-1]
+    if size > held:
+        raise ValueError(f"token_data has slots of {held} bytes, expected at least {size} for {what}")
+
+
+@no_type_check
+def _checked_fields(area, data, shapes, scalars):
+    why = f" with token_data of shape {data.shape}"
+    fields = {name: limits.array(name, getattr(area, name), jnp.int32, shape, why) for name, shape in shapes.items()}
+    fields |= {name: limits.scalar(name, getattr(area, name)) for name in scalars}
+    return dataclasses.replace(area, token_data=data, **fields)
+
+
+@no_type_check
+def _check_slots(shape) -> None:
+    micro_batches, tokens, slots, size = shape
+    limits.size("token_data", "micro-batches", micro_batches, limits.MICRO_BATCHES)
+    limits.size("token_data", "tokens", tokens, limits.LARGEST)
+    limits.size("token_data", "slots of a token", slots, limits.SLOTS)
+    if size < 1 or size % limits.ALIGNMENT:
+        raise ValueError(f"token_data has slots of {size} bytes, expected a multiple of {limits.ALIGNMENT}")
+
+
+@no_type_check
+def _sizes(**sizes) -> tuple[int, ...]:
+    most = {"sessions": limits.SESSIONS, "micro_batches": limits.MICRO_BATCHES, "slots": limits.SLOTS}
+    found = tuple(limits.integer(name, size, 1, most.get(name, limits.LARGEST)) for name, size in sizes.items())
+    if found[-1] % limits.ALIGNMENT:
+        raise ValueError(f"slot_bytes is {found[-1]}, expected a multiple of {limits.ALIGNMENT}")
+    return found
