@@ -12,11 +12,15 @@ from ling3.afd.attention_worker import (
     complete_unrouted,
 )
 from ling3.afd.ffn_worker import FfnBatch, ffn_to_attention, ffn_worker_batching, ffn_worker_scheduler
+from ling3.afd.messages import WorkerError
 from ling3.afd.schedule_context import AttentionContext, CommonArea, ControlArea, FfnContext, ScheduleContext
+from ling3.afd.stats import AfdStats
+from ling3.afd.system import System, disaggregate
 from ling3.afd.windows import EMPTY, AttentionArea, FfnArea, slot_bytes
 
 __all__ = [
     "EMPTY",
+    "AfdStats",
     "AttentionArea",
     "AttentionContext",
     "CommonArea",
@@ -25,10 +29,13 @@ __all__ = [
     "FfnBatch",
     "FfnContext",
     "ScheduleContext",
+    "System",
+    "WorkerError",
     "attention_to_ffn",
     "attention_worker_combine",
     "attention_worker_scheduler",
     "complete_unrouted",
+    "disaggregate",
     "ffn_to_attention",
     "ffn_worker_batching",
     "ffn_worker_scheduler",

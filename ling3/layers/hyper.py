@@ -134,7 +134,7 @@ def sinkhorn(
 def mixed(
     x: Float[Array, "batch seq *streams hidden"], added: Float[Array, "batch seq hidden"], mixing: Mixing | None
 ) -> Float[Array, "batch seq *streams hidden"]:
-    """The residual after a sublayer whose output is `added`, in the dtype of `x`: x + added where no mixing says else."""
+    """The residual after a sublayer whose output is `added`, in the dtype of `x`; without a mixing, x + added."""
     if mixing is None:
         return x + added
     streams, dtype = x.shape[2], mixing.post.dtype

@@ -1,0 +1,162 @@
+"""An FFN worker: a window into which sessions write tokens, and the experts that it runs on them.
+
+Messages are taken in as they come; while the experts run, more arrive, and the next batch has the tokens of every
+session that is ready. It holds no state of a sequence.
+"""
+
+import dataclasses
+import functools
+import queue
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from ling3.afd.attention_worker import attention_to_ffn
+from ling3.afd.ffn_worker import FfnBatch, ffn_worker_batching, ffn_worker_scheduler
+from ling3.afd.messages import DRAIN, LEAVE, Computed, Failed, ProtocolError, Routed, WorkerError
+from ling3.afd.plan import Plan, Share
+from ling3.afd.stats import Counts
+from ling3.afd.windows import EMPTY, FfnArea
+from ling3.execution import Execution
+
+
+class FfnWorker:
+    """Serves the sessions of a plan from an inbox of `Routed` messages; `deliver[s]` sends session s its results."""
+
+    def __init__(
+        self,
+        rank: int,
+        share: Share,
+        plan: Plan,
+        deliver: Sequence[Callable[[Computed], object]],
+        counts: Counts,
+        execution: Execution,
+    ):
+        self.rank, self.share, self.plan, self.counts, self.execution = rank, share, plan, counts, execution
+        self.inbox: queue.SimpleQueue[Routed | Failed | None] = queue.SimpleQueue()
+        self._deliver = deliver
+        self._area = plan.ffn_area()
+        self._epochs = [0] * plan.attention_workers
+        self._left: set[int] = set()
+
+    def serve(self) -> None:
+        """Until every session has left, or a None in the inbox; WorkerError if it is told that a worker failed."""
+        while len(self._left) < self.plan.attention_workers:
+            message = self.inbox.get()
+            while message is not None:
+                self._take(message)
+                if self.inbox.empty():
+                    break
+                message = self.inbox.get()
+            if message is None:
+                return
+            with self.counts.working("ffn", self.rank):
+                while self._compute():
+                    pass
+
+    def _take(self, message: Routed | Failed) -> None:
+        """Writes a message into the window, flag last; forgets what a session has under way that begins anew."""
+        if isinstance(message, Failed):
+            raise WorkerError(f"{message.worker} failed: {message.error!r}") from message.error
+        kind, session, epoch, micro_batch, layer = np.asarray(message.header).tolist()
+        if kind in (DRAIN, LEAVE):
+            self._area, self._epochs[session] = drained(self._area, np.int32(session)), epoch
+            self._left |= {session} if kind == LEAVE else set()
+        elif epoch == self._epochs[session]:
+            place = (np.int32(session), np.int32(micro_batch), np.int32(layer), np.int32(self.rank))
+            self._area, sent = arrived(self._area, message.x, message.expert_ids, *place, self.plan)
+            if not bool(sent):
+                raise ProtocolError(f"session {session} sent micro-batch {micro_batch} again before it was read")
+
+    def _compute(self) -> bool:
+        """Runs the experts on one micro-batch of each session that is ready; False if none is."""
+        self._area = scheduled(self._area)
+        ready = int(self._area.out_num)
+        if not ready:
+            return False
+        sessions = np.asarray(self._area.session_ids)[:ready].tolist()
+        y, batch = computed(self._area, self.share, self.plan, self.execution)
+        self.counts.rows[self.rank] += int(batch.actual_token_num)
+        for session in sessions:
+            epoch = np.int32(self._epochs[session])
+            self._deliver[session](of_session(y, batch, np.int32(session), epoch, self.plan))
+        return True
+
+
+@functools.partial(jax.jit, donate_argnames="area", static_argnames="plan")
+def arrived(
+    area: FfnArea,
+    x: Array,
+    expert_ids: Int32[Array, "tokens top_k"],
+    session: Int32[Array, ""],
+    micro_batch: Int32[Array, ""],
+    layer: Int32[Array, ""],
+    rank: Int32[Array, ""],
+    plan: Plan,
+) -> tuple[FfnArea, Bool[Array, ""]]:
+    """The window with a micro-batch of a session in it."""
+    return attention_to_ffn(
+        area,
+        x,
+        session_id=session,
+        micro_batch_id=micro_batch,
+        layer_id=layer,
+        expert_ids=expert_ids,
+        expert_rank_table=jnp.asarray(plan.rank_table()),
+        rank=rank,
+        moe_expert_num=plan.experts,
+        token_dtype=plan.token_dtype,
+        sync_flag=1,
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="area")
+def scheduled(area: FfnArea) -> FfnArea:
+    """The window after a look at each session by itself: none waits for another."""
+    return ffn_worker_scheduler(area, sync_group_size=1)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "execution"))
+def computed(
+    area: FfnArea, share: Share, plan: Plan, execution: Execution
+) -> tuple[Float32[Array, "rows hidden"], FfnBatch]:
+    """The scheduled micro-batches' tokens, sorted by expert, each through its own."""
+    batch, _ = ffn_worker_batching(
+        area,
+        expert_num=share.places.shape[1],
+        max_out_shape=(plan.attention_workers, plan.tokens, plan.top_k, plan.width),
+        token_dtype=plan.token_dtype,
+        layer_num=plan.layers,
+    )
+    rows = jnp.arange(batch.y.shape[0], dtype=jnp.int32)
+    groups, ends = batch.group_list[:, 0], jnp.cumsum(batch.group_list[:, 1])
+    group = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), groups.shape[0] - 1)
+    expert = jnp.where(rows < batch.actual_token_num, groups[group], -1).astype(jnp.int32)
+    return share(plan.unpacked(batch.y, batch.dynamic_scale), expert, execution), batch
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def of_session(
+    y: Float32[Array, "all hidden"],
+    batch: FfnBatch,
+    session: Int32[Array, ""],
+    epoch: Int32[Array, ""],
+    plan: Plan,
+) -> Computed:
+    """The rows of one session alone, which has one micro-batch among them."""
+    own = batch.session_ids == session
+    [order] = jnp.nonzero(own, size=plan.tokens * plan.top_k, fill_value=0)
+    ids = (batch.session_ids, batch.micro_batch_ids, batch.token_ids, batch.topk_slots)
+    session_ids, micro_batch_ids, token_ids, topk_slots = (part[order] for part in ids)
+    number = jnp.sum(own, dtype=jnp.int32)
+    return Computed(epoch, y[order], session_ids, micro_batch_ids, token_ids, topk_slots, number)
+
+
+@functools.partial(jax.jit, donate_argnames="area")
+def drained(area: FfnArea, session: Int32[Array, ""]) -> FfnArea:
+    """The window without what a session has in it."""
+    info = area.token_info.at[session, :, 2:].set(EMPTY).at[session, :, 0].set(0)
+    return dataclasses.replace(area, token_info=info)

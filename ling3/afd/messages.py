@@ -1,0 +1,44 @@
+"""What workers send each other: pytrees of arrays whose shapes the plan knows, so that any transport can carry them."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+DATA, DRAIN, LEAVE = 0, 1, 2
+"""A message's kind: a micro-batch; forget this session's messages under way; the session sends no more."""
+
+
+class Routed(NamedTuple):
+    """A session's micro-batch on its way to an FFN worker, with the experts of each token; padding has none."""
+
+    header: Int32[np.ndarray | Array, " 5"]  # kind, session, epoch (passes it gave up), micro-batch, sparse layer
+    x: Float[Array, "tokens width"]
+    expert_ids: Int32[Array, "tokens top_k"]
+
+
+class Computed(NamedTuple):
+    """The rows of a session's micro-batch that an FFN worker has computed, as `ffn_to_attention` reads them."""
+
+    epoch: Int32[np.ndarray | Array, ""]
+    y: Float32[Array, "rows hidden"]
+    session_ids: Int32[Array, " rows"]
+    micro_batch_ids: Int32[Array, " rows"]
+    token_ids: Int32[Array, " rows"]
+    topk_slots: Int32[Array, " rows"]
+    actual_token_num: Int[Array, ""]
+
+
+class Failed(NamedTuple):
+    """What a worker is told instead when another has failed or is gone."""
+
+    worker: str
+    error: BaseException
+
+
+class WorkerError(RuntimeError):
+    """A worker of a disaggregated model has failed; the text names it."""
+
+
+class ProtocolError(RuntimeError):
+    """A message that the handshake does not allow: data over data that nobody has read."""

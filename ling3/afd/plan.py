@@ -1,0 +1,203 @@
+"""What attention and FFN workers agree on before the first message, and a model cut into their halves."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, Num
+
+from ling3.afd.windows import AttentionArea, FfnArea, slot_bytes
+from ling3.engine.settings import EngineSettings
+from ling3.execution import Execution
+from ling3.layers.moe import Experts, MoE
+from ling3.model import CausalLM, DecoderLayer
+
+FLOAT16, BFLOAT16, INT8 = 0, 1, 2
+Device = Any
+"""A `jax.Device`, which type checkers take for a variable."""
+TOKENS = 16
+"""The tokens of a micro-batch are a multiple of this, as a prompt's chunks are."""
+Activations = Literal["exact", "int8"]
+"""How tokens travel to the experts: as they are, or rounded to 8 bits with a scale each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The sizes of every window and message: static under `jit`, and the same on every worker.
+
+    A micro-batch has `tokens` tokens, some of which may be padding. The experts of the `layers` sparse layers are
+    spread over the FFN workers in runs of almost equal length, the same in every layer.
+    """
+
+    attention_workers: int
+    ffn_workers: int
+    micro_batches: int
+    tokens: int
+    top_k: int
+    experts: int
+    layers: int
+    hidden: int
+    dtype: str
+    activations: Activations = "exact"
+
+    def settings(self, wanted: EngineSettings) -> EngineSettings:
+        """An attention worker's: a decode call has a row for every request, as many in each micro-batch."""
+        requests = -(-wanted.max_running_requests // self.micro_batches) * self.micro_batches
+        return dataclasses.replace(wanted, max_running_requests=requests, decode_rows=requests, batch_invariant=True)
+
+    @property
+    def token_dtype(self) -> int:
+        """The operators' number for what a token's slot holds."""
+        return INT8 if self.activations == "int8" else BFLOAT16 if self.dtype == "bfloat16" else FLOAT16
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's slot: float32 travels as two float16, whose bits it is."""
+        return 2 * self.hidden if self.dtype == "float32" and self.activations == "exact" else self.hidden
+
+    @property
+    def payload_dtype(self) -> str:
+        """The dtype in which a message has its tokens."""
+        return "float16" if self.width != self.hidden else self.dtype
+
+    def share(self, rank: int) -> range:
+        """The experts of an FFN worker."""
+        fewest, more = divmod(self.experts, self.ffn_workers)
+        first = rank * fewest + min(rank, more)
+        return range(first, first + fewest + (rank < more))
+
+    def rank_table(self) -> Int32[np.ndarray, "experts 3"]:
+        """For each expert [1, its FFN worker, its number there]."""
+        shares = (self.share(rank) for rank in range(self.ffn_workers))
+        places = [(1, rank, place) for rank, share in enumerate(shares) for place in range(len(share))]
+        return np.asarray(places, np.int32)
+
+    def ffn_area(self) -> FfnArea:
+        """An FFN worker's window before the first message."""
+        size = slot_bytes(self.width, self.token_dtype)
+        area = FfnArea.empty(self.attention_workers, self.micro_batches, self.tokens, self.top_k, size)
+        return jax.tree.map(jnp.copy, area)  # each array its own, as they are donated
+
+    def attention_area(self) -> AttentionArea:
+        """An attention worker's window before the first result; results are float32."""
+        return AttentionArea.empty(self.micro_batches, self.tokens, self.top_k, slot_bytes(2 * self.hidden, FLOAT16))
+
+    def packed(self, x: Float[Array, "tokens {self.hidden}"]) -> Float[Array, "tokens {self.width}"]:
+        """Tokens as they travel; int8's rounding is the sender's."""
+        if self.width == self.hidden:
+            return x
+        return lax.bitcast_convert_type(x, jnp.float16).reshape(x.shape[0], self.width)
+
+    def unpacked(
+        self, y: Num[Array, "rows {self.width}"], scale: Float32[Array, " scales"]
+    ) -> Float[Array, "rows {self.hidden}"]:
+        """The tokens of what has come, in the model's dtype."""
+        if self.activations == "int8":
+            return (y.astype(jnp.float32) * scale[:, None]).astype(self.dtype)
+        if self.width == self.hidden:
+            return y
+        return lax.bitcast_convert_type(y.reshape(y.shape[0], self.hidden, 2), jnp.float32)
+
+
+class Share(eqx.Module):
+    """The experts of one FFN worker, of all sparse layers: expert layer · count + e of a worker with `count` a layer.
+
+    Layers whose experts differ in more than their numbers (in their clamp, for instance) are stacks of their own.
+    """
+
+    stacks: tuple[Experts, ...]
+    places: Int32[Array, "stacks experts"]
+    """Where each of the worker's experts is in each stack; -1 where it is not in it."""
+
+    def __call__(
+        self, x: Float[Array, "rows hidden"], expert: Int32[Array, " rows"], execution: Execution
+    ) -> Float32[Array, "rows hidden"]:
+        """expert_j(x_j) for each row, in float32; an expert of -1 is none, costs nothing and gives zeros."""
+        ones = jnp.ones((x.shape[0], 1), jnp.float32)
+        total = jnp.zeros(x.shape, jnp.float32)
+        for stack, places in zip(self.stacks, self.places, strict=True):
+            own = jnp.where(expert >= 0, places[expert], -1)
+            rows = stack(x, own[:, None], ones, execution)
+            total = rows if len(self.stacks) == 1 else jnp.where(own[:, None] >= 0, rows, total)
+        return total
+
+
+class Halves(NamedTuple):
+    """A model for attention workers, whose routed experts are None, and the share of each FFN worker."""
+
+    attention: CausalLM
+    shares: tuple[Share, ...]
+
+
+def is_sparse(layer: DecoderLayer) -> bool:
+    """True for a layer whose experts are elsewhere."""
+    return isinstance(layer.mlp, MoE)
+
+
+def agree(
+    model: CausalLM,
+    attention_workers: Any,
+    ffn_workers: Any,
+    micro_batches: Any,
+    requests: int,
+    activations: Activations = "exact",
+) -> Plan:
+    """The plan for a model and for so many requests of an attention worker at once.
+
+    ValueError that names the count, the dtype or the layer that does not fit.
+    """
+    sparse = [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, MoE)]
+    if not sparse:
+        raise ValueError("model has no routed experts, so there is nothing to put on FFN workers")
+    shapes = {(mlp.experts.count, mlp.gate.top_k) for mlp in sparse}
+    if len(shapes) > 1:
+        raise ValueError(f"model has layers of {sorted(shapes)} (experts, top_k), expected the same in every layer")
+    [(experts, top_k)] = shapes
+    dtype = str(model.dtype)
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"model has weights of {dtype}, expected float32, bfloat16 or float16: windows hold no others")
+    if activations not in ("exact", "int8"):
+        raise ValueError(f"activations is {activations!r}, expected 'exact' or 'int8'")
+    for name, value, most in (
+        ("attention_workers", attention_workers, 1024),
+        ("ffn_workers", ffn_workers, experts),
+        ("micro_batches", micro_batches, 64),
+    ):
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{name} is {value!r}, expected a whole number in [1, {most}]")
+    hidden = model.model.word_embeddings.in_features
+    tokens = -(-requests // (micro_batches * TOKENS)) * TOKENS
+    counts = (attention_workers, ffn_workers, micro_batches, tokens, top_k, experts, len(sparse), hidden)
+    return Plan(*counts, dtype, activations)
+
+
+def halve(model: CausalLM, plan: Plan) -> Halves:
+    """The model's halves; nothing of it is changed, and what attention workers hold is not copied."""
+    layers = model.model.layers
+    experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoE)]
+    bare = tuple(
+        eqx.tree_at(lambda own: own.mlp.experts, layer, None) if is_sparse(layer) else layer for layer in layers
+    )
+    attention = eqx.tree_at(lambda m: m.model.layers, model, bare)
+    return Halves(attention, tuple(_share(experts, plan.share(rank)) for rank in range(plan.ffn_workers)))
+
+
+def _share(layers: Sequence[Experts], own: range) -> Share:
+    """Some experts of every layer."""
+    kinds: dict[Any, list[int]] = {}
+    for i, experts in enumerate(layers):
+        arrays, tree = jax.tree.flatten(experts)
+        kinds.setdefault((tree, *((x.shape, x.dtype) for x in arrays)), []).append(i)
+    places = np.full((len(kinds), len(layers) * len(own)), -1, np.int32)
+    stacks = []
+    for kind, members in enumerate(kinds.values()):
+        for position, i in enumerate(members):
+            places[kind, i * len(own) : (i + 1) * len(own)] = np.arange(len(own)) + position * len(own)
+        parts = (jax.tree.map(lambda x: x[own.start : own.stop], layers[i]) for i in members)
+        stacks.append(jax.tree.map(lambda *x: jnp.concatenate(x), *parts))
+    return Share(tuple(stacks), jnp.asarray(places))

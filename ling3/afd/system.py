@@ -1,0 +1,243 @@
+"""A model whose attention and experts live on different devices of this process, each worker in a thread of its own."""
+
+import functools
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from ling3.afd.card import FfnWorker
+from ling3.afd.messages import Failed, WorkerError
+from ling3.afd.plan import Activations, Device, Plan, Share, agree, halve
+from ling3.afd.session import AttentionWorker
+from ling3.afd.stats import AfdStats, Counts
+from ling3.engine.outputs import Delta
+from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
+from ling3.engine.settings import EngineSettings
+from ling3.execution import Execution
+from ling3.model import CausalLM
+from ling3.runtime.entry_checks import refuse_fork
+from ling3.serve import Engine
+from ling3.text.tokenizer import Tokenizer
+
+# Requests of an attention worker that run at once, unless settings say otherwise.
+REQUESTS = 16
+
+
+class System:
+    """Attention workers and FFN workers around one model, made by `disaggregate`.
+
+    Each attention worker has an engine of its own in `engines`, with all that an engine can do; `generate` spreads
+    prompts over them. Use it in a `with` block, or `close` it.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer | None,
+        plan: Plan,
+        settings: EngineSettings,
+        execution: Execution,
+        devices: Sequence[Device],
+    ):
+        self.plan, self._counts = plan, Counts(plan)
+        attention_devices, ffn_devices = devices_of(plan, devices)
+        halves = halve(model, plan)
+        cards: list[FfnWorker] = []
+        sessions: list[AttentionWorker] = []
+        for session, device in enumerate(attention_devices):
+            own = jax.device_put(halves.attention, device)
+            send = [
+                functools.partial(_carry, functools.partial(lambda w, m: cards[w].inbox.put(m), w), to)
+                for w, to in enumerate(ffn_devices)
+            ]
+            with jax.default_device(device):
+                sessions.append(AttentionWorker(session, own, plan, send, self._counts))
+        deliver = [
+            functools.partial(_carry, worker.inbox.put, to)
+            for worker, to in zip(sessions, attention_devices, strict=True)
+        ]
+        for rank, (device, share) in enumerate(zip(ffn_devices, halves.shares, strict=True)):
+            with jax.default_device(device):
+                own = jax.device_put(share, device)
+                cards.append(FfnWorker(rank, own, plan, deliver, self._counts, execution))
+        self.attention_workers: tuple[CausalLM, ...] = tuple(worker.model for worker in sessions)
+        """The weights of each attention worker: the model without its routed experts."""
+        self.ffn_workers: tuple[Share, ...] = tuple(card.share for card in cards)
+        """The weights of each FFN worker: its share of every sparse layer's experts."""
+        inboxes = [card.inbox for card in cards]
+        failed = functools.partial(_tell, [*inboxes, *(worker.inbox for worker in sessions)])
+        threads = [
+            threading.Thread(target=_serve, args=(card, device, failed), name=f"ling3-ffn-{card.rank}", daemon=True)
+            for card, device in zip(cards, ffn_devices, strict=True)
+        ]
+        self._close = weakref.finalize(self, _stop, inboxes, [worker.inbox for worker in sessions], threads)
+        for thread in threads:
+            thread.start()
+        engines = []
+        for worker, device in zip(sessions, attention_devices, strict=True):
+            with jax.default_device(device):
+                engine = Engine(worker.model, tokenizer, settings, execution=execution, passes=worker.passes)
+            engines.append(engine)
+        self.engines: tuple[Engine, ...] = tuple(engines)
+
+    def generate(
+        self,
+        prompts: Iterable[Any],
+        *,
+        max_tokens: Any = 128,
+        temperature: Any = 0.0,
+        top_k: Any = None,
+        top_p: Any = 1.0,
+        min_p: Any = 0.0,
+        seed: Any = 0,
+        stop_token_ids: Iterable[Any] = (),
+        ignore_eos: bool = False,
+    ) -> list[list[int]]:
+        """The new token ids of each prompt, as `ling3.generate` has them; prompt i goes to session i mod A.
+
+        Raises ValueError as that function does, before any work; WorkerError, which names the worker, if one fails: the
+        requests of other sessions are completed first.
+        """
+        stops = tuple(stop_token_ids)
+        given = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        prompts = list(prompts)
+        params = [
+            SamplingParams(seed=seed + i, stop_token_ids=stops, ignore_eos=ignore_eos, **given)
+            for i in range(len(prompts))
+        ]
+        sessions = len(self.engines)
+        config, ids = self.attention_workers[0].config, []
+        for i, prompt in enumerate(prompts):
+            check_room(prompt, max_tokens, config.max_position_embeddings, f"prompt {i}")
+            ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
+        self._counts.clear()
+        stopping = threading.Event()
+        with ThreadPoolExecutor(sessions, thread_name_prefix="ling3-afd") as callers:
+            runs = [
+                callers.submit(_run, engine, ids[i::sessions], params[i::sessions], stopping)
+                for i, engine in enumerate(self.engines)
+            ]
+            try:
+                outcomes = [run.exception() for run in runs]
+            except BaseException:
+                stopping.set()
+                raise
+        for session, error in enumerate(outcomes):
+            if isinstance(error, WorkerError | ValueError | FloatingPointError):
+                raise error
+            if error is not None:
+                raise WorkerError(f"attention worker {session} failed: {error!r}") from error
+        results: list[list[int]] = [[] for _ in prompts]
+        for i, run in enumerate(runs):
+            results[i::sessions] = run.result()
+        return results
+
+    def stats(self) -> AfdStats:
+        """The counts of the last `generate`."""
+        return self._counts.stats()
+
+    def close(self) -> None:
+        """Stops the FFN workers; requests that need them end in an error. Harmless the second time."""
+        self._close()
+
+    def __enter__(self) -> "System":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def disaggregate(
+    model: CausalLM,
+    tokenizer: Tokenizer | None = None,
+    *,
+    attention_workers: int = 1,
+    ffn_workers: int = 1,
+    micro_batches: int = 2,
+    activations: Activations = "exact",
+    settings: EngineSettings | None = None,
+    execution: Execution | None = None,
+    devices: Sequence[Device] | None = None,
+) -> System:
+    """A model with attention on some devices and its routed experts on others.
+
+    Every attention worker has the model without its routed experts, an engine and the caches of its own requests;
+    every FFN worker has its share of each layer's experts. `micro_batches` of a session are under way at once: while
+    the experts of one run, the session runs attention on another. `activations="int8"` sends tokens to the experts in
+    8 bits with a scale each, which changes answers. The workers share `devices` (by default all of JAX's) so that
+    each has one of its own if there are enough, and otherwise the two groups have different ones if there are two.
+
+    Raises ValueError for a model without routed experts, and for counts that do not fit it.
+    """
+    refuse_fork()
+    settings = EngineSettings(max_running_requests=REQUESTS) if settings is None else settings
+    plan = agree(model, attention_workers, ffn_workers, micro_batches, settings.max_running_requests, activations)
+    execution = Execution.default() if execution is None else execution
+    return System(model, tokenizer, plan, plan.settings(settings), execution, devices or jax.devices())
+
+
+def devices_of(plan: Plan, devices: Sequence[Device]) -> tuple[list[Device], list[Device]]:
+    """The device of each attention worker and of each FFN worker."""
+    attention, ffn = plan.attention_workers, plan.ffn_workers
+    if len(devices) >= attention + ffn:
+        return list(devices[:attention]), list(devices[attention : attention + ffn])
+    if len(devices) == 1:
+        return [devices[0]] * attention, [devices[0]] * ffn
+    cut = min(max(1, len(devices) * attention // (attention + ffn)), len(devices) - 1)
+    ours, theirs = devices[:cut], devices[cut:]
+    return [ours[i % len(ours)] for i in range(attention)], [theirs[i % len(theirs)] for i in range(ffn)]
+
+
+def _carry(put: Callable[[Any], object], to: Device, message: Any) -> None:
+    """Puts a message into the inbox of a worker whose device is `to`; headers are the host's."""
+    put(jax.tree.map(lambda x: jax.device_put(x, to) if isinstance(x, jax.Array) else x, message))
+
+
+def _serve(card: FfnWorker, device: Device, failed: Callable[[Failed], object]) -> None:
+    """An FFN worker's thread."""
+    try:
+        with jax.default_device(device):
+            card.serve()
+    except WorkerError:  # another worker's failure, which the others know of too
+        pass
+    except Exception as error:
+        failed(Failed(f"FFN worker {card.rank}", error))
+
+
+def _tell(inboxes: Iterable["queue.SimpleQueue[Any]"], message: Any) -> None:
+    """Puts a message into several inboxes."""
+    for inbox in inboxes:
+        inbox.put(message)
+
+
+def _stop(
+    cards: Sequence["queue.SimpleQueue[Any]"],
+    sessions: Sequence["queue.SimpleQueue[Any]"],
+    threads: Sequence[threading.Thread],
+) -> None:
+    """Ends the FFN workers' threads after what they have begun, and tells the sessions so."""
+    _tell(cards, None)
+    for thread in threads:
+        thread.join()
+    _tell(sessions, Failed("the system", RuntimeError("it was closed")))
+
+
+def _run(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], stopping: threading.Event
+) -> list[list[int]]:
+    """The new tokens of an attention worker's prompts, in a thread of the caller's."""
+
+    def heed(delta: Delta) -> None:
+        if stopping.is_set():
+            raise InterruptedError("generate was interrupted")
+
+    outputs = engine.generate(prompts, params, on_delta=heed) if prompts else []
+    for output in outputs:
+        if output.finish_reason == "error" and not stopping.is_set():
+            raise FloatingPointError(output.outputs[0].error)
+    return [list(output.token_ids) for output in outputs]
