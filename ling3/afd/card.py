@@ -109,7 +109,8 @@ def arrived(
         rank=rank,
         moe_expert_num=plan.experts,
         token_dtype=plan.token_dtype,
-        sync_flag=1,
+        # A session alone is one group, whose micro-batches are taken in turn, those without a row here too.
+        sync_flag=int(plan.attention_workers > 1),
     )
 
 
@@ -157,6 +158,6 @@ def of_session(
 
 @functools.partial(jax.jit, donate_argnames="area")
 def drained(area: FfnArea, session: Int32[Array, ""]) -> FfnArea:
-    """The window without what a session has in it."""
+    """The window without what a session has in it; it begins again with micro-batch 0."""
     info = area.token_info.at[session, :, 2:].set(EMPTY).at[session, :, 0].set(0)
-    return dataclasses.replace(area, token_info=info)
+    return dataclasses.replace(area, token_info=info, polling_index=jnp.zeros_like(area.polling_index))
