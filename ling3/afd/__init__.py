@@ -13,6 +13,7 @@ from ling3.afd.attention_worker import (
 )
 from ling3.afd.ffn_worker import FfnBatch, ffn_to_attention, ffn_worker_batching, ffn_worker_scheduler
 from ling3.afd.messages import WorkerError
+from ling3.afd.processes import AttentionProcess, FfnProcess, join
 from ling3.afd.schedule_context import AttentionContext, CommonArea, ControlArea, FfnContext, ScheduleContext
 from ling3.afd.stats import AfdStats
 from ling3.afd.system import System, disaggregate
@@ -23,11 +24,13 @@ __all__ = [
     "AfdStats",
     "AttentionArea",
     "AttentionContext",
+    "AttentionProcess",
     "CommonArea",
     "ControlArea",
     "FfnArea",
     "FfnBatch",
     "FfnContext",
+    "FfnProcess",
     "ScheduleContext",
     "System",
     "WorkerError",
@@ -39,5 +42,6 @@ __all__ = [
     "ffn_to_attention",
     "ffn_worker_batching",
     "ffn_worker_scheduler",
+    "join",
     "slot_bytes",
 ]

@@ -41,6 +41,7 @@ class FfnWorker:
         self._area = plan.ffn_area()
         self._epochs = [0] * plan.attention_workers
         self._left: set[int] = set()
+        self._farewell = plan.blank_results()
 
     def serve(self) -> None:
         """Until every session has left, or a None in the inbox; WorkerError if it is told that a worker failed."""
@@ -64,7 +65,9 @@ class FfnWorker:
         kind, session, epoch, micro_batch, layer = np.asarray(message.header).tolist()
         if kind in (DRAIN, LEAVE):
             self._area, self._epochs[session] = drained(self._area, np.int32(session)), epoch
-            self._left |= {session} if kind == LEAVE else set()
+            if kind == LEAVE:
+                self._left.add(session)
+                self._deliver[session](self._farewell)
         elif epoch == self._epochs[session]:
             place = (np.int32(session), np.int32(micro_batch), np.int32(layer), np.int32(self.rank))
             self._area, sent = arrived(self._area, message.x, message.expert_ids, *place, self.plan)

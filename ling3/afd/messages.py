@@ -9,6 +9,10 @@ DATA, DRAIN, LEAVE = 0, 1, 2
 """A message's kind: a micro-batch; forget this session's messages under way; the session sends no more."""
 
 
+GONE = -1
+"""The epoch of a message that is the last from its sender."""
+
+
 class Routed(NamedTuple):
     """A session's micro-batch on its way to an FFN worker, with the experts of each token; padding has none."""
 

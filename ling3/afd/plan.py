@@ -1,7 +1,7 @@
 """What attention and FFN workers agree on before the first message, and a model cut into their halves."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Num
 
+from ling3.afd.messages import GONE, Computed, Routed
 from ling3.afd.windows import AttentionArea, FfnArea, slot_bytes
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
@@ -87,6 +88,21 @@ class Plan:
         """An attention worker's window before the first result; results are float32."""
         return AttentionArea.empty(self.micro_batches, self.tokens, self.top_k, slot_bytes(2 * self.hidden, FLOAT16))
 
+    def blank_tokens(self) -> Routed:
+        """A message to an FFN worker without anything in it."""
+        x = jnp.zeros((self.tokens, self.width), self.payload_dtype)
+        return Routed(np.zeros(5, np.int32), x, jnp.full((self.tokens, self.top_k), -1, jnp.int32))
+
+    def blank_results(self) -> Computed:
+        """A message to an attention worker without anything in it."""
+        rows = self.tokens * self.top_k
+        y, ids, none = (
+            jnp.zeros((rows, self.hidden), jnp.float32),
+            jnp.full(rows, -1, jnp.int32),
+            jnp.zeros((), jnp.int32),
+        )
+        return Computed(np.asarray(GONE, np.int32), y, ids, ids, ids, ids, none)
+
     def packed(self, x: Float[Array, "tokens {self.hidden}"]) -> Float[Array, "tokens {self.width}"]:
         """Tokens as they travel; int8's rounding is the sender's."""
         if self.width == self.hidden:
@@ -128,7 +144,7 @@ class Share(eqx.Module):
 
 
 class Halves(NamedTuple):
-    """A model for attention workers, whose routed experts are None, and the share of each FFN worker."""
+    """A model for attention workers, whose routed experts are None, and shares of FFN workers."""
 
     attention: CausalLM
     shares: tuple[Share, ...]
@@ -176,15 +192,15 @@ def agree(
     return Plan(*counts, dtype, activations)
 
 
-def halve(model: CausalLM, plan: Plan) -> Halves:
-    """The model's halves; nothing of it is changed, and what attention workers hold is not copied."""
+def halve(model: CausalLM, plan: Plan, ranks: Iterable[int]) -> Halves:
+    """The model's halves, with the shares of these FFN workers; what attention workers hold is not copied."""
     layers = model.model.layers
     experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoE)]
     bare = tuple(
         eqx.tree_at(lambda own: own.mlp.experts, layer, None) if is_sparse(layer) else layer for layer in layers
     )
     attention = eqx.tree_at(lambda m: m.model.layers, model, bare)
-    return Halves(attention, tuple(_share(experts, plan.share(rank)) for rank in range(plan.ffn_workers)))
+    return Halves(attention, tuple(_share(experts, plan.share(rank)) for rank in ranks))
 
 
 def _share(layers: Sequence[Experts], own: range) -> Share:

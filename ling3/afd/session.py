@@ -90,7 +90,7 @@ class AttentionWorker:
         self._window = plan.attention_area()
         self._next = 0  # the micro-batch to send next: they take turns, whichever piece is in them
         self._under_way = 0  # micro-batches sent and not combined
-        self._no_payload = jnp.zeros((plan.tokens, plan.width), plan.payload_dtype)
+        self._blank = plan.blank_tokens()
 
     @property
     def passes(self) -> Passes:
@@ -213,10 +213,9 @@ class AttentionWorker:
         self._control(DRAIN)
 
     def _control(self, kind: int) -> None:
-        nothing = jnp.zeros((self.plan.tokens, self.plan.top_k), jnp.int32)
         header = np.asarray([kind, self.session, self._epoch, 0, 0], np.int32)
         for send in self._send:
-            send(Routed(header, self._no_payload, nothing))
+            send(self._blank._replace(header=header))
 
 
 def _split(pool: Pool) -> tuple[Pool, list[State]]:

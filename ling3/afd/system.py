@@ -5,18 +5,16 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
+from ling3.afd.answers import answers
 from ling3.afd.card import FfnWorker
 from ling3.afd.messages import Failed, WorkerError
 from ling3.afd.plan import Activations, Device, Plan, Share, agree, halve
 from ling3.afd.session import AttentionWorker
 from ling3.afd.stats import AfdStats, Counts
-from ling3.engine.outputs import Delta
-from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -46,7 +44,7 @@ class System:
     ):
         self.plan, self._counts = plan, Counts(plan)
         attention_devices, ffn_devices = devices_of(plan, devices)
-        halves = halve(model, plan)
+        halves = halve(model, plan, range(plan.ffn_workers))
         cards: list[FfnWorker] = []
         sessions: list[AttentionWorker] = []
         for session, device in enumerate(attention_devices):
@@ -103,39 +101,21 @@ class System:
         Raises ValueError as that function does, before any work; WorkerError, which names the worker, if one fails: the
         requests of other sessions are completed first.
         """
-        stops = tuple(stop_token_ids)
-        given = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        prompts = list(prompts)
-        params = [
-            SamplingParams(seed=seed + i, stop_token_ids=stops, ignore_eos=ignore_eos, **given)
-            for i in range(len(prompts))
-        ]
-        sessions = len(self.engines)
-        config, ids = self.attention_workers[0].config, []
-        for i, prompt in enumerate(prompts):
-            check_room(prompt, max_tokens, config.max_position_embeddings, f"prompt {i}")
-            ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
         self._counts.clear()
-        stopping = threading.Event()
-        with ThreadPoolExecutor(sessions, thread_name_prefix="ling3-afd") as callers:
-            runs = [
-                callers.submit(_run, engine, ids[i::sessions], params[i::sessions], stopping)
-                for i, engine in enumerate(self.engines)
-            ]
-            try:
-                outcomes = [run.exception() for run in runs]
-            except BaseException:
-                stopping.set()
-                raise
-        for session, error in enumerate(outcomes):
-            if isinstance(error, WorkerError | ValueError | FloatingPointError):
-                raise error
-            if error is not None:
-                raise WorkerError(f"attention worker {session} failed: {error!r}") from error
-        results: list[list[int]] = [[] for _ in prompts]
-        for i, run in enumerate(runs):
-            results[i::sessions] = run.result()
-        return results
+        return answers(
+            self.attention_workers[0],
+            self.engines,
+            prompts,
+            names=[f"attention worker {session}" for session in range(len(self.engines))],
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            ignore_eos=ignore_eos,
+        )
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`."""
@@ -225,19 +205,3 @@ def _stop(
     for thread in threads:
         thread.join()
     _tell(sessions, Failed("the system", RuntimeError("it was closed")))
-
-
-def _run(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], stopping: threading.Event
-) -> list[list[int]]:
-    """The new tokens of an attention worker's prompts, in a thread of the caller's."""
-
-    def heed(delta: Delta) -> None:
-        if stopping.is_set():
-            raise InterruptedError("generate was interrupted")
-
-    outputs = engine.generate(prompts, params, on_delta=heed) if prompts else []
-    for output in outputs:
-        if output.finish_reason == "error" and not stopping.is_set():
-            raise FloatingPointError(output.outputs[0].error)
-    return [list(output.token_ids) for output in outputs]

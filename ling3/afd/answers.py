@@ -1,0 +1,71 @@
+"""Prompts over the engines of several attention workers, and their new tokens back in order."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ling3.afd.messages import WorkerError
+from ling3.engine.outputs import Delta
+from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
+from ling3.model import CausalLM
+from ling3.serve import Engine
+
+
+def answers(
+    model: CausalLM,
+    engines: Sequence[Engine],
+    prompts: Iterable[Any],
+    *,
+    names: Sequence[str],
+    seed: int = 0,
+    stop_token_ids: Iterable[int] = (),
+    **params: Any,
+) -> list[list[int]]:
+    """The new token ids of each prompt, as `ling3.generate` has them for `model`; prompt i goes to engine i mod A.
+
+    Raises ValueError before any work; WorkerError if a worker fails, with its name from `names` if it is an engine's.
+    Requests of other engines are completed first.
+    """
+    stops = tuple(stop_token_ids)
+    wanted, ids = [], []
+    for i, prompt in enumerate(prompts):
+        own = SamplingParams(seed=seed + i, stop_token_ids=stops, **params)
+        check_room(prompt, own.max_tokens, engines[0].max_model_len, f"prompt {i}")
+        ids.append(check_prompt(prompt, model.config.vocab_size, f"prompt {i}"))
+        wanted.append(own)
+    stopping, count = threading.Event(), len(engines)
+    with ThreadPoolExecutor(count, thread_name_prefix="ling3-afd") as callers:
+        runs = [
+            callers.submit(_run, engine, ids[i::count], wanted[i::count], stopping) for i, engine in enumerate(engines)
+        ]
+        try:
+            errors = [run.exception() for run in runs]
+        except BaseException:
+            stopping.set()
+            raise
+    for name, error in zip(names, errors, strict=True):
+        if isinstance(error, WorkerError | ValueError | FloatingPointError):
+            raise error
+        if error is not None:
+            raise WorkerError(f"{name} failed: {error!r}") from error
+    results: list[list[int]] = [[] for _ in ids]
+    for i, run in enumerate(runs):
+        results[i::count] = run.result()
+    return results
+
+
+def _run(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], stopping: threading.Event
+) -> list[list[int]]:
+    """The new tokens of one engine's prompts, in a thread of the caller's."""
+
+    def heed(delta: Delta) -> None:
+        if stopping.is_set():
+            raise InterruptedError("generate was interrupted")
+
+    outputs = engine.generate(prompts, params, on_delta=heed) if prompts else []
+    for output in outputs:
+        if output.finish_reason == "error" and not stopping.is_set():
+            raise FloatingPointError(output.error)
+    return [list(output.token_ids) for output in outputs]
