@@ -117,7 +117,7 @@ def from_bytes(data: UInt8[Array, "*batch bytes"], dtype: jnp.dtype) -> Shaped[A
 
 @no_type_check
 def checked_ffn_area(area: FfnArea) -> FfnArea:
-    """The area with fields that are strongly typed JAX arrays. ValueError for a field outside the limits."""
+    """The area with scalars as int32. ValueError for a field outside the limits."""
     if not isinstance(area, FfnArea):
         raise ValueError(f"area is a {type(area).__name__}, expected an FfnArea")
     data = limits.array("token_data", area.token_data, jnp.uint8, ("A", "M", "BS", "K1", "HS"))
