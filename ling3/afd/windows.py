@@ -64,10 +64,20 @@ class FfnArea:
             sessions=sessions, micro_batches=micro_batches, tokens=tokens, slots=slots, slot_bytes=slot_bytes
         )
         sessions, micro_batches, tokens, slots, _ = shape
-        ids = jnp.full((sessions, micro_batches, 2 + tokens * slots), EMPTY, jnp.int32)
-        zero, none = jnp.zeros((), jnp.int32), jnp.full(sessions, EMPTY, jnp.int32)
-        expert_ids = jnp.full((sessions, tokens, slots), EMPTY, jnp.int32)
-        return FfnArea(ids.at[:, :, 0].set(0), jnp.zeros(shape, jnp.uint8), zero, none, none, none, expert_ids, zero)
+
+        def ids(*shape):  # every field has an array of its own, so that an area can be donated
+            return jnp.full(shape, EMPTY, jnp.int32)
+
+        return FfnArea(
+            token_info=ids(sessions, micro_batches, 2 + tokens * slots).at[:, :, 0].set(0),
+            token_data=jnp.zeros(shape, jnp.uint8),
+            polling_index=jnp.zeros((), jnp.int32),
+            layer_ids=ids(sessions),
+            session_ids=ids(sessions),
+            micro_batch_ids=ids(sessions),
+            expert_ids=ids(sessions, tokens, slots),
+            out_num=jnp.zeros((), jnp.int32),
+        )
 
 
 @no_type_check
