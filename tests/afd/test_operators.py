@@ -280,7 +280,9 @@ def test_returning_is_the_oracles(dtype):
     rng = np.random.default_rng(0)
     sessions, micro_batches, tokens, slots, size = shape
     for case, fields in contents("layers", 20, 7000):
-        fields["session_ids"] = rng.permutation(sessions).astype(np.int32)
+        fields["session_ids"] = rng.integers(0, sessions, sessions).astype(
+            np.int32
+        )  # of several rows the last one stays
         out, _ = oracle.ffn_worker_batching(fields, **statics)
         x = random_tokens(rng, (len(out["y"]), 9), dtype)
         attn = {
@@ -408,6 +410,28 @@ def test_slots_for_no_card_are_complete_and_zero():
                 fields["token_data"][m, t, k] = 0
         assert_same(attn, fields)
     assert sessions == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_64_bit_mode_changes_no_other_integer(wrap):
+    rng, (shape, _, dtype) = np.random.default_rng(0), SENT["float16"]
+    with jax.enable_x64(True):
+        message = random_message(rng, shape, dtype)
+        area, _ = wrap(lambda area, a: afd.attention_to_ffn(area, **message | {"session_id": a}, moe_expert_num=4))(
+            afd.FfnArea.empty(3, 2, 4, 3, 512), 1
+        )
+        out, area = wrap(lambda area: afd.ffn_worker_batching(area, expert_num=5, max_out_shape=(3, 4, 3, 5)))(area)
+        area = wrap(lambda area: afd.ffn_worker_scheduler(area, 1))(area)
+        attn = afd.AttentionArea.empty(2, 4, 3, 512)
+        y = out.y.astype(jnp.float64)
+        attn = wrap(lambda attn, a: afd.ffn_to_attention(attn, y, out, session_id=a))(attn, 1)
+        statics = {"hidden_size": 5, "dtype": np.float64, "need_schedule": 1}
+        scales = np.ones((4, 2))
+        y, layer, attn = wrap(lambda attn: afd.attention_worker_combine(attn, scales, 3, **statics))(attn)
+        assert (y.dtype, layer.dtype) == (np.float64, np.int32)
+        assert avals(area) == avals(afd.FfnArea.empty(3, 2, 4, 3, 512))
+        assert avals(attn) == avals(afd.AttentionArea.empty(2, 4, 3, 512))
 
 
 def test_areas_at_first():
