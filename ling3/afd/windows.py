@@ -15,6 +15,7 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Shaped, UInt8
 
@@ -161,7 +162,12 @@ def check_holds(area, size: int, what: str) -> None:
 def _checked_fields(area, data, shapes, scalars):
     why = f" with token_data of shape {data.shape}"
     fields = {name: limits.array(name, getattr(area, name), jnp.int32, shape, why) for name, shape in shapes.items()}
-    fields |= {name: limits.scalar(name, getattr(area, name)) for name in scalars}
+    for name in scalars:
+        value = getattr(area, name)
+        # Of a NumPy scalar the dtype counts, as under jit; only Python's int has none.
+        if isinstance(value, np.generic):
+            limits.array(name, value, jnp.int32, ())
+        fields[name] = limits.scalar(name, value)
     return dataclasses.replace(area, token_data=data, **fields)
 
 

@@ -129,7 +129,7 @@ def test_a_wrong_field_of_a_card_is_named(operator, field):
     # All operators share the check of an area.
     for wrong in itertools.islice(wrong_arrays(getattr(area, field)), None if operator == "batching" else 1):
         refused(field, FFN_OPERATORS[operator], dataclasses.replace(area, **{field: wrong}))
-    for wrong in (None, "x", np.zeros(getattr(area, field).shape, np.int64), 2**31, [1.5]):
+    for wrong in (None, "x", np.zeros(getattr(area, field).shape, np.int64), 2**31, [1.5], np.int64(0)):
         with pytest.raises(ValueError, match=field):
             FFN_OPERATORS[operator](dataclasses.replace(area, **{field: wrong}))
 
