@@ -1,0 +1,100 @@
+"""Attention and experts in separate processes, some of which die."""
+
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import socket
+import subprocess
+import sys
+import threading
+
+import afd_process
+import conftest
+import pytest
+from tiny import TINY, open_model
+
+import ling3
+
+SCRIPT = pathlib.Path(afd_process.__file__)
+# Seconds for an answer: the first needs programs that may have to be compiled.
+PATIENCE = 300
+
+pytestmark = pytest.mark.slow
+
+
+class Process:
+    """One worker: commands go in, answers come out, and what else it prints is kept."""
+
+    def __init__(self, number, sessions, cards, port):
+        paths = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PROGRAMS": str(conftest.PROGRAMS)}
+        environment.pop("XLA_FLAGS", None)
+        self.popen = subprocess.Popen(
+            [sys.executable, str(SCRIPT), *map(str, (number, sessions, cards, port))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self.answers, self.printed = queue.SimpleQueue(), []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def ask(self, command):
+        self.popen.stdin.write(command + "\n")
+        self.popen.stdin.flush()
+        return self.answer()
+
+    def answer(self):
+        try:
+            return self.answers.get(timeout=PATIENCE)
+        except queue.Empty:
+            raise AssertionError("no answer; it printed " + "".join(self.printed)) from None
+
+    def _read(self):
+        for line in self.popen.stdout:
+            if line.startswith("answer "):
+                self.answers.put(json.loads(line.removeprefix("answer ")))
+            else:
+                self.printed.append(line)
+
+
+@contextlib.contextmanager
+def processes(sessions, cards):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [Process(i, sessions, cards, port) for i in range(sessions + cards)]
+    try:
+        assert [process.answer() for process in started] == ["joined"] * len(started)
+        yield started
+    finally:
+        for process in started:
+            process.popen.kill()
+            process.popen.wait()
+
+
+def expected():
+    return ling3.generate(open_model(TINY), afd_process.PROMPTS, max_tokens=afd_process.TOKENS, ignore_eos=True)
+
+
+def test_processes_answer_as_the_whole_model_and_end_together():
+    with processes(1, 1) as (session, card):
+        assert session.ask("generate") == expected()
+        assert session.ask("leave") == "left"
+        tokens = sum(len(prompt) + afd_process.TOKENS - 1 for prompt in afd_process.PROMPTS)
+        assert card.answer() == [tokens * TINY.num_experts_per_tok * 2]
+        assert [process.popen.wait(timeout=PATIENCE) for process in (session, card)] == [0, 0]
+
+
+def test_a_session_that_dies_harms_no_other_and_a_dead_card_is_named():
+    with processes(2, 2) as (first, second, _, card):
+        assert first.ask("generate") == second.ask("generate") == expected()
+        assert second.ask("begin") == "begun"
+        second.popen.kill()
+        assert first.ask("generate") == expected()
+        card.popen.kill()
+        assert "FFN worker 1 failed" in first.ask("generate")
+        assert "FFN worker 1 failed" in first.ask("generate")
