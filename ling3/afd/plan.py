@@ -187,6 +187,14 @@ def halve(model: CausalLM, plan: Plan) -> Halves:
     return Halves(attention, tuple(_share(experts, plan.share(rank)) for rank in range(plan.ffn_workers)))
 
 
+def settled(memory: Any, weights: Any) -> Any:
+    """Memory committed to the device of a worker's weights, as what programs make of it is.
+
+    A program is compiled once more for arguments that are not committed to a device.
+    """
+    return jax.device_put(memory, jax.tree.leaves(weights)[0].sharding)
+
+
 def _share(layers: Sequence[Experts], own: range) -> Share:
     """Some experts of every layer."""
     kinds: dict[Any, list[int]] = {}
