@@ -1,5 +1,6 @@
 """A model whose attention and experts live on different devices of this process, each worker in a thread of its own."""
 
+import dataclasses
 import functools
 import queue
 import threading
@@ -103,18 +104,24 @@ class System:
         Raises ValueError as that function does, before any work; WorkerError, which names the worker, if one fails: the
         requests of other sessions are completed first.
         """
-        stops = tuple(stop_token_ids)
-        given = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        prompts = list(prompts)
-        params = [
-            SamplingParams(seed=seed + i, stop_token_ids=stops, ignore_eos=ignore_eos, **given)
-            for i in range(len(prompts))
-        ]
-        sessions = len(self.engines)
-        config, ids = self.attention_workers[0].config, []
+        common = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+        )
+        sessions, config = len(self.engines), self.attention_workers[0].config
+        common.check(config.vocab_size, config.eos_token_id)
+        ids, params = [], []
         for i, prompt in enumerate(prompts):
-            check_room(prompt, max_tokens, config.max_position_embeddings, f"prompt {i}")
+            check_room(prompt, common.max_tokens, config.max_position_embeddings, f"prompt {i}")
             ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
+            params.append(dataclasses.replace(common, seed=(common.seed or 0) + i))
+            self.engines[i % sessions]._request(ids[i], params[i], None, f"prompt {i}")  # what only the engine refuses
         self._counts.clear()
         stopping = threading.Event()
         with ThreadPoolExecutor(sessions, thread_name_prefix="ling3-afd") as callers:
@@ -128,11 +135,11 @@ class System:
                 stopping.set()
                 raise
         for session, error in enumerate(outcomes):
-            if isinstance(error, WorkerError | ValueError | FloatingPointError):
+            if isinstance(error, WorkerError | FloatingPointError):
                 raise error
             if error is not None:
                 raise WorkerError(f"attention worker {session} failed: {error!r}") from error
-        results: list[list[int]] = [[] for _ in prompts]
+        results: list[list[int]] = [[] for _ in ids]
         for i, run in enumerate(runs):
             results[i::sessions] = run.result()
         return results
