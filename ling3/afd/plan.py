@@ -145,7 +145,7 @@ def agree(
     ffn_workers: Any,
     micro_batches: Any,
     requests: int,
-    activations: Activations = "exact",
+    activations: Any = "exact",
 ) -> Plan:
     """The plan for a model and for so many requests of an attention worker at once.
 

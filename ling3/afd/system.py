@@ -13,7 +13,7 @@ import jax
 
 from ling3.afd.card import FfnWorker
 from ling3.afd.messages import Failed, WorkerError
-from ling3.afd.plan import Activations, Device, Plan, Share, agree, halve
+from ling3.afd.plan import Device, Plan, Share, agree, halve
 from ling3.afd.session import AttentionWorker
 from ling3.afd.stats import AfdStats, Counts
 from ling3.engine.outputs import Delta
@@ -163,10 +163,10 @@ def disaggregate(
     model: CausalLM,
     tokenizer: Tokenizer | None = None,
     *,
-    attention_workers: int = 1,
-    ffn_workers: int = 1,
-    micro_batches: int = 2,
-    activations: Activations = "exact",
+    attention_workers: Any = 1,
+    ffn_workers: Any = 1,
+    micro_batches: Any = 2,
+    activations: Any = "exact",
     settings: EngineSettings | None = None,
     execution: Execution | None = None,
     devices: Sequence[Device] | None = None,
@@ -175,9 +175,10 @@ def disaggregate(
 
     Every attention worker has the model without its routed experts, an engine and the caches of its own requests;
     every FFN worker has its share of each layer's experts. `micro_batches` of a session are under way at once: while
-    the experts of one run, the session runs attention on another. `activations="int8"` sends tokens to the experts in
-    8 bits with a scale each, which changes answers. The workers share `devices` (by default all of JAX's) so that
-    each has one of its own if there are enough, and otherwise the two groups have different ones if there are two.
+    the experts of one run, the session runs attention on another. `activations` is "exact", or "int8", which sends
+    tokens to the experts in 8 bits with a scale each and changes answers. The workers share `devices` (by default all
+    of JAX's) so that each has one of its own if there are enough, and otherwise the two groups have different ones if
+    there are two.
 
     Raises ValueError for a model without routed experts, and for counts that do not fit it.
     """
