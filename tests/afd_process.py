@@ -1,4 +1,4 @@
-"""One process of a disaggregated model, which obeys a test line by line: `afd_process.py process sessions cards port`."""
+"""A process of a disaggregated model that a test gives commands: `afd_process.py process sessions cards port`."""
 
 import json
 import os
@@ -18,8 +18,9 @@ def main(process, sessions, cards, port):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_recoverability", True)  # or the death of a process would end all others
     jax.distributed.initialize(f"127.0.0.1:{port}", sessions + cards, process)
-    import ling3.afd  # noqa: PLC0415
     from tiny import TINY, open_model  # noqa: PLC0415
+
+    import ling3.afd  # noqa: PLC0415
 
     jax.config.update("jax_compilation_cache_dir", os.environ["PROGRAMS"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -28,11 +29,10 @@ def main(process, sessions, cards, port):
     say("joined")
     if isinstance(worker, ling3.afd.FfnProcess):
         worker.serve()
-        return say(worker.stats().rows)
+        say(worker.stats().rows)
+        return
     with worker:
-        for command in sys.stdin:
-            if command == "leave\n":
-                break
+        for command in iter(sys.stdin.readline, "leave\n"):
             if command == "begin\n":
                 worker.engine.submit([1, 2, 3], ling3.SamplingParams(max_tokens=200, ignore_eos=True))
                 for _ in range(4):

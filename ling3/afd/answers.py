@@ -1,5 +1,6 @@
 """Prompts over the engines of several attention workers, and their new tokens back in order."""
 
+import dataclasses
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,32 +9,23 @@ from typing import Any
 from ling3.afd.messages import WorkerError
 from ling3.engine.outputs import Delta
 from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
-from ling3.model import CausalLM
 from ling3.serve import Engine
 
 
 def answers(
-    model: CausalLM,
-    engines: Sequence[Engine],
-    prompts: Iterable[Any],
-    *,
-    names: Sequence[str],
-    seed: int = 0,
-    stop_token_ids: Iterable[int] = (),
-    **params: Any,
+    config: Any, engines: Sequence[Engine], names: Sequence[str], prompts: Iterable[Any], common: SamplingParams
 ) -> list[list[int]]:
-    """The new token ids of each prompt, as `ling3.generate` has them for `model`; prompt i goes to engine i mod A.
+    """The new token ids of each prompt, as `ling3.generate` has them; prompt i goes to engine i mod their number.
 
     Raises ValueError before any work; WorkerError if a worker fails, with its name from `names` if it is an engine's.
     Requests of other engines are completed first.
     """
-    stops = tuple(stop_token_ids)
-    wanted, ids = [], []
+    common.check(config.vocab_size, config.eos_token_id)
+    ids, wanted = [], []
     for i, prompt in enumerate(prompts):
-        own = SamplingParams(seed=seed + i, stop_token_ids=stops, **params)
-        check_room(prompt, own.max_tokens, engines[0].max_model_len, f"prompt {i}")
-        ids.append(check_prompt(prompt, model.config.vocab_size, f"prompt {i}"))
-        wanted.append(own)
+        check_room(prompt, common.max_tokens, engines[0].max_model_len, f"prompt {i}")
+        ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
+        wanted.append(dataclasses.replace(common, seed=(common.seed or 0) + i))
     stopping, count = threading.Event(), len(engines)
     with ThreadPoolExecutor(count, thread_name_prefix="ling3-afd") as callers:
         runs = [

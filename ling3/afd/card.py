@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from ling3.afd.attention_worker import attention_to_ffn
 from ling3.afd.ffn_worker import FfnBatch, ffn_worker_batching, ffn_worker_scheduler
 from ling3.afd.messages import DRAIN, LEAVE, Computed, Failed, ProtocolError, Routed, WorkerError
-from ling3.afd.plan import Plan, Share
+from ling3.afd.plan import Plan, Share, settled
 from ling3.afd.stats import Counts
 from ling3.afd.windows import EMPTY, FfnArea
 from ling3.execution import Execution
@@ -38,7 +38,7 @@ class FfnWorker:
         self.rank, self.share, self.plan, self.counts, self.execution = rank, share, plan, counts, execution
         self.inbox: queue.SimpleQueue[Routed | Failed | None] = queue.SimpleQueue()
         self._deliver = deliver
-        self._area = plan.ffn_area()
+        self._area = settled(plan.ffn_area(), share)
         self._epochs = [0] * plan.attention_workers
         self._left: set[int] = set()
         self._farewell = plan.blank_results()

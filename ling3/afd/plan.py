@@ -161,7 +161,7 @@ def agree(
     ffn_workers: Any,
     micro_batches: Any,
     requests: int,
-    activations: Activations = "exact",
+    activations: Any = "exact",
 ) -> Plan:
     """The plan for a model and for so many requests of an attention worker at once.
 
@@ -201,6 +201,14 @@ def halve(model: CausalLM, plan: Plan, ranks: Iterable[int]) -> Halves:
     )
     attention = eqx.tree_at(lambda m: m.model.layers, model, bare)
     return Halves(attention, tuple(_share(experts, plan.share(rank)) for rank in ranks))
+
+
+def settled(memory: Any, weights: Any) -> Any:
+    """Memory committed to the device of a worker's weights, as what programs make of it is.
+
+    A program is compiled once more for arguments that are not committed to a device.
+    """
+    return jax.device_put(memory, jax.tree.leaves(weights)[0].sharding)
 
 
 def _share(layers: Sequence[Experts], own: range) -> Share:

@@ -22,6 +22,7 @@ from ling3.afd.messages import GONE, LEAVE, Computed, Failed, Routed
 from ling3.afd.plan import Activations, Device, Plan, agree, halve
 from ling3.afd.session import AttentionWorker
 from ling3.afd.stats import AfdStats, Counts
+from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -86,12 +87,11 @@ class AttentionProcess:
         self.engine: Engine | None = None
 
     def generate(self, prompts: Iterable[Any], **params: Any) -> list[list[int]]:
-        """The new token ids of this process's prompts; keywords, results and errors are those of `System.generate`."""
+        """The new token ids of this process's prompts, as of `System.generate`; keywords are of `SamplingParams`."""
         assert self.engine is not None, "`join` gives it one"
         self._counts.clear()
-        return answers(
-            self.worker.model, [self.engine], prompts, names=[f"attention worker {self.worker.session}"], **params
-        )
+        names = [f"attention worker {self.worker.session}"]
+        return answers(self.worker.model.config, [self.engine], names, prompts, SamplingParams(**params))
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`; the FFN workers' are in their processes."""

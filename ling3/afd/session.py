@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from ling3.afd.attention_worker import attention_worker_combine, attention_worker_scheduler, complete_unrouted
 from ling3.afd.ffn_worker import ffn_to_attention
 from ling3.afd.messages import DATA, DRAIN, LEAVE, Computed, Failed, Routed, WorkerError
-from ling3.afd.plan import Plan, is_sparse
+from ling3.afd.plan import Plan, is_sparse, settled
 from ling3.afd.stats import Counts
 from ling3.afd.windows import AttentionArea
 from ling3.cache import Cache, Span, State, map_slots
@@ -87,7 +87,7 @@ class AttentionWorker:
         for layer, rank in zip(layers, ranks.tolist(), strict=True):
             self._steps.append((layer, memories, rank - 1))
             memories += layer.attention is not None
-        self._window = plan.attention_area()
+        self._window = settled(plan.attention_area(), model)
         self._next = 0  # the micro-batch to send next: they take turns, whichever piece is in them
         self._under_way = 0  # micro-batches sent and not combined
         self._blank = plan.blank_tokens()
@@ -108,7 +108,7 @@ class AttentionWorker:
         execution: Execution,
     ) -> tuple[Choice, Pool]:
         """`engine.pool.prefill` in pieces; the model is the one of this worker."""
-        small, layers = _split(pool)
+        small, layers = _split(settled(pool, model))
         length, size = int(lengths[0]), self.plan.tokens
         count = max(1, -(-length // size))
         padded = np.zeros((count, 1, size), np.int32)
@@ -124,10 +124,10 @@ class AttentionWorker:
         self, model: CausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool, execution: Execution
     ) -> tuple[Choice, Pool]:
         """`engine.pool.decode` in pieces; the model is the one of this worker."""
-        small, layers = _split(pool)
+        small, layers = _split(settled(pool, model))
         count = rows.table.shape[0]
         size = count // self.plan.micro_batches
-        out = Choice.none((count, DECODE_STEPS), self.model.config.vocab_size)
+        out = settled(Choice.none((count, DECODE_STEPS), self.model.config.vocab_size), model)
         for i in range(max(1, int(steps))):
             tokens, start, length, unfinished = begin_decode(small, rows)
             if int(steps) and not bool(unfinished):
@@ -208,7 +208,7 @@ class AttentionWorker:
 
     def _begin_anew(self) -> None:
         """Gives up what is under way, here and at the FFN workers."""
-        self._window, self._next, self._under_way = self.plan.attention_area(), 0, 0
+        self._window, self._next, self._under_way = settled(self.plan.attention_area(), self.model), 0, 0
         self._epoch += 1
         self._control(DRAIN)
 

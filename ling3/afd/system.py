@@ -12,9 +12,10 @@ import jax
 from ling3.afd.answers import answers
 from ling3.afd.card import FfnWorker
 from ling3.afd.messages import Failed, WorkerError
-from ling3.afd.plan import Activations, Device, Plan, Share, agree, halve
+from ling3.afd.plan import Device, Plan, Share, agree, halve
 from ling3.afd.session import AttentionWorker
 from ling3.afd.stats import AfdStats, Counts
+from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -101,21 +102,19 @@ class System:
         Raises ValueError as that function does, before any work; WorkerError, which names the worker, if one fails: the
         requests of other sessions are completed first.
         """
-        self._counts.clear()
-        return answers(
-            self.attention_workers[0],
-            self.engines,
-            prompts,
-            names=[f"attention worker {session}" for session in range(len(self.engines))],
-            seed=seed,
-            stop_token_ids=stop_token_ids,
+        common = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            seed=seed,
+            stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,
         )
+        self._counts.clear()
+        names = [f"attention worker {session}" for session in range(len(self.engines))]
+        return answers(self.attention_workers[0].config, self.engines, names, prompts, common)
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`."""
@@ -136,10 +135,10 @@ def disaggregate(
     model: CausalLM,
     tokenizer: Tokenizer | None = None,
     *,
-    attention_workers: int = 1,
-    ffn_workers: int = 1,
-    micro_batches: int = 2,
-    activations: Activations = "exact",
+    attention_workers: Any = 1,
+    ffn_workers: Any = 1,
+    micro_batches: Any = 2,
+    activations: Any = "exact",
     settings: EngineSettings | None = None,
     execution: Execution | None = None,
     devices: Sequence[Device] | None = None,
@@ -148,9 +147,10 @@ def disaggregate(
 
     Every attention worker has the model without its routed experts, an engine and the caches of its own requests;
     every FFN worker has its share of each layer's experts. `micro_batches` of a session are under way at once: while
-    the experts of one run, the session runs attention on another. `activations="int8"` sends tokens to the experts in
-    8 bits with a scale each, which changes answers. The workers share `devices` (by default all of JAX's) so that
-    each has one of its own if there are enough, and otherwise the two groups have different ones if there are two.
+    the experts of one run, the session runs attention on another. `activations` is "exact", or "int8", which sends
+    tokens to the experts in 8 bits with a scale each and changes answers. The workers share `devices` (by default all
+    of JAX's) so that each has one of its own if there are enough, and otherwise the two groups have different ones if
+    there are two.
 
     Raises ValueError for a model without routed experts, and for counts that do not fit it.
     """

@@ -19,7 +19,7 @@ import ling3
 
 SCRIPT = pathlib.Path(afd_process.__file__)
 # Seconds for an answer: the first needs programs that may have to be compiled.
-PATIENCE = 300
+PATIENCE = 120
 
 pytestmark = pytest.mark.slow
 
@@ -39,12 +39,15 @@ class Process:
             text=True,
             env=environment,
         )
+        assert self.popen.stdin and self.popen.stdout
+        self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
         self.answers, self.printed = queue.SimpleQueue(), []
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def ask(self, command):
-        self.popen.stdin.write(command + "\n")
-        self.popen.stdin.flush()
+        self.stdin.write(command + "\n")
+        self.stdin.flush()
         return self.answer()
 
     def answer(self):
@@ -53,8 +56,15 @@ class Process:
         except queue.Empty:
             raise AssertionError("no answer; it printed " + "".join(self.printed)) from None
 
+    def end(self):
+        self.popen.kill()
+        self.popen.wait()
+        self.reader.join()
+        self.stdin.close()
+        self.stdout.close()
+
     def _read(self):
-        for line in self.popen.stdout:
+        for line in self.stdout:
             if line.startswith("answer "):
                 self.answers.put(json.loads(line.removeprefix("answer ")))
             else:
@@ -72,8 +82,7 @@ def processes(sessions, cards):
         yield started
     finally:
         for process in started:
-            process.popen.kill()
-            process.popen.wait()
+            process.end()
 
 
 def expected():

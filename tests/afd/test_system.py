@@ -1,0 +1,385 @@
+"""A disaggregated model: the answers of the whole one, what each worker holds and does, and what happens if one fails.
+
+Calls that could hang run in a daemon thread, with a limit: a test that fails must not stop the session.
+"""
+
+import dataclasses
+import gc
+import threading
+import weakref
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_transformers
+from published_transformers import QWEN3_30B_A3B
+
+import ling3
+from ling3 import SamplingParams
+from ling3.afd import WorkerError, card, disaggregate, session, system
+from ling3.afd.plan import agree, halve
+from ling3.families.qwen3_moe import Qwen3MoeConfig
+from ling3.layers.moe import Experts
+
+# Two layers of one kind, both sparse: the fewest programs that a model with experts needs.
+SMALL = Qwen3MoeConfig.from_dict(
+    {name: tiny_transformers.SIZES.get(name, value) for name, value in QWEN3_30B_A3B.items()}
+    | {"num_hidden_layers": 2, "initializer_range": 0.3}
+)
+# Four requests of a session: two in each of two micro-batches.
+SETTINGS = ling3.EngineSettings(
+    max_running_requests=4, num_pages=40, page_size=16, chunked_prefill_size=32, token_paddings=(16, 32)
+)
+LENGTHS = (1, 2, 17, 60, 33, 5, 40, 9, 1, 26)
+LIMIT = 240
+"""Seconds after which a call hangs, on a machine of two cores that compiles other things too."""
+SAMPLED = {"temperature": 0.9, "top_k": 20, "seed": 7}
+
+
+def prompts(*lengths, vocab=64, seed=0):
+    draw = np.random.default_rng(seed)
+    return [draw.integers(3, vocab, size=length).tolist() for length in lengths]
+
+
+def within(call, *args, **keywords):
+    """What a call returns or raises; an AssertionError if it hangs."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append((call(*args, **keywords), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    assert outcome, f"{call} has not ended after {LIMIT} s"
+    [(answer, error)] = outcome
+    if error is not None:
+        raise error
+    return answer
+
+
+def build(model, attention_workers=2, ffn_workers=2, micro_batches=2, **changes):
+    """A system on one device, so that its workers share programs."""
+    counts = {"attention_workers": attention_workers, "ffn_workers": ffn_workers, "micro_batches": micro_batches}
+    return disaggregate(model, **counts, **{"settings": SETTINGS, "devices": jax.devices()[:1], **changes})
+
+
+def served(engine, asked, params):
+    """Tokens and log-probabilities, which compare bit for bit."""
+    return [(output.token_ids, output.logprobs) for output in within(engine.generate, asked, params)]
+
+
+def close_to(found, expected, most=1e-5):
+    """True if tokens are the same and their log-probabilities within the bound of a trained model in float32."""
+    for (tokens, logprobs), (whole_tokens, whole) in zip(found, expected, strict=True):
+        assert tokens == whole_tokens
+        for own, other in zip(logprobs, whole, strict=True):
+            assert abs(own.logprob - other.logprob) <= most
+    return True
+
+
+def programs():
+    """How many compiled forms each function of the workers has."""
+    found = {}
+    for module in (session, card):
+        for name, function in vars(module).items():
+            if hasattr(function, "_cache_size"):
+                found[f"{module.__name__.rpartition('.')[2]}.{name}"] = function._cache_size()
+    return found
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ling3.init(SMALL, key=jax.random.key(0), dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def before():
+    """The programs before the first pass of this module."""
+    return programs()
+
+
+@pytest.fixture(scope="module")
+def cards():
+    """The FFN workers of `whole`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def whole(model, before, cards):
+    """Two sessions and two cards; each test leaves it able to answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(system, "FfnWorker", lambda *args: cards.append(card.FfnWorker(*args)) or cards[-1])
+        built = build(model)
+    with built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def answers(model):
+    """Of the undivided model: ten greedy answers that end with an end id or after five tokens, and sampled ones."""
+    asked = prompts(*LENGTHS)
+    greedy = ling3.generate(model, asked, max_tokens=5)
+    return asked, greedy, ling3.generate(model, asked, max_tokens=5, **SAMPLED)
+
+
+def flags(workers):
+    """What is in the FFN workers' windows that no pass has read: complete messages, and experts' ids."""
+    empty = np.iinfo(np.int32).max
+    infos = [np.asarray(worker._area.token_info) for worker in workers]
+    return sum(int((info[:, :, 0] != 0).sum() + (info[:, :, 2:] != empty).sum()) for info in infos)
+
+
+# The answers of the whole model
+
+
+def test_answers_and_programs(whole, answers, before, cards):
+    """More prompts than slots, fewer than sessions, none; a second call of other lengths compiles nothing."""
+    asked, greedy, sampled = answers
+    assert within(whole.generate, asked, max_tokens=5) == greedy
+    assert flags(cards) == 0
+    first = programs()
+    made = {name: first[name] - before[name] for name in first}
+    # Attention and embedding take a prompt's piece or decoded rows; all else has one form, for any contents.
+    two = {"session.embed", "session.attend", "session.combined"}
+    assert made == {name: 0 if name == "card.drained" else 1 + (name in two) for name in first}
+    assert within(whole.generate, asked, max_tokens=5, **SAMPLED) == sampled
+    assert within(whole.generate, asked[4:5], max_tokens=5) == greedy[4:5]
+    assert within(whole.generate, []) == []
+    assert programs() == first
+
+
+def test_counts(whole, answers):
+    asked = answers[0][:7]
+    for engine in whole.engines:
+        engine.forget_prefixes()
+    within(whole.generate, asked, max_tokens=6, ignore_eos=True)
+    found = whole.stats()
+    assert sum(found.rows) == (sum(map(len, asked)) + 7 * 5) * SMALL.num_experts_per_tok * SMALL.num_hidden_layers
+    assert min(found.rows) > 0 and found.max_in_flight == 2
+    assert found.both_busy > 0 and {side: len(busy) for side, busy in found.busy.items()} == {"attention": 2, "ffn": 2}
+
+
+def test_a_request_has_the_same_bits_alone_and_in_company(whole, answers):
+    """On either session, beside requests of its own session and of the other, and after a known prefix."""
+    asked = answers[0]
+    params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=2, temperature=0.9, seed=3)
+    alone = []
+    for prompt in asked[:5]:
+        whole.engines[0].forget_prefixes()
+        alone += served(whole.engines[0], [prompt], params)
+    assert within(whole.engines[0].generate, asked[3:4], params)[0].cached_tokens == 0  # forgotten for the last one
+    again = within(whole.engines[0].generate, asked[3:4], params)[0]
+    assert again.cached_tokens == 32 and (again.token_ids, again.logprobs) == alone[3]
+    beside = threading.Thread(target=whole.engines[0].generate, args=(asked, params), daemon=True)
+    beside.start()
+    crowd = served(whole.engines[1], asked, params)
+    beside.join(LIMIT)
+    assert not beside.is_alive() and crowd[:5] == alone
+
+
+# What each worker holds
+
+
+def experts_of(model):
+    return [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+def check_shares(model, halves, plan):
+    """The shares are the model's experts, each once, and the rest of the model is the session's."""
+    size = sum(x.size for x in jax.tree.leaves(model))
+    held = [sum(x.size for x in jax.tree.leaves(share.stacks)) for share in halves.shares]
+    assert sum(x.size for x in jax.tree.leaves(halves.attention)) + sum(held) == size
+    routed = {x.shape for experts in experts_of(model) for x in jax.tree.leaves(experts)}
+    assert not routed & {x.shape for x in jax.tree.leaves(halves.attention)}
+    assert not any(isinstance(x, Experts) for x in jax.tree.leaves(halves.attention, is_leaf=eqx.is_array_like))
+    layers, table = experts_of(model), plan.rank_table()
+    for rank, share in enumerate(halves.shares):
+        own = share.places.shape[1] // len(layers)
+        assert own == np.sum(table[:, 1] == rank) <= -(-plan.experts // plan.ffn_workers)
+        # An expert is in one stack, and no two are in one place.
+        places = np.asarray(share.places)
+        assert ((places >= 0).sum(axis=0) == 1).all()
+        assert sorted(zip(*np.nonzero(places >= 0), strict=True)) and all(
+            sorted(row[row >= 0]) == list(range(stack.count)) for row, stack in zip(places, share.stacks, strict=True)
+        )
+    for layer, experts in enumerate(layers):
+        for expert, (_, rank, number) in enumerate(table):
+            share = halves.shares[rank]
+            place = np.asarray(share.places)[:, layer * (share.places.shape[1] // len(layers)) + number]
+            [stack] = np.flatnonzero(place >= 0)
+            held = jax.tree.map(lambda x, i=place[stack]: x[i], share.stacks[stack])
+            expected = jax.tree.map(lambda x, i=expert: x[i], experts)
+            assert eqx.tree_equal(held, expected)
+
+
+def test_weights(model, whole):
+    plan = agree(model, 1, 3, 2, 4)  # four experts: 2, 1 and 1
+    check_shares(model, halve(model, plan), plan, range(plan.ffn_workers))
+    assert all(eqx.tree_equal(own, whole.attention_workers[0]) for own in whole.attention_workers)
+    for share in whole.ffn_workers:
+        assert [stack.count for stack in share.stacks] == [2 * 2]
+
+
+# Bad arguments
+
+
+@pytest.mark.parametrize("name", ["attention_workers", "ffn_workers", "micro_batches"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None, 10**6])
+def test_bad_counts_are_refused(model, name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}, expected a whole number in"):
+        build(model, **{name: value})
+
+
+def test_models_that_cannot_be_divided_are_refused(model):
+    with pytest.raises(ValueError, match=r"ffn_workers is 5, expected a whole number in \[1, 4\]"):
+        build(model, ffn_workers=5)
+    with pytest.raises(ValueError, match="no routed experts"):
+        build(tiny_transformers.open_model("qwen2"))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), model)
+        with pytest.raises(ValueError, match="weights of float64, expected float32, bfloat16 or float16"):
+            build(wide)
+    for wrong in ("int4", None, 8):
+        with pytest.raises(ValueError, match=f"activations is {wrong!r}, expected 'exact' or 'int8'"):
+            build(model, activations=wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "message"),
+    [
+        ([[3], []], {}, "prompt 1 is empty"),
+        ([[3], [4, 64]], {}, r"prompt 1, token 1 is 64, expected an id in \[0, 64\)"),
+        ([[3], "ab"], {}, "prompt 1 is 'ab', expected a list of token ids"),
+        ([[3]] * 2 + [[3] * 255], {"max_tokens": 2}, "prompt 2 has 255 tokens and max_tokens is 2: 257 together"),
+        ([[3]], {"max_tokens": 0}, "max_tokens is 0"),
+        ([], {"max_tokens": 0}, "max_tokens is 0"),
+        ([[3]], {"max_tokens": "5"}, "max_tokens is '5'"),
+        ([[3]], {"temperature": -1}, "temperature is -1"),
+        ([[3]], {"seed": "x"}, "seed is 'x'"),
+        ([[3]], {"stop_token_ids": [64]}, r"stop_token_ids has 64, expected ids in \[0, 64\)"),
+    ],
+)
+def test_bad_prompts_are_refused_as_ling3_generate_does(model, whole, asked, changes, message):
+    before = [engine.stats() for engine in whole.engines]
+    for generate in (whole.generate, lambda *args, **given: ling3.generate(model, *args, **given)):
+        with pytest.raises(ValueError, match=message):
+            within(generate, asked, **changes)
+    assert [engine.stats() for engine in whole.engines] == before
+
+
+def test_what_only_the_engines_have_no_room_for_is_refused_before_any_work(model):
+    """The prompt has the number that the caller knows it by."""
+    with build(model, settings=dataclasses.replace(SETTINGS, num_pages=6)) as few:
+        with pytest.raises(ValueError, match="prompt 3 has 90 tokens and max_tokens is 8: that takes 7 pages"):
+            within(few.generate, [[3], [4], [5], [6] * 90], max_tokens=8)
+        assert [engine.stats().submitted for engine in few.engines] == [0, 0]
+
+
+def test_no_seed_is_seed_0(model, whole, answers):
+    asked = answers[0][:2]
+    given = {"max_tokens": 3, "temperature": 0.9, "ignore_eos": True}
+    assert within(whole.generate, asked, seed=None, **given) == within(whole.generate, asked, seed=0, **given)
+
+
+# Failures
+
+
+class Fault(RuntimeError):
+    """A fault of a worker, raised by a test."""
+
+
+def failing(function, when, after):
+    """A worker's function that raises once, in the call after so many for which `when` is true."""
+    seen = []
+
+    def run(*args, **keywords):
+        if when(*args):
+            seen.append(1)
+            if len(seen) == after + 1:
+                raise Fault("of a test")
+        return function(*args, **keywords)
+
+    return run
+
+
+def of_session(worker):
+    """True for a decode call's attention in this session."""
+    layers = worker.model.layers
+    return lambda layer, x, state, piece, *rest: piece.tokens.shape[1] == 1 and any(layer is own for own in layers)
+
+
+@pytest.mark.parametrize("after", [0, 3, 6])
+def test_a_session_that_fails_ends_its_own_requests_alone(whole, answers, cards, monkeypatch, after):
+    """In the first layer, or amid a step with a micro-batch under way; afterwards nothing is left of it."""
+    asked, greedy, _ = answers
+    before = whole.engines[1].stats().finished
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "attend", failing(session.attend, of_session(whole.attention_workers[0]), after))
+        with pytest.raises(WorkerError, match="attention worker 0 failed: Fault") as caught:
+            within(whole.generate, asked, max_tokens=5)
+        assert isinstance(caught.value.__cause__, Fault)
+    now = whole.engines[1].stats().finished
+    assert now["error"] == before["error"] and sum(now.values()) - sum(before.values()) == len(asked[1::2])
+    assert within(whole.generate, asked, max_tokens=5) == greedy
+    assert flags(cards) == 0
+
+
+def test_a_value_error_of_a_pass_names_the_worker(whole, answers, monkeypatch):
+    """It is no bad prompt."""
+    with monkeypatch.context() as patch:
+
+        def refuse(*args):
+            raise ValueError("of a device")
+
+        patch.setattr(session, "end_decode", refuse)
+        with pytest.raises(WorkerError, match="attention worker 0 failed: ValueError"):
+            within(whole.generate, answers[0][:1], max_tokens=5, ignore_eos=True)
+    assert within(whole.generate, answers[0][:1], max_tokens=5) == answers[1][:1]
+
+
+def test_a_card_that_fails_ends_every_request(model, answers, monkeypatch):
+    with build(model) as failed:
+        broken = failing(card.computed, lambda area, share, *rest: share is failed.ffn_workers[1], 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(card, "computed", broken)
+            with pytest.raises(WorkerError, match="FFN worker 1 failed: Fault"):
+                within(failed.generate, answers[0], max_tokens=5)
+        for asked in (answers[0], answers[0][:1], answers[0][:2]):
+            with pytest.raises(WorkerError, match="FFN worker 1 failed: Fault"):
+                within(failed.generate, asked, max_tokens=5)
+        with pytest.raises(WorkerError, match="FFN worker 1"):
+            within(failed.engines[1].generate, answers[0][:1])
+
+
+def test_a_closed_system_says_so(model, answers):
+    with build(model) as closed:
+        closed.close()
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="it was closed"):
+                within(closed.generate, answers[0][:3], max_tokens=5)
+        assert within(closed.generate, []) == []
+        within(closed.close)
+    within(closed.close)
+
+
+def threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("ling3-ffn", "ling3-engine"))}
+
+
+def test_a_dropped_system_ends_its_threads(model, answers):
+    before = threads()
+    dropped = build(model)
+    assert within(dropped.generate, answers[0][:2], max_tokens=5) == answers[1][:2]
+    started, gone = threads() - before, weakref.ref(dropped.engines[0])
+    assert len(started) == 4
+    del dropped
+    gc.collect()
+    for thread in started:
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in started) and gone() is None
