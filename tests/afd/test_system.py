@@ -220,7 +220,7 @@ def check_shares(model, halves, plan):
 
 def test_weights(model, whole):
     plan = agree(model, 1, 3, 2, 4)  # four experts: 2, 1 and 1
-    check_shares(model, halve(model, plan), plan, range(plan.ffn_workers))
+    check_shares(model, halve(model, plan, range(plan.ffn_workers)), plan)
     assert all(eqx.tree_equal(own, whole.attention_workers[0]) for own in whole.attention_workers)
     for share in whole.ffn_workers:
         assert [stack.count for stack in share.stacks] == [2 * 2]
