@@ -255,6 +255,9 @@ class Stage:
     back: Number
     latency: float
 
+    def __post_init__(self) -> None:
+        _at_least(self, 0.0, "attention", "experts", "out", "back", "latency")
+
     @property
     def round_trip(self) -> Number:
         """Of a micro-batch that waits for nobody, its cards serving all sessions at once."""
@@ -443,5 +446,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _per_token(paged: Paged) -> float:
-    """Bytes of a token in the only page."""
-    return _bytes(paged) / (paged.page_size * paged.entries.shape[0])
+    """Bytes of a token, of one page; packed entries without the padding of the page."""
+    if paged.packing is not None:
+        return paged.packing.entry / paged.tokens
+    return _bytes(paged) / paged.page_size
