@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,10 @@ Taken = list[tuple[int, Message]]
 """Messages with their sessions."""
 
 
+# Events are many: what comes in is checked by `simulate`, and not with each of them again.
+
+
+@no_type_check
 class _Session:
     """An attention worker: its window, and what each of its micro-batches does next."""
 
@@ -133,6 +137,7 @@ class _Session:
         return float(stages[taken[0][1][1]].attention)
 
 
+@no_type_check
 class _Card:
     """An FFN worker: its window, and the messages in it."""
 
@@ -159,6 +164,7 @@ class _Card:
         return float(sum(stages[layer].experts[served - 1] for layer, served in layers.items()))
 
 
+@no_type_check
 class _Run:
     """The queue of events. What happens at one time happens in the order in which it was planned."""
 

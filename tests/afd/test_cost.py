@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_configs import DEEPSEEK_V4_FLASH, FLASH
 from published_transformers import QWEN3_30B_A3B
@@ -42,11 +42,6 @@ def ling():
 def v4():
     """DeepSeek-V4-Flash's first four layers, one of each kind and two of SWA, as published."""
     return ModelCost.of(first_layers(V4, 4), weight_bytes=1.0, expert_bytes=17 / 32, packed=True)
-
-
-@pytest.fixture(scope="module")
-def small():
-    return ModelCost.of(SMALL)
 
 
 KDA_WEIGHTS = (
@@ -131,12 +126,13 @@ def test_the_expected_number_of_distinct_experts():
     assert cost.distinct(64, 4, 1e6) == 64
     assert cost.distinct(8, 8, 1) == 8
     draws = np.random.default_rng(0)
-    for tokens in (2, 8, 40):
-        chosen = np.argsort(draws.random((2000, tokens, 64)), axis=-1)[..., :4].reshape(2000, -1)
-        found = np.mean([len(np.unique(row)) for row in chosen])
+    for tokens in (2, 8, 25):
+        order = np.argsort(draws.random((2000, tokens, 64)), axis=-1)
+        found = np.mean(np.any(order < 4, axis=1).sum(axis=1))  # each token has chosen the experts of the places 0 to 3
         assert cost.distinct(64, 4, tokens) == pytest.approx(found, rel=0.01)  # five standard errors and more
 
 
+@settings(max_examples=40)
 @given(TIMES, TIMES, TIMES, TIMES, st.floats(0, 10), st.integers(1, 8), st.booleans())
 def test_laws_of_the_period(attention, experts, out, back, latency, micro_batches, divided):
     stage = Stage(attention, (experts / 2, experts), out, back, latency)
@@ -241,9 +237,9 @@ def test_bad_input_is_named(call, message):
         call()
 
 
-def test_bad_work_is_named(small):
+def test_bad_work_is_named(ling):
     layout = Layout(1, 1, H200, H200)
     with pytest.raises(ValueError, match="token_dtype"):
-        cost.step_time(small, Work(10, 1, 1, token_dtype=3), layout)
+        cost.step_time(ling, Work(10, 1, 1, token_dtype=3), layout)
     with pytest.raises(ValueError, match="limit is 0"):
-        cost.fullest(small, Work(10, 1, 1), layout, limit=0.0)
+        cost.fullest(ling, Work(10, 1, 1), layout, limit=0.0)
