@@ -267,7 +267,10 @@ class Stage:
         """Time per layer in a steady state with M micro-batches, whose cards serve all A sessions at once:
 
             divided    max(M·t_attention, M·t_experts, M·t_out, M·t_back, round trip)
-            undivided  max(M·(t_attention + t_experts), M·t_out, M·t_back, round trip)
+            undivided  max(M·(t_attention + t_experts), M·(t_out + t_back), round trip)
+
+        Links are full duplex. A session sends on its link and receives on it, and a card answers on its own; a device
+        that is both sends its sequences' rows and its experts' answers the same way.
 
         With M = 1 it is the round trip, the sum of the stages; with more, the slowest resource, unless the round trip
         is longer than what the others keep it busy. Undivided, M = 1 is a synchronous step, and M = 2 the overlap of
@@ -275,9 +278,8 @@ class Stage:
         """
         if micro_batches < 1:
             raise ValueError(f"micro_batches is {micro_batches}, expected at least 1")
-        attention, experts = self.attention, self.experts[-1]
-        busy = np.maximum(attention, experts) if divided else attention + experts
-        busy = np.maximum(busy, np.maximum(self.out, self.back))
+        both = np.maximum if divided else np.add
+        busy = np.maximum(both(self.attention, self.experts[-1]), both(self.out, self.back))
         return np.maximum(micro_batches * busy, self.round_trip)
 
 

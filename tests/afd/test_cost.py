@@ -140,7 +140,7 @@ def test_laws_of_the_period(attention, experts, out, back, latency, micro_batche
     assert one == pytest.approx(attention + experts + out + back + 2 * latency)
     assert some >= one and more / (micro_batches + 1) <= some / micro_batches * (1 + 1e-12)
     assert stage.period(micro_batches) <= stage.period(micro_batches, divided=False)
-    busiest = max(attention, experts, out, back) if divided else max(attention + experts, out, back)
+    busiest = max(attention, experts, out, back) if divided else max(attention + experts, out + back)
     assert stage.period(10_000, divided) == pytest.approx(10_000 * busiest)
 
 
