@@ -270,7 +270,7 @@ print(f"V4's experts are limited by operations from {touched / at_peak:.0f} toke
 checked = []
 CASES = {  # context, batch and micro-batches
     "Ling-3.0-flash": ((6, 2), ((1024, 600, 2), (16_384, 256, 3))),
-    "DeepSeek-V4-Flash": ((2, 2), ((1024, 800, 1), (1024, 800, 2), (131_072, 200, 2))),
+    "DeepSeek-V4-Flash": ((2, 2), ((1024, 800, 1), (1024, 800, 2))),
 }
 for name, ((sessions, cards), cases) in CASES.items():
     layout = Layout(sessions, cards, H200, H200)
@@ -293,7 +293,7 @@ table(["", "context", "batch", "M", "formula, ms", "simulated, ms", "sessions bu
 
 # %%
 stage = Stage(1.0, (0.35, 0.4, 0.45, 0.5), 0.1, 0.1, 0.0)
-sigmas, cases = (0.0, 0.1, 0.2, 0.4), ((2, None), (3, None), (2, 2))
+sigmas, cases = (0.0, 0.2, 0.4), ((2, None), (3, None), (2, 2))
 fig, ax = plt.subplots(figsize=(6.5, 3.2))
 kept = {}
 for m, group in cases:
@@ -307,7 +307,7 @@ ax.legend(fontsize=8)
 plt.show()
 assert all(np.isclose(shares[0], 1) for shares in kept.values()) and kept[2, None][-1] < 0.85
 for better in ((3, None), (2, 2)):
-    assert all(a > b for a, b in zip(kept[better][2:], kept[2, None][2:]))
+    assert all(a > b for a, b in zip(kept[better][1:], kept[2, None][1:]))
 
 # %% [markdown]
 # A third micro-batch wins back half of what chance costs two, and groups of two help a little.
@@ -439,7 +439,8 @@ fig, axes = plt.subplots(2, 2, figsize=(8.5, 6), sharex=True, sharey=True)
 for ax, ((name, kind), values) in zip(axes.T.flat, ratio.items()):
     picture = ax.pcolormesh(np.log2(values), cmap="PiYG", vmin=-0.8, vmax=0.8, edgecolors="white", linewidth=0.5)
     for i, j in np.ndindex(values.shape):
-        ax.text(j + 0.5, i + 0.5, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=9)
+        ink = "white" if abs(np.log2(values[i, j])) > 0.5 else plots.BLACK
+        ax.text(j + 0.5, i + 0.5, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=9, color=ink)
     ax.set(title=f"{name} / {kind.split(', ')[1]} peer", xticks=np.arange(5) + 0.5, yticks=np.arange(5) + 0.5)
     ax.set(xticklabels=[f"{link / 1e9:.0f}" for link in LINKS], yticklabels=["512", "2k", "8k", "32k", "128k"])
     ax.grid(visible=False)
@@ -457,6 +458,10 @@ assert all(ratio[name, OVERLAPPED].max() < 0.95 for name in MODELS)
 assert np.all(sync["Ling-3.0-flash"][3:] < 1) and 1.1 < sync["Ling-3.0-flash"].max() < 1.2
 assert np.all(sync["DeepSeek-V4-Flash"][:4, 1:] > 1) and 1.35 < sync["DeepSeek-V4-Flash"].max() < 1.55
 assert np.all(sync["DeepSeek-V4-Flash"][:4, 0] < 1) and np.all(sync["DeepSeek-V4-Flash"][4, 3:] < 0.9)
+assert (
+    np.all(sync["Ling-3.0-flash"][4] < 0.76)
+    and 0.75 < sync["Ling-3.0-flash"][3].min() < sync["Ling-3.0-flash"][3].max() < 0.9
+)
 
 # %% [markdown]
 # On equal devices:
@@ -466,8 +471,8 @@ assert np.all(sync["DeepSeek-V4-Flash"][:4, 0] < 1) and np.all(sync["DeepSeek-V4
 #   the way weighs more; Ling up to 8k tokens, by a tenth or so, and not on NVLink.
 # - **Slow links** are everybody's bottleneck. At 25 GB/s V4 is better left whole: undivided, all links share the rows
 #   of both ways; divided, the way back, in bfloat16, holds up the way out, in int8.
-# - **Long contexts** fill the memory, and a card has no caches. Ling loses a tenth at 32k and a quarter or a third at
-#   128k; V4, whose caches are small, a tenth at 128k on fast links.
+# - **Long contexts** fill the memory, and a card has no caches. Ling loses a tenth to a quarter at 32k, and
+#   a quarter to a third at 128k; V4, whose caches are smaller, a seventh at 128k on fast links.
 # - **Against a peer that overlaps perfectly** it wins nowhere, as the counting above said. An overlap is never perfect:
 #   the kernels of all-to-all take a part of the device from the computation (20 of 132 multiprocessors in DeepSeek-V3's
 #   [training](https://arxiv.org/abs/2412.19437)). Where the map says 0.93, AFD wins if the overlap costs its peer more
