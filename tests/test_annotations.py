@@ -14,6 +14,7 @@ import pytest
 from tiny import TINY, open_model
 
 import ling3
+from ling3 import afd
 from ling3.cache import Span
 from ling3.engine.sampling import Sampling
 from ling3.engine.sampling_params import SamplingParams
@@ -215,8 +216,31 @@ def pool(module):
     module.write_pages(slots, module.read_pages(slots, own), own)
 
 
-SLOW = ("layers/csa", "layers/hyper", "ops/compressed_attention", "ops/few_token_experts")
-"""DeepSeek-V4's, which take longest."""
+def ffn_worker(module):
+    area = afd.FfnArea.empty(2, 3, 4, 5, 512)
+    out, area = module.ffn_worker_batching(area, expert_num=6, max_out_shape=(2, 4, 5, 7), need_schedule=1, layer_num=2)
+    module.ffn_to_attention(afd.AttentionArea.empty(3, 4, 5, 512), out.y, out, session_id=0)
+
+
+def attention_worker(module):
+    ids, table = jnp.zeros((4, 3), jnp.int32), jnp.ones((8, 9), jnp.int32)
+    route = {"session_id": 0, "micro_batch_id": 0, "expert_ids": ids, "expert_rank_table": table, "moe_expert_num": 6}
+    area, attn = afd.FfnArea.empty(2, 3, 4, 5, 512), afd.AttentionArea.empty(3, 4, 5, 512)
+    for token_dtype, dtype in ((0, jnp.float16), (2, jnp.float32)):
+        module.attention_to_ffn(area, numbers(4, 7, dtype=dtype), layer_id=0, rank=0, token_dtype=token_dtype, **route)
+    attn = module.complete_unrouted(attn, **route)
+    module.attention_worker_combine(attn, numbers(4, 3), 0, hidden_size=7, dtype=jnp.float16, need_schedule=1)
+
+
+def windows(module):
+    module.from_bytes(module.to_bytes(numbers(2, 3)), jnp.dtype(jnp.float32))
+
+
+SLOW = (
+    *("layers/csa", "layers/hyper", "ops/compressed_attention", "ops/few_token_experts"),
+    *("afd/attention_worker", "afd/ffn_worker"),
+)
+"""Those that take longest."""
 
 FILES = {
     "layers/gate": gate,
@@ -239,6 +263,9 @@ FILES = {
     "ops/compressed_attention": compressed_attention,
     "ops/few_token_experts": few_token_experts,
     "ops/packed_kv": packed_kv,
+    "afd/windows": windows,
+    "afd/ffn_worker": ffn_worker,
+    "afd/attention_worker": attention_worker,
 }
 
 

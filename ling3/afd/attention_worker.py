@@ -60,7 +60,9 @@ def attention_to_ffn(
     or micro_batch_id out of range; otherwise it is True.
 
     x is float16 for token_dtype 0 and bfloat16 for 1. For 2 it has any floating dtype and is quantized in float32:
-    scale = max|x|/127, q = round(x/scale), ties to even, and q = 0 where x is NaN. A token whose scale is 0 has q = 0.
+    scale = max|x|/127 and q = round(x/scale), ties to even. A token of zeros has scale 0, and one with NaN or infinity
+    has that as its scale and q = 0. A CPU computes with 0 for numbers below 2^-126.
+
     Of `active_mask`, bool [BS], the True ones come first; None is all True.
 
     Raises a ValueError that names the argument or the field for whatever is outside of the limits.
@@ -154,7 +156,7 @@ def attention_worker_combine(
     hidden_size = limits.integer("hidden_size", hidden_size, 1)
     dtype = limits.float_dtype("dtype", dtype)
     check_holds(attn, hidden_size * dtype.itemsize, f"hidden_size {hidden_size} of dtype {dtype}")
-    ready = jnp.asarray(True)
+    ready = np.bool_(True)
     if limits.integer("need_schedule", need_schedule, 0, 1):
         attn, ready = attention_worker_scheduler(attn)
     y, layer_id = _combined(attn.token_data, attn.micro_batch_id, expert_scales, layer_id, ready, hidden_size, dtype)
@@ -176,8 +178,10 @@ def checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, 
     if active_mask is None:
         active_mask = np.ones(tokens, bool)
     active = limits.array("active_mask", active_mask, jnp.bool_, (tokens,))
-    if not isinstance(active, jax.core.Tracer) and (found := np.asarray(active)).argmin() < found.sum() < tokens:
-        raise ValueError(f"active_mask is {found.tolist()}, expected the True ones first")
+    if not isinstance(active_mask, jax.core.Tracer):
+        found = np.asarray(active_mask)
+        if found[found.sum() :].any():
+            raise ValueError(f"active_mask is {found.tolist()}, expected the True ones first")
     return expert_ids, table, active, moe_expert_num
 
 
@@ -266,10 +270,13 @@ def _payload(x: Float[Array, "tokens hidden"], token_dtype: int) -> UInt8[Array,
 
 
 def _quantized(x: Float32[Array, "tokens hidden"]) -> tuple[Int8[Array, "tokens hidden"], Float32[Array, "tokens 1"]]:
-    top = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+    # The largest bits of |x| are those of the largest |x| or of a NaN, which `jnp.max` may lose on a CPU.
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
+    top = lax.bitcast_convert_type(jnp.max(bits, axis=1, keepdims=True), jnp.float32)
     # XLA would multiply by the reciprocal of a constant or of a broadcast divisor, which rounds twice. Adding 0·x makes
-    # the divisor neither, and is exact; what is not finite becomes NaN, as ∞/∞ is.
+    # the divisor neither, and changes no finite number's quotient.
     scale = top / (QUANTIZED + 0.0 * jnp.where(jnp.isfinite(top), top, 0.0))
+    scale = jnp.where(jnp.isnan(scale), jnp.nan, scale)
     q = jnp.round(x / (jnp.where(scale == 0, 1.0, scale) + 0.0 * x))
     return jnp.where((scale == 0) | jnp.isnan(q), 0.0, q).astype(jnp.int8), scale
 

@@ -220,7 +220,6 @@ def _batched(
 
 # Of the first four dimensions one, and of a slot's bytes the first ones.
 _SLOTS_READ = lax.GatherDimensionNumbers((1,), (0, 1, 2, 3), (0, 1, 2, 3))
-_SLOTS_WRITTEN = lax.ScatterDimensionNumbers((1,), (0, 1, 2), (0, 1, 2))
 
 
 def _within(ids: Int32[Array, "*shape"], number: int) -> Bool[Array, "*shape"]:
@@ -291,9 +290,15 @@ def _returned(
     number: Int[Array, ""],
     session_id: Int32[Array, ""],
 ) -> tuple[Int32[Array, "micro_batches tokens slots"], UInt8[Array, "micro_batches tokens slots bytes"]]:
+    rows = jnp.arange(len(x), dtype=jnp.int32)
+    own = (rows < number.astype(jnp.int32)) & (session_ids == session_id)
     where = jnp.stack([micro_batch_ids, token_ids, topk_slots], axis=1)
-    own = (jnp.arange(len(x), dtype=number.dtype) < number) & (session_ids == session_id)
-    where = jnp.where(own[:, None], where, -1)  # -1 is out of range here, unlike in `jnp.ndarray.at`
-    data = lax.scatter(token_data, where, to_bytes(x), _SLOTS_WRITTEN, mode="drop")
-    ones = jnp.ones(len(x), jnp.int32)
-    return lax.scatter(flags, where, ones, lax.ScatterDimensionNumbers((), (0, 1, 2), (0, 1, 2)), mode="drop"), data
+    where = jnp.where(own[:, None], where, -1)  # out of range here, unlike in `jnp.ndarray.at`
+    # The row of each slot, -1 for none, and the last one of several.
+    row = lax.scatter_max(jnp.full_like(flags, -1), where, rows, _ROWS_WRITTEN, mode="drop")
+    written, data = row >= 0, to_bytes(x)
+    data = jnp.where(written[..., None], data.at[row].get(mode="clip"), token_data[..., : data.shape[1]])
+    return jnp.where(written, 1, flags), token_data.at[..., : data.shape[-1]].set(data)
+
+
+_ROWS_WRITTEN = lax.ScatterDimensionNumbers((), (0, 1, 2), (0, 1, 2))

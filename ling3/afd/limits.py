@@ -43,21 +43,20 @@ def integer(name, value, least, most=LARGEST) -> int:
 
 
 @no_type_check
-def scalar(name, value, least=-LARGEST - 1, most=LARGEST) -> jax.Array:
+def scalar(name, value, least=-LARGEST - 1, most=LARGEST) -> jax.Array | np.ndarray | np.generic:
     """An int32 scalar, from a Python int too. If it is not traced, it must be in [least, most]."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return jnp.asarray(integer(name, value, least, most), jnp.int32)
+        return np.int32(integer(name, value, least, most))
     # A Python int becomes a weakly typed int64 under jit in 64-bit mode.
     weak = getattr(value, "weak_type", False) and jnp.issubdtype(value.dtype, jnp.integer)
-    found = array(name, value, value.dtype if weak else jnp.int32, ()).astype(jnp.int32)
-    if not isinstance(found, jax.core.Tracer) and (least, most) != (-LARGEST - 1, LARGEST):
-        integer(name, found, least, most)
-    # A converted array may still be weakly typed.
-    return jax.lax.convert_element_type(found, jnp.int32)
+    array(name, value, value.dtype if weak else jnp.int32, ())
+    if not isinstance(value, jax.core.Tracer) and (least, most) != (-LARGEST - 1, LARGEST):
+        integer(name, value, least, most)
+    return jax.lax.convert_element_type(value, jnp.int32) if weak else value
 
 
 @no_type_check
-def array(name, value, dtype, shape: Sequence[int | str], why: str = "") -> jax.Array:
+def array(name, value, dtype, shape: Sequence[int | str], why: str = "") -> jax.Array | np.ndarray | np.generic:
     """An array of this dtype, or of any of a tuple of them; a str in the shape is the name of a free dimension."""
     dtypes = [jnp.dtype(one) for one in (dtype if isinstance(dtype, tuple) else (dtype,))]
     axes = ", ".join(map(str, shape))
@@ -67,17 +66,17 @@ def array(name, value, dtype, shape: Sequence[int | str], why: str = "") -> jax.
     if value.dtype not in dtypes:
         raise ValueError(f"{name} has the dtype {value.dtype}, expected {expected}")
     _check_shape(name, value, shape, axes, why)
-    return jnp.asarray(value)
+    return value
 
 
 @no_type_check
-def floats(name, value, shape: Sequence[int | str], why: str = "") -> jax.Array:
+def floats(name, value, shape: Sequence[int | str], why: str = "") -> jax.Array | np.ndarray | np.generic:
     """An array of any floating dtype of whole bytes."""
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise ValueError(f"{name} is {_shown(value)}, expected an array of floating numbers")
     float_dtype(name, value.dtype)
     _check_shape(name, value, shape, ", ".join(map(str, shape)), why)
-    return jnp.asarray(value)
+    return value
 
 
 @no_type_check

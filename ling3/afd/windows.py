@@ -15,6 +15,7 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Shaped, UInt8
 
@@ -64,10 +65,20 @@ class FfnArea:
             sessions=sessions, micro_batches=micro_batches, tokens=tokens, slots=slots, slot_bytes=slot_bytes
         )
         sessions, micro_batches, tokens, slots, _ = shape
-        ids = jnp.full((sessions, micro_batches, 2 + tokens * slots), EMPTY, jnp.int32)
-        zero, none = jnp.zeros((), jnp.int32), jnp.full(sessions, EMPTY, jnp.int32)
-        expert_ids = jnp.full((sessions, tokens, slots), EMPTY, jnp.int32)
-        return FfnArea(ids.at[:, :, 0].set(0), jnp.zeros(shape, jnp.uint8), zero, none, none, none, expert_ids, zero)
+
+        def ids(*shape):  # every field has an array of its own, so that an area can be donated
+            return jnp.full(shape, EMPTY, jnp.int32)
+
+        return FfnArea(
+            token_info=ids(sessions, micro_batches, 2 + tokens * slots).at[:, :, 0].set(0),
+            token_data=jnp.zeros(shape, jnp.uint8),
+            polling_index=jnp.zeros((), jnp.int32),
+            layer_ids=ids(sessions),
+            session_ids=ids(sessions),
+            micro_batch_ids=ids(sessions),
+            expert_ids=ids(sessions, tokens, slots),
+            out_num=jnp.zeros((), jnp.int32),
+        )
 
 
 @no_type_check
@@ -117,7 +128,7 @@ def from_bytes(data: UInt8[Array, "*batch bytes"], dtype: jnp.dtype) -> Shaped[A
 
 @no_type_check
 def checked_ffn_area(area: FfnArea) -> FfnArea:
-    """The area with fields that are strongly typed JAX arrays. ValueError for a field outside the limits."""
+    """The area with scalars as int32. ValueError for a field outside the limits."""
     if not isinstance(area, FfnArea):
         raise ValueError(f"area is a {type(area).__name__}, expected an FfnArea")
     data = limits.array("token_data", area.token_data, jnp.uint8, ("A", "M", "BS", "K1", "HS"))
@@ -151,7 +162,12 @@ def check_holds(area, size: int, what: str) -> None:
 def _checked_fields(area, data, shapes, scalars):
     why = f" with token_data of shape {data.shape}"
     fields = {name: limits.array(name, getattr(area, name), jnp.int32, shape, why) for name, shape in shapes.items()}
-    fields |= {name: limits.scalar(name, getattr(area, name)) for name in scalars}
+    for name in scalars:
+        value = getattr(area, name)
+        # Of a NumPy scalar the dtype counts, as under jit; only Python's int has none.
+        if isinstance(value, np.generic):
+            limits.array(name, value, jnp.int32, ())
+        fields[name] = limits.scalar(name, value)
     return dataclasses.replace(area, token_data=data, **fields)
 
 
