@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, no_type_check
 
 import equinox as eqx
 import jax
@@ -30,6 +30,10 @@ Number = float | np.ndarray
 """One, or as many as there are batches in a `Work`."""
 
 
+# What a search calls thousands of times is not checked each time.
+
+
+@no_type_check
 def _at_least(record: Any, least: float, *names: str) -> None:
     for name in names:
         if not np.min(getattr(record, name)) >= least:
@@ -59,6 +63,7 @@ class Hardware:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a number above 0")
 
+    @no_type_check
     def time(self, bytes: Number, flops: Number) -> Number:
         """max(bytes / memory_bandwidth, flops / peak), in seconds."""
         return np.maximum(bytes / self.memory_bandwidth, flops / self.flops)
@@ -99,6 +104,7 @@ class Block:
         sums = (getattr(self, name) + getattr(other, name) for name in ("weights", "flops", "moved", "reads"))
         return Block(*sums)
 
+    @no_type_check
     def time(self, hardware: Hardware, batch: Number, context: float) -> Number:
         """Of a micro-batch: max((weights + batch·(moved + Σ read)) / bandwidth, batch·flop / peak), in seconds."""
         moved = self.moved + sum(read.bytes * min(context, read.most) for read in self.reads)
@@ -242,6 +248,7 @@ class Work:
         _at_least(self, 0, "context")
 
 
+@no_type_check
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """The times of one micro-batch in one block, in seconds."""
