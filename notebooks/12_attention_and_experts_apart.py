@@ -572,3 +572,20 @@ times = [
     stages(ling, Work(0, batch, 1), Layout(1, 1, H200, H200))[1].experts[-1] for batch in (1024, 8192, 16_384, 32_768)
 ]
 assert np.isclose(times[0], times[1], rtol=1e-6) and np.isclose(times[3], 2 * times[2])
+
+# %% [markdown]
+# ## The real system
+#
+# All of this is what `ling3.afd.disaggregate` runs: sessions without routed experts, cards with a share of each
+# layer's, and the operators above between them. Here it is on *nano*, two of each on this machine's processor. The ids
+# are those of the whole model. (Nothing is faster here, of course: both groups share the same cores.)
+
+# %%
+whole = ling3.load("nano")
+prompts = [[1, 2, 3], [4, 5], [6]]
+together = ling3.generate(whole, prompts, max_tokens=8, temperature=0.0, ignore_eos=True)
+system = afd.disaggregate(whole, attention_workers=2, ffn_workers=2, micro_batches=2)
+answers = system.generate(prompts, max_tokens=8, temperature=0.0, ignore_eos=True)
+assert answers == together
+assert len(system.attention_workers) == len(system.ffn_workers) == 2
+print("rows that each card has computed:", list(system.stats().rows))
