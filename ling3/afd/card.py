@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import queue
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +71,18 @@ class FfnWorker:
                 self._deliver[session](self._farewell)
         elif epoch == self._epochs[session]:
             place = (np.int32(session), np.int32(micro_batch), np.int32(layer), np.int32(self.rank))
-            self._area, sent = arrived(self._area, message.x, message.expert_ids, *place, self.plan)
-            if not bool(sent):
-                raise ProtocolError(f"session {session} sent micro-batch {micro_batch} again before it was read")
+            if not self._arrived(message, place):
+                # A session does not wait for a card that got no row of a micro-batch: its next layer may be here before
+                # the card has looked at the last.
+                while self._compute():
+                    pass
+                if not self._arrived(message, place):
+                    raise ProtocolError(f"session {session} sent micro-batch {micro_batch} again before it was read")
+
+    def _arrived(self, message: Routed, place: tuple[Any, ...]) -> bool:
+        """Writes a micro-batch into the window; False if what is in its place was not read yet."""
+        self._area, sent = arrived(self._area, message.x, message.expert_ids, *place, self.plan)
+        return bool(sent)
 
     def _compute(self) -> bool:
         """Runs the experts on one micro-batch of each session that is ready; False if none is."""

@@ -8,6 +8,7 @@ import gc
 import threading
 import weakref
 
+import deepseek_v4_checkpoint
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,18 @@ import numpy as np
 import pytest
 import tiny_transformers
 from published_transformers import QWEN3_30B_A3B
+from tiny import FLASH, TINY, open_model
 
 import ling3
 from ling3 import SamplingParams
 from ling3.afd import WorkerError, card, disaggregate, session, system
+from ling3.afd.messages import DATA, Routed
 from ling3.afd.plan import agree, halve
+from ling3.afd.stats import Counts
+from ling3.families.deepseek_v4_config import DeepseekV4Config
 from ling3.families.qwen3_moe import Qwen3MoeConfig
 from ling3.layers.moe import Experts
+from ling3.train.nano.problems import ask, exam
 
 # Two layers of one kind, both sparse: the fewest programs that a model with experts needs.
 SMALL = Qwen3MoeConfig.from_dict(
@@ -33,6 +39,8 @@ SETTINGS = ling3.EngineSettings(
     max_running_requests=4, num_pages=40, page_size=16, chunked_prefill_size=32, token_paddings=(16, 32)
 )
 LENGTHS = (1, 2, 17, 60, 33, 5, 40, 9, 1, 26)
+INT8 = {"answers": (5e-3, 3e-5), "questions": (0.2, 1e-2)}
+"""The largest and the mean |Δ log p| that rounding tokens to 8 bits may cost."""
 LIMIT = 240
 """Seconds after which a call hangs, on a machine of two cores that compiles other things too."""
 SAMPLED = {"temperature": 0.9, "top_k": 20, "seed": 7}
@@ -122,10 +130,14 @@ def whole(model, before, cards):
 
 @pytest.fixture(scope="module")
 def answers(model):
-    """Of the undivided model: ten greedy answers that end with an end id or after five tokens, and sampled ones."""
+    """Of the undivided model: ten greedy ones that end with an end id or after five tokens."""
     asked = prompts(*LENGTHS)
-    greedy = ling3.generate(model, asked, max_tokens=5)
-    return asked, greedy, ling3.generate(model, asked, max_tokens=5, **SAMPLED)
+    return asked, ling3.generate(model, asked, max_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def sampled(model, answers):
+    return ling3.generate(model, answers[0], max_tokens=5, **SAMPLED)
 
 
 def flags(workers):
@@ -140,7 +152,7 @@ def flags(workers):
 
 def test_answers_and_programs(whole, answers, before, cards):
     """More prompts than slots, fewer than sessions, none; a second call of other lengths compiles nothing."""
-    asked, greedy, sampled = answers
+    asked, greedy = answers
     assert within(whole.generate, asked, max_tokens=5) == greedy
     assert flags(cards) == 0
     first = programs()
@@ -148,19 +160,23 @@ def test_answers_and_programs(whole, answers, before, cards):
     # Attention and embedding take a prompt's piece or decoded rows; all else has one form, for any contents.
     two = {"session.embed", "session.attend", "session.combined"}
     assert made == {name: 0 if name == "card.drained" else 1 + (name in two) for name in first}
-    assert within(whole.generate, asked, max_tokens=5, **SAMPLED) == sampled
     assert within(whole.generate, asked[4:5], max_tokens=5) == greedy[4:5]
     assert within(whole.generate, []) == []
     assert programs() == first
 
 
+@pytest.mark.slow
+def test_sampled_answers(whole, answers, sampled):
+    assert within(whole.generate, answers[0], max_tokens=5, **SAMPLED) == sampled
+
+
 def test_counts(whole, answers):
-    asked = answers[0][:7]
+    asked = answers[0][:4]
     for engine in whole.engines:
         engine.forget_prefixes()
     within(whole.generate, asked, max_tokens=6, ignore_eos=True)
     found = whole.stats()
-    assert sum(found.rows) == (sum(map(len, asked)) + 7 * 5) * SMALL.num_experts_per_tok * SMALL.num_hidden_layers
+    assert sum(found.rows) == (sum(map(len, asked)) + 4 * 5) * SMALL.num_experts_per_tok * SMALL.num_hidden_layers
     assert min(found.rows) > 0 and found.max_in_flight == 2
     assert found.both_busy > 0 and {side: len(busy) for side, busy in found.busy.items()} == {"attention": 2, "ffn": 2}
 
@@ -168,19 +184,180 @@ def test_counts(whole, answers):
 def test_a_request_has_the_same_bits_alone_and_in_company(whole, answers):
     """On either session, beside requests of its own session and of the other, and after a known prefix."""
     asked = answers[0]
-    params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=2, temperature=0.9, seed=3)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2, temperature=0.9, seed=3)
     alone = []
-    for prompt in asked[:5]:
+    for prompt in asked[2:4]:
         whole.engines[0].forget_prefixes()
         alone += served(whole.engines[0], [prompt], params)
-    assert within(whole.engines[0].generate, asked[3:4], params)[0].cached_tokens == 0  # forgotten for the last one
     again = within(whole.engines[0].generate, asked[3:4], params)[0]
-    assert again.cached_tokens == 32 and (again.token_ids, again.logprobs) == alone[3]
-    beside = threading.Thread(target=whole.engines[0].generate, args=(asked, params), daemon=True)
+    assert again.cached_tokens == 32 and (again.token_ids, again.logprobs) == alone[1]
+    beside = threading.Thread(target=whole.engines[0].generate, args=(asked[2:5], params), daemon=True)
     beside.start()
-    crowd = served(whole.engines[1], asked, params)
+    crowd = served(whole.engines[1], asked[:5], params)
     beside.join(LIMIT)
-    assert not beside.is_alive() and crowd[:5] == alone
+    assert not beside.is_alive() and crowd[2:4] == alone
+
+
+@pytest.mark.slow
+def test_nan_of_a_request_stays_its_own(model, answers):
+    """What is left of it in windows and slots changes no other answer."""
+    poison, (asked, greedy) = 2, answers
+    weight = model.model.word_embeddings.weight.at[poison].set(jnp.nan)
+    with build(eqx.tree_at(lambda m: m.model.word_embeddings.weight, model, weight)) as poisoned:
+        params = SamplingParams(max_tokens=5)
+        outputs = within(poisoned.engines[0].generate, [[poison] * 20, *asked[:3], [4, poison], *asked[3:5]], params)
+        assert [i for i, output in enumerate(outputs) if output.finish_reason == "error"] == [0, 4]
+        assert [list(output.token_ids) for output in outputs if output.finish_reason != "error"] == greedy[:5]
+        with pytest.raises(FloatingPointError, match="NaN"):
+            within(poisoned.generate, [[poison], *asked[:3]], max_tokens=5)
+        assert within(poisoned.generate, asked, max_tokens=5) == greedy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attention_workers", "ffn_workers", "micro_batches", "devices"),
+    [(1, 1, 1, 1), (1, 4, 2, 1), (2, 3, 3, 1), (3, 2, 1, 1), (3, 4, 3, 4)],
+)
+def test_answers_for_other_counts(model, answers, sampled, attention_workers, ffn_workers, micro_batches, devices):
+    asked, greedy = answers
+    counts, given = (attention_workers, ffn_workers, micro_batches), jax.devices()[:devices]
+    with build(model, *counts, devices=given) as built:
+        assert within(built.generate, asked, max_tokens=5) == greedy
+        found = built.stats()
+        assert len(found.rows) == ffn_workers and found.max_in_flight == micro_batches
+        assert within(built.generate, asked, max_tokens=5, **SAMPLED) == sampled
+        assert within(built.generate, asked[:2], max_tokens=5) == greedy[:2]
+
+
+@pytest.mark.slow
+def test_a_card_without_rows_may_be_behind(model):
+    """Its session goes on without it, so that messages of several layers may wait in the inbox at once."""
+    plan, delivered = agree(model, 1, 2, 2, 4), []
+    worker = card.FfnWorker(
+        1, halve(model, plan).shares[1], plan, [delivered.append], Counts(plan), ling3.Execution.default()
+    )
+    payload = np.ones((plan.tokens, plan.width), np.float16)
+    for layer, experts in ((0, [0, 1]), (1, [0, 1]), (0, [1, 2]), (1, [2, 3])):  # 2 and 3 are this card's
+        chosen = np.tile(np.asarray(experts, np.int32), (plan.tokens, 1))
+        for micro_batch in range(2):
+            header = np.asarray([DATA, 0, 0, micro_batch, layer], np.int32)
+            worker.inbox.put(Routed(header, jnp.asarray(payload), jnp.asarray(chosen)))
+    worker.inbox.put(None)
+    within(worker.serve)
+    within(lambda: [worker._compute() for _ in range(3)])  # what was read last before the end
+    numbers = [int(message.actual_token_num) for message in delivered]
+    assert numbers == [0] * 4 + [plan.tokens] * 2 + [2 * plan.tokens] * 2 and flags([worker]) == 0
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_a_warmup(model, answers):
+    with build(model, 1, 1, 1) as built:
+        within(built.engines[0].warmup)
+        warm = programs()
+        assert within(built.generate, answers[0], max_tokens=5) == answers[1]
+        assert programs() == warm
+
+
+def deepseek():
+    """A model with hash-routed layers and streams; biases and hyper-connections as after some training."""
+    raw = {name: value for name, value in deepseek_v4_checkpoint.SMALL.items() if name != "num_nextn_predict_layers"}
+    fresh = ling3.init(DeepseekV4Config.from_dict(raw | {"initializer_range": 0.2}), key=jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), 200))
+
+    def drawn(x):
+        return x + 0.3 * jax.random.normal(next(keys), x.shape) if x.ndim == 1 and x.dtype == jnp.float32 else x
+
+    return jax.tree.map(drawn, fresh)
+
+
+MODELS = {
+    "tiny": (lambda: open_model(TINY), (2, 2, 2), 4),
+    "flash": (lambda: open_model(FLASH), (1, 3, 2), 1),
+    "deepseek-v4": (deepseek, (2, 3, 2), 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_of_other_models(name):
+    """Log-probabilities within 1e-5 of those of an engine that runs the whole model: other sums are in other orders."""
+    make, counts, devices = MODELS[name]
+    other = make()
+    asked, params = prompts(1, 2, 17, 60, 33), SamplingParams(max_tokens=6, logprobs=1, ignore_eos=True)
+    settings = SETTINGS if name != "deepseek-v4" else dataclasses.replace(SETTINGS, page_size=128)
+    expected = served(ling3.Engine(other, settings=settings), asked, params)
+    with build(other, *counts, settings=settings, devices=jax.devices()[:devices]) as built:
+        plan = built.plan
+        check_shares(other, halve(other, plan), plan)
+        assert len(built.ffn_workers[0].stacks) == (1 if name != "flash" else 2)
+        found = served(built.engines[-1], asked, params)
+        print(f"{name}: {difference(found, expected)}")
+        assert close_to(found, expected)
+        assert within(built.generate, asked, max_tokens=6, ignore_eos=True) == [list(tokens) for tokens, _ in expected]
+
+
+def difference(found, expected):
+    """What `close_to` bounds, and whether all bits are equal."""
+    pairs = [
+        abs(own.logprob - other.logprob)
+        for (_, logprobs), (_, whole) in zip(found, expected, strict=True)
+        for own, other in zip(logprobs, whole, strict=False)
+    ]
+    return f"largest difference of a log-probability {max(pairs):.1e}, equal {np.mean(np.asarray(pairs) == 0):.2f}"
+
+
+@pytest.fixture(scope="module")
+def nano():
+    """Nano, held-out problems, and its answers to them."""
+    trained, tokenizer = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
+    asked = [tokenizer.encode(ask(problem)) for problem in exam(12)]
+    params = SamplingParams(max_tokens=32, logprobs=5)
+    return trained, asked, params, served(ling3.Engine(trained, max_running_requests=12), asked, params)
+
+
+@pytest.mark.slow
+def test_nano(nano):
+    trained, asked, params, expected = nano
+    with build(trained, 1, 2, settings=ling3.EngineSettings(max_running_requests=12)) as built:
+        found = served(built.engines[0], asked, params)
+    print(f"nano: {difference(found, expected)}")
+    assert close_to(found, expected)
+
+
+@pytest.mark.slow
+def test_what_int8_changes(nano):
+    """Greedy answers, and the likeliest token after each beginning of a question, where nano is less sure.
+
+    Measured: 12 equal answers of 12, and a |Δ log p| of at most 4.9e-4 (mean 2.7e-6) in them and of 1.7e-2 (9.4e-4)
+    in the questions. The bounds are ten times as wide, as another platform rounds otherwise.
+    """
+    trained, asked, params, expected = nano
+    settings = ling3.EngineSettings(max_running_requests=12)
+    begun = [prompt[:length] for prompt in asked[:4] for length in range(2, len(prompt), 2)]
+    once = SamplingParams(max_tokens=1, logprobs=20, ignore_eos=True)
+    sure = served(ling3.Engine(trained, settings=settings), begun, once)
+    with build(trained, 1, 2, settings=settings, activations="int8") as built:
+        found, unsure = served(built.engines[0], asked, params), served(built.engines[0], begun, once)
+    share = np.mean([tokens == whole for (tokens, _), (whole, _) in zip(found, expected, strict=True)])
+    for name, own, whole in (("answers", found, expected), ("questions", unsure, sure)):
+        moved = changes(own, whole)
+        largest, mean = max(moved), float(np.mean(moved))
+        print(f"int8, {name}: {len(moved)} tokens, |Δ log p| up to {largest:.1e}, mean {mean:.1e}")
+        assert 0 < mean < INT8[name][1] and largest < INT8[name][0]
+    print(f"int8: {share:.2f} of the answers equal")
+    assert share > 0.8
+
+
+def changes(found, expected):
+    """|Δ log p| of the expected tokens, up to and with the first that differs: until there the context is the same."""
+    moved = []
+    for (_, logprobs), (_, whole) in zip(found, expected, strict=True):
+        for own, other in zip(logprobs, whole, strict=False):
+            assert other.token_id in own.top
+            moved.append(abs(own.top[other.token_id] - other.logprob))
+            if own.token_id != other.token_id:
+                break
+    return moved
 
 
 # What each worker holds
@@ -282,8 +459,8 @@ def test_what_only_the_engines_have_no_room_for_is_refused_before_any_work(model
 
 
 def test_no_seed_is_seed_0(model, whole, answers):
-    asked = answers[0][:2]
-    given = {"max_tokens": 3, "temperature": 0.9, "ignore_eos": True}
+    asked = answers[0][:1]
+    given = {"max_tokens": 2, "temperature": 0.9, "ignore_eos": True}
     assert within(whole.generate, asked, seed=None, **given) == within(whole.generate, asked, seed=0, **given)
 
 
@@ -314,19 +491,19 @@ def of_session(worker):
     return lambda layer, x, state, piece, *rest: piece.tokens.shape[1] == 1 and any(layer is own for own in layers)
 
 
-@pytest.mark.parametrize("after", [0, 3, 6])
+@pytest.mark.parametrize("after", [3, pytest.param(0, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
 def test_a_session_that_fails_ends_its_own_requests_alone(whole, answers, cards, monkeypatch, after):
     """In the first layer, or amid a step with a micro-batch under way; afterwards nothing is left of it."""
-    asked, greedy, _ = answers
+    asked, greedy = answers
     before = whole.engines[1].stats().finished
     with monkeypatch.context() as patch:
         patch.setattr(session, "attend", failing(session.attend, of_session(whole.attention_workers[0]), after))
         with pytest.raises(WorkerError, match="attention worker 0 failed: Fault") as caught:
-            within(whole.generate, asked, max_tokens=5)
+            within(whole.generate, asked[:4], max_tokens=5)
         assert isinstance(caught.value.__cause__, Fault)
     now = whole.engines[1].stats().finished
-    assert now["error"] == before["error"] and sum(now.values()) - sum(before.values()) == len(asked[1::2])
-    assert within(whole.generate, asked, max_tokens=5) == greedy
+    assert now["error"] == before["error"] and sum(now.values()) - sum(before.values()) == 2
+    assert within(whole.generate, asked[:4], max_tokens=5) == greedy[:4]
     assert flags(cards) == 0
 
 
@@ -349,7 +526,7 @@ def test_a_card_that_fails_ends_every_request(model, answers, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(card, "computed", broken)
             with pytest.raises(WorkerError, match="FFN worker 1 failed: Fault"):
-                within(failed.generate, answers[0], max_tokens=5)
+                within(failed.generate, answers[0][:4], max_tokens=5)
         for asked in (answers[0], answers[0][:1], answers[0][:2]):
             with pytest.raises(WorkerError, match="FFN worker 1 failed: Fault"):
                 within(failed.generate, asked, max_tokens=5)
@@ -368,6 +545,18 @@ def test_a_closed_system_says_so(model, answers):
     within(closed.close)
 
 
+def test_close_amid_generate_ends_it(model, answers, monkeypatch):
+    with build(model) as closed:
+        begun, computed = threading.Event(), card.computed
+        monkeypatch.setattr(card, "computed", lambda *args: begun.set() or computed(*args))
+        closing = threading.Thread(target=lambda: begun.wait(LIMIT) and closed.close(), daemon=True)
+        closing.start()
+        with pytest.raises(WorkerError, match="it was closed"):
+            within(closed.generate, answers[0], max_tokens=5)
+        closing.join(LIMIT)
+        assert not closing.is_alive()
+
+
 def threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith(("ling3-ffn", "ling3-engine"))}
 
@@ -375,7 +564,7 @@ def threads():
 def test_a_dropped_system_ends_its_threads(model, answers):
     before = threads()
     dropped = build(model)
-    assert within(dropped.generate, answers[0][:2], max_tokens=5) == answers[1][:2]
+    assert within(dropped.generate, answers[0][:1], max_tokens=5) == answers[1][:1]
     started, gone = threads() - before, weakref.ref(dropped.engines[0])
     assert len(started) == 4
     del dropped
