@@ -39,7 +39,8 @@ from matplotlib.patches import Patch
 
 import ling3
 from ling3 import afd
-from ling3.afd.cost import H200, Layout, ModelCost, Stage, Work, best, distinct, fullest, stages, step_time
+from ling3.afd.cost import H200, ModelCost, distinct
+from ling3.afd.layouts import Layout, Stage, Work, best, fullest, stages, step_time
 from ling3.afd.simulation import simulate
 from ling3.families.deepseek_v4_config import DeepseekV4Config
 

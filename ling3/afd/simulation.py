@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from ling3.afd.attention_worker import attention_worker_scheduler
-from ling3.afd.cost import Stage
 from ling3.afd.ffn_worker import ffn_worker_scheduler
+from ling3.afd.layouts import Stage
 from ling3.afd.windows import AttentionArea, FfnArea
 
 SLOT = 512

@@ -13,8 +13,9 @@ from published_configs import DEEPSEEK_V4_FLASH, FLASH
 from published_transformers import QWEN3_30B_A3B
 
 import ling3
-from ling3.afd import cost
-from ling3.afd.cost import H200, Hardware, Layout, ModelCost, Stage, Work
+from ling3.afd import cost, layouts
+from ling3.afd.cost import H200, Hardware, ModelCost
+from ling3.afd.layouts import Layout, Stage, Work
 from ling3.checkpoint.names import structure
 from ling3.families.deepseek_v4_config import DeepseekV4Config
 from ling3.families.qwen3_moe import Qwen3MoeConfig
@@ -148,61 +149,63 @@ def test_a_step_is_the_sum_of_its_blocks(ling):
     layout = Layout(3, 2, H200, H200)
     for micro_batches in (1, 3):
         work = Work(4096, 16, micro_batches, 2)
-        stages = cost.stages(ling, work, layout)
+        stages = layouts.stages(ling, work, layout)
         assert len(stages) == 4 and all(len(stage.experts) == 3 for stage in stages)
         total = sum(stage.period(micro_batches) for stage in stages)
-        assert cost.step_time(ling, work, layout) == pytest.approx(total)
-    assert cost.step_time(ling, Work(4096, 16, 1), layout) == pytest.approx(
+        assert layouts.step_time(ling, work, layout) == pytest.approx(total)
+    assert layouts.step_time(ling, Work(4096, 16, 1), layout) == pytest.approx(
         sum(
             s.attention + s.experts[-1] + s.out + s.back + 2 * 5e-6
-            for s in cost.stages(ling, Work(4096, 16, 1), layout)
+            for s in layouts.stages(ling, Work(4096, 16, 1), layout)
         )
     )
-    free = cost.stages(ling, work, Layout(3, 2, FASTER, FASTER))
+    free = layouts.stages(ling, work, Layout(3, 2, FASTER, FASTER))
     assert all(stage.out == stage.back == stage.latency == 0 for stage in free)
 
 
 def test_the_times_of_a_stage_by_hand(ling):
     work, layout = Work(1000, 20, 2, 2), Layout(4, 2, H200, H200)
-    *_, kda, mla = cost.stages(ling, work, layout)
+    *_, kda, mla = layouts.stages(ling, work, layout)
     assert mla.attention == (MLA_WEIGHTS + AROUND + 20 * 1000 * 1152) / 4.8e12
     touched = 256 * (1 - (1 - 8 / 512) ** 80)
     assert kda.experts[-1] == mla.experts[-1] == pytest.approx(touched * 11_796_480 / 4.8e12)
     # The card's link has the rows of four sessions, half of them: 20·8 slots of 2,564 bytes in 3,072, and 5,120 back.
     assert mla.out == pytest.approx(2 * 20 * 8 * 3072 / 450e9) and mla.back == pytest.approx(2 * 20 * 8 * 5120 / 450e9)
-    once = cost.stages(ling, dataclasses.replace(work, once_per_card=True), layout)[-1]
+    once = layouts.stages(ling, dataclasses.replace(work, once_per_card=True), layout)[-1]
     assert once.back == pytest.approx(2 * 20 * 2 * (1 - 0.5**8) * 5120 / 450e9)
-    crowd = cost.stages(ling, Work(1000, 100_000, 1), layout)[-1]
+    crowd = layouts.stages(ling, Work(1000, 100_000, 1), layout)[-1]
     assert crowd.experts[-1] == pytest.approx(400_000 * 8 / 2 * ling.expert_flops / 989e12)
-    alone = cost.stages(ling, Work(1000, 20, 1), Layout.undivided(1, H200))[-1]
+    alone = layouts.stages(ling, Work(1000, 20, 1), Layout.undivided(1, H200))[-1]
     assert alone.out == alone.back == 0 and len(alone.experts) == 1
 
 
 def test_several_batches_at_once(ling):
     layout, batches = Layout(3, 2, H200, H200), np.array([1, 7, 500])
-    together = cost.step_time(ling, Work(4096, batches, 2), layout)
-    assert together.tolist() == [cost.step_time(ling, Work(4096, int(b), 2), layout) for b in batches]
-    per_sequence = cost.step_time(ling, Work(4096, np.arange(1, 3000), 2), layout) / np.arange(1, 3000)
+    together = layouts.step_time(ling, Work(4096, batches, 2), layout)
+    assert together.tolist() == [layouts.step_time(ling, Work(4096, int(b), 2), layout) for b in batches]
+    per_sequence = layouts.step_time(ling, Work(4096, np.arange(1, 3000), 2), layout) / np.arange(1, 3000)
     assert np.all(np.diff(per_sequence) <= 1e-18)
 
 
 def test_the_fullest_batch_is_the_largest_that_fits(ling):
     layout, work = Layout(3, 2, H200, H200), Work(8192, 1, 2)
-    plan = cost.fullest(ling, work, layout)
+    plan = layouts.fullest(ling, work, layout)
     most = int((H200.memory - ling.weights) / ling.sequence(8192)) // 2
     assert plan.work.batch == most and plan.throughput == pytest.approx(3 * 2 * most / plan.step_time / 5)
-    limited = cost.fullest(ling, work, layout, plan.step_time / 2)
+    limited = layouts.fullest(ling, work, layout, plan.step_time / 2)
     batch = limited.work.batch
     assert limited.step_time <= plan.step_time / 2
-    assert cost.step_time(ling, Work(8192, batch + 1, 2), layout) > plan.step_time / 2
-    assert limited.throughput < plan.throughput and cost.fullest(ling, work, layout, 1e-9) is None
+    assert layouts.step_time(ling, Work(8192, batch + 1, 2), layout) > plan.step_time / 2
+    assert limited.throughput < plan.throughput and layouts.fullest(ling, work, layout, 1e-9) is None
     tight = dataclasses.replace(H200, memory=ling.weights)
-    assert cost.fullest(ling, work, Layout(3, 2, tight, H200)) is None
-    assert cost.fullest(ling, work, Layout(3, 2, H200, tight)) is None  # half of the experts have no room
-    chosen = cost.best(ling, work, [Layout(4, 1, H200, H200), layout])
-    others = [cost.fullest(ling, Work(8192, 1, m), Layout(5 - w, w, H200, H200)) for w in (1, 2) for m in range(1, 5)]
+    assert layouts.fullest(ling, work, Layout(3, 2, tight, H200)) is None
+    assert layouts.fullest(ling, work, Layout(3, 2, H200, tight)) is None  # half of the experts have no room
+    chosen = layouts.best(ling, work, [Layout(4, 1, H200, H200), layout])
+    others = [
+        layouts.fullest(ling, Work(8192, 1, m), Layout(5 - w, w, H200, H200)) for w in (1, 2) for m in range(1, 5)
+    ]
     assert chosen.throughput == max(plan.throughput for plan in others)
-    assert cost.best(ling, work, [Layout(3, 2, tight, H200)]) is None
+    assert layouts.best(ling, work, [Layout(3, 2, tight, H200)]) is None
 
 
 def test_where_the_room_for_caches_is(ling):
@@ -240,6 +243,6 @@ def test_bad_input_is_named(call, message):
 def test_bad_work_is_named(ling):
     layout = Layout(1, 1, H200, H200)
     with pytest.raises(ValueError, match="token_dtype"):
-        cost.step_time(ling, Work(10, 1, 1, token_dtype=3), layout)
+        layouts.step_time(ling, Work(10, 1, 1, token_dtype=3), layout)
     with pytest.raises(ValueError, match="limit is 0"):
-        cost.fullest(ling, Work(10, 1, 1), layout, limit=0.0)
+        layouts.fullest(ling, Work(10, 1, 1), layout, limit=0.0)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import ling3
-from ling3.afd import cost
-from ling3.afd.cost import H200, Layout, ModelCost, Stage, Work
+from ling3.afd import layouts
+from ling3.afd.cost import H200, ModelCost
+from ling3.afd.layouts import Layout, Stage, Work
 from ling3.afd.simulation import simulate
 
 SHAPES = [(2, 1, 2), (3, 2, 3)]
@@ -113,8 +114,8 @@ def test_a_models_stages_take_the_closed_forms_time():
     layout = Layout(2, 1, H200, H200)
     for batch, micro_batches in ((64, 2), (512, 2)):
         work = Work(16_384, batch, micro_batches, 2)
-        found = simulate(cost.stages(model, work, layout), attention_workers=2, micro_batches=micro_batches)
-        closed = cost.step_time(model, work, layout)
+        found = simulate(layouts.stages(model, work, layout), attention_workers=2, micro_batches=micro_batches)
+        closed = layouts.step_time(model, work, layout)
         assert found.step_time == pytest.approx(closed, rel=0.03)
 
 

@@ -234,7 +234,7 @@ def test_a_card_without_rows_may_be_behind(model):
     """Its session goes on without it, so that messages of several layers may wait in the inbox at once."""
     plan, delivered = agree(model, 1, 2, 2, 4), []
     worker = card.FfnWorker(
-        1, halve(model, plan).shares[1], plan, [delivered.append], Counts(plan), ling3.Execution.default()
+        1, halve(model, plan, [0, 1]).shares[1], plan, [delivered.append], Counts(plan), ling3.Execution.default()
     )
     payload = np.ones((plan.tokens, plan.width), np.float16)
     for layer, experts in ((0, [0, 1]), (1, [0, 1]), (0, [1, 2]), (1, [2, 3])):  # 2 and 3 are this card's
@@ -288,7 +288,7 @@ def test_answers_of_other_models(name):
     expected = served(ling3.Engine(other, settings=settings), asked, params)
     with build(other, *counts, settings=settings, devices=jax.devices()[:devices]) as built:
         plan = built.plan
-        check_shares(other, halve(other, plan), plan)
+        check_shares(other, halve(other, plan, range(plan.ffn_workers)), plan)
         assert len(built.ffn_workers[0].stacks) == (1 if name != "flash" else 2)
         found = served(built.engines[-1], asked, params)
         print(f"{name}: {difference(found, expected)}")

@@ -1,0 +1,203 @@
+"""How a model lies on devices, divided or not: the stages of a decode step, its time, and the best layout."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import no_type_check
+
+import numpy as np
+
+from ling3.afd.cost import Hardware, ModelCost, Number, at_least, distinct
+from ling3.afd.windows import slot_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model lies on devices.
+
+    Divided: A attention workers hold everything but the routed experts, and W other devices hold these. Undivided (the
+    peer): `attention_workers == ffn_workers == N` are the same devices, each with all attention weights, 1/N of the
+    experts and its own sequences, which exchange rows in all-to-alls. ValueError for counts below 1.
+    """
+
+    attention_workers: int
+    ffn_workers: int
+    hardware: Hardware
+    ffn_hardware: Hardware
+    divided: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "attention_workers", "ffn_workers")
+        same = (self.attention_workers, self.hardware) == (self.ffn_workers, self.ffn_hardware)
+        if not (self.divided or same):
+            raise ValueError(f"ffn_workers is {self.ffn_workers}, expected the attention workers themselves: undivided")
+
+    @staticmethod
+    def undivided(devices: int, hardware: Hardware) -> "Layout":
+        """The peer, on so many devices."""
+        return Layout(devices, devices, hardware, hardware, divided=False)
+
+    @property
+    def devices(self) -> int:
+        """A + W, or N."""
+        return self.attention_workers + self.ffn_workers * self.divided
+
+    @property
+    def price(self) -> float:
+        """Of all devices."""
+        return self.attention_workers * self.hardware.price + self.divided * self.ffn_workers * self.ffn_hardware.price
+
+    def room(self, model: ModelCost) -> float:
+        """Bytes of an attention worker's memory for caches, or for them all where the cards have no room for experts:
+        negative if the weights do not fit."""
+        experts = len(model.blocks) * math.ceil(model.experts / self.ffn_workers) * model.expert_bytes
+        if not self.divided:
+            return self.hardware.memory - model.weights - experts
+        return min(self.hardware.memory - model.weights, math.inf if experts <= self.ffn_hardware.memory else -1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One decode step: M micro-batches of `batch` sequences on each attention worker, with `context` tokens each.
+
+    `batch` may be an array; times are then arrays too. `once_per_card`: a card gets a token's row once for all its
+    experts, and sends one sum back, instead of a row for each (token, slot). The operators' windows have the latter.
+    ValueError for counts below 1.
+    """
+
+    context: int
+    batch: int | np.ndarray
+    micro_batches: int
+    token_dtype: int = 1
+    once_per_card: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch", "micro_batches")
+        at_least(self, 0, "context")
+
+
+@no_type_check
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The times of one micro-batch in one block, in seconds."""
+
+    attention: Number
+    experts: tuple[Number, ...]
+    """Of the cards, by how many sessions they serve at once, from 1 to A."""
+    out: Number
+    """That the link is taken by the rows of one session on their way to the cards, not counting `latency`; it is a
+    session's own link, or its share of the cards' links where that is slower."""
+    back: Number
+    latency: float
+
+    def __post_init__(self) -> None:
+        at_least(self, 0.0, "attention", "experts", "out", "back", "latency")
+
+    @property
+    def round_trip(self) -> Number:
+        """Of a micro-batch that waits for nobody, its cards serving all sessions at once."""
+        return self.attention + self.experts[-1] + self.out + self.back + 2 * self.latency
+
+    def period(self, micro_batches: int, divided: bool = True) -> Number:
+        """Time per layer in a steady state with M micro-batches, whose cards serve all A sessions at once:
+
+            divided    max(M·t_attention, M·t_experts, M·t_out, M·t_back, round trip)
+            undivided  max(M·(t_attention + t_experts), M·(t_out + t_back), round trip)
+
+        Links are full duplex. A session sends on its link and receives on it, and a card answers on its own; a device
+        that is both sends its sequences' rows and its experts' answers the same way.
+
+        With M = 1 it is the round trip, the sum of the stages; with more, the slowest resource, unless the round trip
+        is longer than what the others keep it busy. Undivided, M = 1 is a synchronous step, and M = 2 the overlap of
+        two half batches' computation and communication.
+        """
+        if micro_batches < 1:
+            raise ValueError(f"micro_batches is {micro_batches}, expected at least 1")
+        both = np.maximum if divided else np.add
+        busy = np.maximum(both(self.attention, self.experts[-1]), both(self.out, self.back))
+        return np.maximum(micro_batches * busy, self.round_trip)
+
+
+def stages(model: ModelCost, work: Work, layout: Layout) -> tuple[Stage, ...]:
+    """The times of a micro-batch in each block, in order: what the simulation takes.
+
+    A card has the share s = ⌈E/W⌉/E of the experts. Of T tokens it gets s·k·T rows, and touches s·distinct(T) experts:
+    t_experts = max(those experts' bytes / bandwidth, rows·flop / peak). A session's link carries B·r slots each way and
+    a card's A·B·r/W, where r is k, or with `once_per_card` the W·(1 - (1 - 1/W)^k) cards that a token is for. Of the
+    undivided system's rows, one in N stays where it is.
+    """
+    known = dict(zip((block for block, _ in model.kinds), _stages(model, work, layout, 1)))
+    return tuple(known[block] for block in model.blocks)
+
+
+def step_time(model: ModelCost, work: Work, layout: Layout) -> Number:
+    """Seconds from one token of a sequence to its next: Σ over the blocks of their `Stage.period`."""
+    found = _stages(model, work, layout, layout.attention_workers)
+    periods = (stage.period(work.micro_batches, layout.divided) for stage in found)
+    return sum(count * period for (_, count), period in zip(model.kinds, periods))
+
+
+def _stages(model: ModelCost, work: Work, layout: Layout, least: int) -> list[Stage]:
+    """Those of the model's kinds of blocks, with the times of cards that serve `least` sessions or more."""
+    sessions, cards = layout.attention_workers, layout.ffn_workers
+    share = math.ceil(model.experts / cards) / model.experts
+    experts = []
+    for o in range(least, sessions + 1):
+        touched = share * distinct(model.experts, model.top_k, o * work.batch)
+        rows = share * model.top_k * o * work.batch
+        experts.append(layout.ffn_hardware.time(touched * model.expert_bytes, rows * model.expert_flops))
+    rows = work.batch * (distinct(cards, 1, model.top_k) if work.once_per_card else model.top_k)
+    rows = rows * (1.0 if layout.divided else 1.0 - 1.0 / cards)
+    slowest = max(1 / layout.hardware.link_bandwidth, sessions / cards / layout.ffn_hardware.link_bandwidth)
+    out, back = (rows * slot_bytes(model.hidden, dtype) * slowest for dtype in (work.token_dtype, 1))
+    latency = max(layout.hardware.link_latency, layout.ffn_hardware.link_latency)
+    return [
+        Stage(block.time(layout.hardware, work.batch, work.context), tuple(experts), out, back, latency)
+        for block, _ in model.kinds
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """A layout and the work that fills it."""
+
+    layout: Layout
+    work: Work
+    step_time: float
+    """Seconds per output token of a sequence."""
+    throughput: float
+    """Output tokens per second, by the price of the devices."""
+
+
+def fullest(model: ModelCost, work: Work, layout: Layout, limit: float = math.inf) -> Filled | None:
+    """`work` with the largest micro-batches whose caches fit and whose step takes at most `limit` seconds, if any do.
+
+    More sequences never lower the throughput: every part of a step is the time of a bandwidth or of the peak, and grows
+    at most in proportion. So the largest batch is also the best one. ValueError for a limit of 0 or less.
+    """
+    if not limit > 0:
+        raise ValueError(f"limit is {limit}, expected a number of seconds above 0")
+    low, high = 0, int(max(layout.room(model), 0.0) / model.sequence(work.context)) // work.micro_batches
+    while low < high:
+        tried = np.unique(np.linspace(low + 1, high, 64).astype(int))
+        fits = step_time(model, dataclasses.replace(work, batch=tried), layout) <= limit
+        found = int(np.sum(fits))  # a longer step for a larger batch: the first ones fit
+        low, high = (int(tried[found - 1]) if found else low), (int(tried[found]) - 1 if found < len(tried) else low)
+        high = max(low, high)
+    if not low:
+        return None
+    work = dataclasses.replace(work, batch=low)
+    seconds = float(step_time(model, work, layout))
+    return Filled(layout, work, seconds, low * work.micro_batches * layout.attention_workers / seconds / layout.price)
+
+
+def best(
+    model: ModelCost, work: Work, layouts: Iterable[Layout], limit: float = math.inf, most_micro_batches: int = 4
+) -> Filled | None:
+    """The fullest plan of most throughput among the layouts, with 1 to `most_micro_batches`. None if nothing fits."""
+    plans = (
+        fullest(model, dataclasses.replace(work, micro_batches=m), layout, limit)
+        for layout in layouts
+        for m in range(1, most_micro_batches + 1)
+    )
+    return max((plan for plan in plans if plan is not None), key=lambda plan: plan.throughput, default=None)
