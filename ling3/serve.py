@@ -130,6 +130,12 @@ class Engine:
 
     # Requests
 
+    def check(
+        self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None, name: str = "prompt"
+    ) -> None:
+        """Raises ValueError where `submit` would, calling the prompt by its `name`; nothing is queued."""
+        self._request(prompt, params, truncate, name)
+
     def submit(
         self,
         prompt: Any,

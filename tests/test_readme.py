@@ -6,12 +6,19 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 README = pathlib.Path(__file__).parent.parent / "README.md"
+
+
+def python():
+    """The blocks of Python: ten lines, the engine, attention and experts apart, ablations."""
+    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    ten_lines, engine, cut = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    ten_lines, engine, _, cut = python()
     scope = {}
     exec(ten_lines, scope)
     answer = capsys.readouterr().out.strip()
@@ -27,6 +34,12 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
         1,
         len(scope["ids"]),
     )
+
+
+@pytest.mark.slow
+def test_the_python_of_attention_and_experts_apart_runs(capsys):
+    exec(python()[2], {})
+    assert "max_in_flight=2" in capsys.readouterr().out
 
 
 def test_the_map_names_every_file():

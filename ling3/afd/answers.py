@@ -23,9 +23,10 @@ def answers(
     common.check(config.vocab_size, config.eos_token_id)
     ids, wanted = [], []
     for i, prompt in enumerate(prompts):
-        check_room(prompt, common.max_tokens, engines[0].max_model_len, f"prompt {i}")
+        check_room(prompt, common.max_tokens, config.max_position_embeddings, f"prompt {i}")
         ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
         wanted.append(dataclasses.replace(common, seed=(common.seed or 0) + i))
+        engines[i % len(engines)].check(ids[i], wanted[i], name=f"prompt {i}")
     stopping, count = threading.Event(), len(engines)
     with ThreadPoolExecutor(count, thread_name_prefix="ling3-afd") as callers:
         runs = [
@@ -37,7 +38,7 @@ def answers(
             stopping.set()
             raise
     for name, error in zip(names, errors, strict=True):
-        if isinstance(error, WorkerError | ValueError | FloatingPointError):
+        if isinstance(error, WorkerError | FloatingPointError):
             raise error
         if error is not None:
             raise WorkerError(f"{name} failed: {error!r}") from error
