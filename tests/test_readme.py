@@ -12,13 +12,13 @@ README = pathlib.Path(__file__).parent.parent / "README.md"
 
 
 def python():
-    """The blocks of Python: ten lines, the engine, attention and experts apart, ablations."""
+    """The blocks of Python: ten lines, the engine, an ablation, attention and experts apart."""
     return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    ten_lines, engine, _, cut = python()
+    ten_lines, engine, cut, _ = python()
     scope = {}
     exec(ten_lines, scope)
     answer = capsys.readouterr().out.strip()
@@ -38,7 +38,7 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_python_of_attention_and_experts_apart_runs(capsys):
-    exec(python()[2], {})
+    exec(python()[3], {})
     assert "max_in_flight=2" in capsys.readouterr().out
 
 
