@@ -30,6 +30,7 @@ class Process:
     def __init__(self, number, sessions, cards, port):
         paths = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PROGRAMS": str(conftest.PROGRAMS)}
+        environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # they compile in half the time
         environment.pop("XLA_FLAGS", None)
         self.popen = subprocess.Popen(
             [sys.executable, str(SCRIPT), *map(str, (number, sessions, cards, port))],

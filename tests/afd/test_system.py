@@ -104,6 +104,15 @@ def programs():
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quickly_compiled():
+    """Nothing here depends on XLA's optimizations, and each device's programs are compiled anew."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def model():
     return ling3.init(SMALL, key=jax.random.key(0), dtype=jnp.float32)
