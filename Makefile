@@ -5,8 +5,14 @@ BIN := .venv/bin
 # The tests that print tables: in one process, as workers have no terminal.
 TABLES := tests/parity/test_closeness.py tests/parity/test_family_closeness.py tests/parity/test_bfloat16.py
 
+# Compiles programs without most optimizations, in about half the time.
+QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
+
 # Each worker begins with one half of the tests, so that those that share programs stay together, and then helps.
 WORKERS := -n 2 --dist worksteal
+
+# Tests of what many models do rather than of their last bits, which take long to compile.
+BEHAVIOUR := tests/interpret tests/cli
 
 # What the other targets leave out: a target of its own runs it.
 APART := --ignore=tests/parity --ignore=tests/site
@@ -16,9 +22,8 @@ APART := --ignore=tests/parity --ignore=tests/site
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
 
-# Programs are compiled without most optimizations here, in about half the time; every other target optimizes.
 test: .venv/installed-test
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART)
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -43,11 +48,12 @@ docs: .venv/installed-docs notebooks
 
 parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
-	$(BIN)/python -m pytest -n 2 tests/parity $(TABLES:%=--ignore=%)
+	$(QUICKLY) $(BIN)/python -m pytest -n 2 tests/parity $(TABLES:%=--ignore=%)
 	$(BIN)/python -m pytest $(TABLES)
 
 slow: .venv/installed-test
-	$(BIN)/python -m pytest $(WORKERS) -m slow $(APART)
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m slow $(BEHAVIOUR)
+	$(BIN)/python -m pytest $(WORKERS) -m slow $(APART) $(BEHAVIOUR:%=--ignore=%)
 
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART) -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90
