@@ -16,6 +16,8 @@ from ling3.layers.mlp import MLP
 from ling3.layers.scope import scoped
 from ling3.ops.precision import Wide, wide
 
+NOBODY = 2**31 - 1
+"""Stands for no expert, in any layer."""
 RouterScores = Literal["sigmoid", "softmax", "sqrtsoftplus"]
 """What an expert's score is: its own sigmoid or sqrt(softplus), or its share in the softmax over all experts."""
 
@@ -199,7 +201,7 @@ class MoE(eqx.Module):
         """The experts of a span's tokens, rows of `seq` one after another, and their weights; padding has none."""
         chosen, weights = self.gate(tokens, None if span.tokens is None else span.tokens.reshape(-1))
         span.recorder(x=tokens, chosen=chosen, weights=weights)
-        return jnp.where(span.valid(seq).reshape(-1, 1), chosen, self.gate.weight.shape[0]), weights
+        return jnp.where(span.valid(seq).reshape(-1, 1), chosen, NOBODY), weights
 
     def shared(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """The shared expert's output, where there is one."""

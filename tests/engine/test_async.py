@@ -201,7 +201,8 @@ def test_a_fault_reaches_every_reader(served, monkeypatch, where):
             await asyncio.sleep(0.005)
             patch.setattr(served._loop.runner, where, broken)
             while not all(reader.done() for reader in readers):
-                readers.append(asyncio.create_task(reading(PROMPTS[0])))
+                if len(readers) < 30:  # a slow machine would never be done with them
+                    readers.append(asyncio.create_task(reading(PROMPTS[0])))
                 await asyncio.sleep(0.005)
             await asyncio.gather(*readers)
         return await read(served, PROMPTS[0], SHORT)
