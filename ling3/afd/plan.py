@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Num
 
+from ling3.afd import limits
 from ling3.afd.messages import GONE, Computed, Routed
 from ling3.afd.windows import AttentionArea, FfnArea, slot_bytes
 from ling3.engine.settings import EngineSettings
@@ -186,6 +187,12 @@ def agree(
     ):
         if type(value) is not int or not 1 <= value <= most:
             raise ValueError(f"{name} is {value!r}, expected a whole number in [1, {most}]")
+    most = limits.EXPERTS // len(sparse)
+    if -(-experts // ffn_workers) > most:
+        raise ValueError(
+            f"ffn_workers is {ffn_workers}, expected at least {-(-experts // most)}: an FFN worker has room for "
+            f"{limits.EXPERTS} experts, those of all {len(sparse)} layers together"
+        )
     hidden = model.model.word_embeddings.in_features
     tokens = -(-requests // (micro_batches * TOKENS)) * TOKENS
     counts = (attention_workers, ffn_workers, micro_batches, tokens, top_k, experts, len(sparse), hidden)

@@ -20,7 +20,7 @@ from tiny import FLASH, open_model
 
 import ling3
 from ling3 import SamplingParams
-from ling3.afd import WorkerError, card, disaggregate, session, system
+from ling3.afd import WorkerError, card, disaggregate, limits, session, system
 from ling3.afd.messages import DATA, Routed
 from ling3.afd.plan import agree, halve
 from ling3.afd.stats import Counts
@@ -421,6 +421,14 @@ def test_weights(model, whole):
 def test_bad_counts_are_refused(model, name, value):
     with pytest.raises(ValueError, match=f"{name} is {value!r}, expected a whole number in"):
         build(model, **{name: value})
+
+
+def test_more_experts_than_a_card_can_number_are_refused(model, monkeypatch):
+    experts = model.model.layers[0].mlp.experts.count
+    monkeypatch.setattr(limits, "EXPERTS", experts)  # of two layers
+    assert agree(model, 1, 2, 2, 4).ffn_workers == 2
+    with pytest.raises(ValueError, match=f"ffn_workers is 1, expected at least 2: .* {experts} experts"):
+        agree(model, 1, 1, 2, 4)
 
 
 def test_models_that_cannot_be_divided_are_refused(model):
