@@ -22,6 +22,8 @@ from ling3.model import CausalLM, DecoderLayer
 FLOAT16, BFLOAT16, INT8 = 0, 1, 2
 Device = Any
 """A `jax.Device`, which type checkers take for a variable."""
+REQUESTS = 16
+"""Requests of an attention worker that run at once, unless settings say otherwise."""
 TOKENS = 16
 """The tokens of a micro-batch are a multiple of this, as a prompt's chunks are."""
 Activations = Literal["exact", "int8"]

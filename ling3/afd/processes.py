@@ -19,13 +19,13 @@ from jax.experimental import multihost_utils, transfer
 from ling3.afd.answers import answers
 from ling3.afd.card import FfnWorker
 from ling3.afd.messages import GONE, LEAVE, Computed, Failed, Routed
-from ling3.afd.plan import Activations, Device, Plan, agree, halve
+from ling3.afd.plan import REQUESTS, Device, Plan, agree, halve
 from ling3.afd.session import AttentionWorker
 from ling3.afd.stats import AfdStats, Counts
-from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
+from ling3.runtime.entry_checks import refuse_fork
 from ling3.serve import Engine
 from ling3.text.tokenizer import Tokenizer
 
@@ -75,23 +75,33 @@ class Links:
 class AttentionProcess:
     """An attention worker with a process of its own: an engine whose experts are in other processes."""
 
-    def __init__(self, session: int, model: CausalLM, plan: Plan, links: Links, device: Device):
+    def __init__(
+        self,
+        session: int,
+        model: CausalLM,
+        tokenizer: Tokenizer | None,
+        plan: Plan,
+        settings: EngineSettings,
+        links: Links,
+        device: Device,
+        execution: Execution,
+    ):
         self._plan, self._counts = plan, Counts(plan)
         cards = range(plan.attention_workers, plan.attention_workers + plan.ffn_workers)
         send = [functools.partial(links.send, process) for process in cards]
-        self.worker = AttentionWorker(session, jax.device_put(model, device), plan, send, self._counts)
+        half = jax.device_put(halve(model, plan, []).attention, device)
+        self.worker = AttentionWorker(session, half, plan, send, self._counts)
+        self.engine = Engine(half, tokenizer, settings, execution=execution, passes=self.worker.passes)
         self._farewells = threading.Semaphore(0)
         like = plan.blank_results()
         for rank, process in enumerate(cards):
             links.receive(process, like, self._put, functools.partial(self._gone, f"FFN worker {rank}"))
-        self.engine: Engine | None = None
 
     def generate(self, prompts: Iterable[Any], **params: Any) -> list[list[int]]:
-        """The new token ids of this process's prompts, as of `System.generate`; keywords are of `SamplingParams`."""
-        assert self.engine is not None, "`join` gives it one"
+        """The new token ids of this process's prompts; keywords, results and errors are `System.generate`'s."""
         self._counts.clear()
         names = [f"attention worker {self.worker.session}"]
-        return answers(self.worker.model.config, [self.engine], names, prompts, SamplingParams(**params))
+        return answers(self.worker.model.config, [self.engine], names, prompts, **params)
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`; the FFN workers' are in their processes."""
@@ -157,10 +167,10 @@ def join(
     model: CausalLM,
     tokenizer: Tokenizer | None = None,
     *,
-    attention_workers: int,
-    ffn_workers: int,
-    micro_batches: int = 2,
-    activations: Activations = "exact",
+    attention_workers: Any,
+    ffn_workers: Any,
+    micro_batches: Any = 2,
+    activations: Any = "exact",
     settings: EngineSettings | None = None,
     execution: Execution | None = None,
     address: str = "127.0.0.1:0",
@@ -181,7 +191,8 @@ def join(
 
     Raises ValueError as `disaggregate` does, and for another number of processes.
     """
-    settings = EngineSettings() if settings is None else settings
+    refuse_fork()
+    settings = EngineSettings(max_running_requests=REQUESTS) if settings is None else settings
     plan = agree(model, attention_workers, ffn_workers, micro_batches, settings.max_running_requests, activations)
     if jax.process_count() != attention_workers + ffn_workers:
         raise ValueError(
@@ -194,10 +205,8 @@ def join(
     with jax.default_device(device):
         if process >= attention_workers:
             return FfnProcess(process - attention_workers, model, plan, links, device, execution)
-        worker = AttentionProcess(process, halve(model, plan, []).attention, plan, links, device)
-        model, passes = worker.worker.model, worker.worker.passes
-        worker.engine = Engine(model, tokenizer, plan.settings(settings), execution=execution, passes=passes)
-        return worker
+        own = plan.settings(settings)
+        return AttentionProcess(process, model, tokenizer, plan, own, links, device, execution)
 
 
 def _number(sender: int, receiver: int, count: int) -> int:

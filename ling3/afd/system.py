@@ -12,19 +12,15 @@ import jax
 from ling3.afd.answers import answers
 from ling3.afd.card import FfnWorker
 from ling3.afd.messages import Failed, WorkerError
-from ling3.afd.plan import Device, Plan, Share, agree, halve
+from ling3.afd.plan import REQUESTS, Device, Plan, Share, agree, halve
 from ling3.afd.session import AttentionWorker
 from ling3.afd.stats import AfdStats, Counts
-from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.serve import Engine
 from ling3.text.tokenizer import Tokenizer
-
-# Requests of an attention worker that run at once, unless settings say otherwise.
-REQUESTS = 16
 
 
 class System:
@@ -84,37 +80,18 @@ class System:
             engines.append(engine)
         self.engines: tuple[Engine, ...] = tuple(engines)
 
-    def generate(
-        self,
-        prompts: Iterable[Any],
-        *,
-        max_tokens: Any = 128,
-        temperature: Any = 0.0,
-        top_k: Any = None,
-        top_p: Any = 1.0,
-        min_p: Any = 0.0,
-        seed: Any = 0,
-        stop_token_ids: Iterable[Any] = (),
-        ignore_eos: bool = False,
-    ) -> list[list[int]]:
+    def generate(self, prompts: Iterable[Any], **params: Any) -> list[list[int]]:
         """The new token ids of each prompt, as `ling3.generate` has them; prompt i goes to session i mod A.
+
+        Keywords and their defaults are `ling3.generate`'s: `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
+        `seed`, `stop_token_ids` and `ignore_eos`.
 
         Raises ValueError as that function does, before any work; WorkerError, which names the worker, if one fails: the
         requests of other sessions are completed first.
         """
-        common = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop_token_ids=tuple(stop_token_ids),
-            ignore_eos=ignore_eos,
-        )
         self._counts.clear()
         names = [f"attention worker {session}" for session in range(len(self.engines))]
-        return answers(self.attention_workers[0].config, self.engines, names, prompts, common)
+        return answers(self.attention_workers[0].config, self.engines, names, prompts, **params)
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`."""
