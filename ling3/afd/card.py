@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3.afd.attention_worker import attention_to_ffn
 from ling3.afd.ffn_worker import FfnBatch, ffn_worker_batching, ffn_worker_scheduler
@@ -102,7 +102,7 @@ class FfnWorker:
 @functools.partial(jax.jit, donate_argnames="area", static_argnames="plan")
 def arrived(
     area: FfnArea,
-    x: Array,
+    x: Float[Array, "tokens {plan.width}"],
     expert_ids: Int32[Array, "tokens top_k"],
     session: Int32[Array, ""],
     micro_batch: Int32[Array, ""],

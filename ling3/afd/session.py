@@ -34,7 +34,7 @@ from ling3.engine.sampling import Choice, choose
 from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.layers.hyper import Mixing, mixed
-from ling3.layers.moe import MoE
+from ling3.layers.moe import NOBODY, MoE
 from ling3.model import CausalLM, DecoderLayer
 
 
@@ -47,10 +47,9 @@ class Piece(NamedTuple):
     table: Int32[Array, "rows columns"]
     first: Int32[Array, ""]
 
-    @staticmethod
-    def cut(parts: tuple[Array, Array, Array, Array], first: int, size: int) -> "Piece":
-        """The rows from `first` on of a pass over all slots."""
-        tokens, start, length, table = (part[first : first + size] for part in parts)
+    def cut(self, first: int, size: int) -> "Piece":
+        """So many rows of a pass over all slots, from `first` on."""
+        tokens, start, length, table = (part[first : first + size] for part in self[:-1])
         return Piece(tokens, start, length, table, jnp.asarray(first, jnp.int32))
 
     def span(self, execution: Execution) -> Span:
@@ -132,8 +131,8 @@ class AttentionWorker:
             tokens, start, length, unfinished = begin_decode(small, rows)
             if int(steps) and not bool(unfinished):
                 break
-            parts = (tokens, start, length, rows.table)
-            cut = [Piece.cut(parts, first, size) for first in range(0, count, size)]
+            whole = Piece(tokens, start, length, rows.table, jnp.zeros((), jnp.int32))
+            cut = [whole.cut(first, size) for first in range(0, count, size)]
             hidden = tuple(self._through(cut, layers, execution))
             out, small = end_decode(self._head, hidden, rows, np.int32(i), out, small, execution)
         return out, dataclasses.replace(small, layers=tuple(layers))
@@ -239,7 +238,11 @@ def attend(
     piece: Piece,
     plan: Plan,
     execution: Execution,
-) -> tuple[Any, tuple[Array, Array] | None, State | None]:
+) -> tuple[
+    Any,
+    tuple[Float[Array, "{plan.tokens} {plan.width}"], Int32[Array, "{plan.tokens} {plan.top_k}"]] | None,
+    State | None,
+]:
     """A layer of a piece: its residual, or what is `Away` with the tokens to send and their experts; and the memory."""
     rows, seq, span = *x.shape[:2], piece.span(execution)
     own = map_slots(lambda old: lax.dynamic_slice_in_dim(old, piece.first, rows), state)
@@ -255,7 +258,7 @@ def attend(
     chosen, weights = layer.mlp.route(flat, span, seq)
     shared = None if layer.mlp.shared_experts is None else layer.mlp.shared(normed, span)
     idle = ((0, plan.tokens - rows * seq), (0, 0))
-    chosen = jnp.pad(chosen, idle, constant_values=-1)
+    chosen = jnp.pad(chosen, idle, constant_values=NOBODY)
     away = Away(x, shared, mixing, jnp.pad(weights.astype(jnp.float32), idle))
     return away, (plan.packed(jnp.pad(flat, idle)), chosen), state
 
