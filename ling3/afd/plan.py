@@ -84,8 +84,7 @@ class Plan:
     def ffn_area(self) -> FfnArea:
         """An FFN worker's window before the first message."""
         size = slot_bytes(self.width, self.token_dtype)
-        area = FfnArea.empty(self.attention_workers, self.micro_batches, self.tokens, self.top_k, size)
-        return jax.tree.map(jnp.copy, area)  # each array its own, as they are donated
+        return FfnArea.empty(self.attention_workers, self.micro_batches, self.tokens, self.top_k, size)
 
     def attention_area(self) -> AttentionArea:
         """An attention worker's window before the first result; results are float32."""
@@ -136,7 +135,7 @@ class Share(eqx.Module):
     def __call__(
         self, x: Float[Array, "rows hidden"], expert: Int32[Array, " rows"], execution: Execution
     ) -> Float32[Array, "rows hidden"]:
-        """expert_j(x_j) for each row, in float32; an expert of -1 is none, costs nothing and gives zeros."""
+        """expert_j(x_j) for each row in float32; an expert of -1 is none: its row means nothing, and costs nothing."""
         ones = jnp.ones((x.shape[0], 1), jnp.float32)
         total = jnp.zeros(x.shape, jnp.float32)
         for stack, places in zip(self.stacks, self.places, strict=True):

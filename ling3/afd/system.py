@@ -120,7 +120,7 @@ def disaggregate(
     execution: Execution | None = None,
     devices: Sequence[Device] | None = None,
 ) -> System:
-    """A model with attention on some devices and its routed experts on others.
+    """A model with attention on some devices and its routed experts on others (MegaScale-Infer, arXiv 2504.02263).
 
     Every attention worker has the model without its routed experts, an engine and the caches of its own requests;
     every FFN worker has its share of each layer's experts. `micro_batches` of a session are under way at once: while

@@ -211,6 +211,20 @@ def test_a_request_has_the_same_bits_alone_and_in_company(whole, answers):
 
 
 @pytest.mark.slow
+def test_preempted_and_streamed_answers_are_the_same(model):
+    """Pages for two of the four requests that run at once."""
+    asked, params = prompts(60, 55, 50, 45), SamplingParams(max_tokens=30, ignore_eos=True)
+    expected = ling3.generate(model, asked, max_tokens=30, ignore_eos=True)
+    few = dataclasses.replace(SETTINGS, num_pages=14, prefix_cache=False)
+    with build(model, 1, 1, settings=few) as built:
+        [engine] = built.engines
+        assert within(built.generate, asked, max_tokens=30, ignore_eos=True) == expected
+        assert engine.stats().preemptions > 0
+        streamed = within(lambda: [token for delta in engine.stream(asked[0], params) for token in delta.token_ids])
+        assert streamed == expected[0]
+
+
+@pytest.mark.slow
 def test_nan_of_a_request_stays_its_own(model, answers):
     """What is left of it in windows and slots changes no other answer."""
     poison, (asked, greedy) = 2, answers
