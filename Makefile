@@ -11,9 +11,6 @@ QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 # Each worker begins with one half of the tests, so that those that share programs stay together, and then helps.
 WORKERS := -n 2 --dist worksteal
 
-# Tests of what many models do rather than of their last bits, which take long to compile.
-BEHAVIOUR := tests/interpret tests/cli
-
 # What the other targets leave out: a target of its own runs it.
 APART := --ignore=tests/parity --ignore=tests/site
 
@@ -52,8 +49,8 @@ parity: .venv/installed-parity
 	$(BIN)/python -m pytest $(TABLES)
 
 slow: .venv/installed-test
-	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m slow $(BEHAVIOUR)
-	$(BIN)/python -m pytest $(WORKERS) -m slow $(APART) $(BEHAVIOUR:%=--ignore=%)
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized" $(APART)
+	$(BIN)/python -m pytest $(WORKERS) -m optimized $(APART)
 
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART) -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90

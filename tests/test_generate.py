@@ -83,7 +83,9 @@ def test_one_token_and_no_prompts(model):
     assert ling3.generate(model, [], max_tokens=5) == []
 
 
-@pytest.mark.parametrize("alone", [(0, 2), pytest.param((1,), marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "alone", [(0, 2), pytest.param((1,), marks=[pytest.mark.slow, pytest.mark.optimized])], ids=["short", "long"]
+)
 def test_draws_depend_on_the_seed_and_not_on_the_company(model, alone):
     sampled = ling3.generate(model, PROMPTS, max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
     assert sampled == ling3.generate(model, PROMPTS, max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)

@@ -365,6 +365,7 @@ def test_combining_is_the_oracles(name, need_schedule):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("hidden", [1, 8, 250, 512])
 def test_products_are_rounded_with_all_optimizations(hidden, monkeypatch):
     """XLA would contract a product and a sum to one operation, which rounds once; eagerly there is no such choice."""
@@ -378,6 +379,7 @@ def test_products_are_rounded_with_all_optimizations(hidden, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("hidden", [1, 7, 64, 500])
 def test_quotients_are_rounded_with_all_optimizations(hidden):
     rng, tokens = np.random.default_rng(hidden), 16

@@ -211,6 +211,7 @@ def test_a_request_has_the_same_bits_alone_and_in_company(whole, answers):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_preempted_and_streamed_answers_are_the_same(model):
     """Pages for two of the four requests that run at once."""
     asked, params = prompts(60, 55, 50, 45), SamplingParams(max_tokens=30, ignore_eos=True)

@@ -58,7 +58,8 @@ def moved(rows):
     )
 
 
-@pytest.mark.slow  # of what XLA makes of a program with all optimizations
+@pytest.mark.slow
+@pytest.mark.optimized
 def test_a_row_for_every_slot_moves_no_state():
     """Where fewer rows than slots are decoded, states are taken out and put back."""
     assert moved(7) == (True, [])
@@ -66,7 +67,8 @@ def test_a_row_for_every_slot_moves_no_state():
     assert aliased and "scatter" in operations
 
 
-@pytest.mark.slow  # of what XLA makes of a program with all optimizations
+@pytest.mark.slow
+@pytest.mark.optimized
 def test_both_layouts_decode_the_same_bits_and_leave_the_others_alone():
     """Slots 1 and 3 decode; slot 0 runs but is in no row, slot 2 is empty."""
     runner = ling3.Engine(open_model(TINY), None, **SETTINGS, max_running_requests=4, num_pages=8)._loop.runner

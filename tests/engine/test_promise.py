@@ -169,7 +169,7 @@ class ManyCompanies(Company):
     """The same, more often."""
 
 
-TestManyCompanies = pytest.mark.slow(ManyCompanies.TestCase)
+TestManyCompanies = pytest.mark.optimized(pytest.mark.slow(ManyCompanies.TestCase))
 TestManyCompanies.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
@@ -198,7 +198,7 @@ class FreshCompany(Company):
         return alone_in(which, *self.sizes)
 
 
-TestFreshCompany = pytest.mark.slow(FreshCompany.TestCase)
+TestFreshCompany = pytest.mark.optimized(pytest.mark.slow(FreshCompany.TestCase))
 TestFreshCompany.settings = settings(
     max_examples=20, stateful_step_count=30, deadline=None, derandomize=False, print_blob=True
 )
@@ -251,6 +251,7 @@ def test_poisoned_pools_change_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("changes", [{"max_running_requests": 1}, {"max_running_requests": 13, "num_pages": 70}])
 def test_the_size_of_the_engine_changes_nothing(changes):
     """Beyond the promise: other slots and pages are other programs, with the same bits."""
@@ -270,6 +271,7 @@ def test_without_the_promise_answers_differ_by_rounding_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_a_row_for_every_slot_keeps_the_promise():
     """Where decoding is in place, while others are prefilled, preempted and aborted beside it."""
     own = engine(decode_rows=SLOTS, num_pages=14)
@@ -286,6 +288,7 @@ def test_a_row_for_every_slot_keeps_the_promise():
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16"])
 def test_bfloat16_keeps_the_promise(cache_dtype):
     """Narrow weights, whose caches are float32 on the CPU unless asked for: two rows and a preemption or two."""

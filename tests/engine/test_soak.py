@@ -18,6 +18,7 @@ def short_soak(requests, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_soak():
     """No answer depends on company, arrival, aborts or preemptions, and nothing is left of 200 requests."""
     done = Counter()

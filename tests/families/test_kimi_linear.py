@@ -206,6 +206,7 @@ def test_it_generates_what_whole_sequences_say(model):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_answers_are_the_same_bits_in_company_and_after_preemption(model):
     params = [ling3.SamplingParams(max_tokens=20, temperature=t, seed=3, ignore_eos=True, logprobs=0) for t in (0, 1)]
     crowd, alone = answers_in_company_and_alone(model, prompts(3, 11, 8, 17, 1, 14), params * 3)

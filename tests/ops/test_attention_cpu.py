@@ -177,6 +177,7 @@ def test_a_models_decode_steps_are_the_plain_forms(name):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", MODELS)
 def test_the_engines_promise(name):
     """Alone, and among others, preempted and resumed: the same bits."""

@@ -176,6 +176,7 @@ class TestModel:
         np.testing.assert_allclose(seen, program(model, tokens), atol=2e-5)
 
     @pytest.mark.slow
+    @pytest.mark.optimized
     def test_the_engines_promise(self):
         """Alone, and among others, preempted and resumed: the same bits."""
         params = [ling3.SamplingParams(max_tokens=12, temperature=t % 2, seed=t, logprobs=0) for t in range(6)]

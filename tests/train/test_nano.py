@@ -99,6 +99,7 @@ def test_it_answers_problems_it_has_not_seen(model, tokenizer):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_it_works_step_by_step_and_stops(model, tokenizer):
     problem = exam(1)[0]
     (reply,) = ling3.generate(model, [tokenizer.encode(ask(problem, worked_examples(1)[0]))], max_tokens=64)
@@ -107,6 +108,7 @@ def test_it_works_step_by_step_and_stops(model, tokenizer):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_the_whole_exam(model, tokenizer):
     shares = examine(model, tokenizer, 500)
     assert shares["alone"] >= 0.95
