@@ -192,6 +192,7 @@ class FreshCompany(Company):
     def begin(self, sizes):
         self.sizes = sizes
         self.engine, _ = engines(*sizes)
+        self.engine.forget_prefixes()
         self.asked, self.finished, self.aborted = {}, {}, set()
 
     def alone(self, which):

@@ -100,7 +100,7 @@ def test_rows_of_unequal_length_on_a_cache(open_v4, name):
     assert distance_on_a_cache(case.theirs, case.ours, rows, following) <= LOGITS
 
 
-@each_case
+@pytest.mark.parametrize("name", ["small", "real head sizes"])
 def test_greedy_continuations(open_v4, name):
     case = open_v4(name)
     expected, generated, served = greedy_answers(
