@@ -68,6 +68,8 @@ class Paged(eqx.Module):
     tokens: int = eqx.field(static=True, default=1)
     window: int | None = eqx.field(static=True, default=None)
     packing: Packing | None = eqx.field(static=True, default=None)
+    shared: int | None = eqx.field(static=True, default=None)
+    """The axis of `entries` along which devices share them; None if each device has them whole."""
 
     @staticmethod
     def empty(
@@ -78,6 +80,7 @@ class Paged(eqx.Module):
         tokens: int = 1,
         window: int | None = None,
         packing: Packing | None = None,
+        shared: int | None = None,
     ) -> "Paged":
         """Zeros for so many pages of `page_size` tokens; with a `packing`, its bytes, whatever `dtype` is.
 
@@ -87,10 +90,14 @@ class Paged(eqx.Module):
             raise ValueError(f"page_size is {page_size}, expected a multiple of {tokens}, the tokens of an entry")
         page = page_size // tokens
         if packing is None:
-            return Paged(jnp.zeros((pages, page, *entry), dtype), tokens, window)
+            return Paged(jnp.zeros((pages, page, *entry), dtype), tokens, window, shared=shared)
         if entry != (packing.channels,):
             raise ValueError(f"entry is {entry}, expected ({packing.channels},), the channels of packed {packing.name}")
         return Paged(jnp.zeros((pages, packing.bytes(page)), jnp.uint8), tokens, window, packing)
+
+    def shared_axis(self, field: str) -> int | None:
+        """That of the entries."""
+        return self.shared
 
     @property
     def page(self) -> int:
@@ -127,10 +134,14 @@ class Paged(eqx.Module):
 
 
 class KDAState(eqx.Module):
-    """One KDA layer's memory, the same size after any number of tokens."""
+    """One KDA layer's memory, the same size after any number of tokens. Devices share it by heads."""
 
     recurrent: Float[Array, "batch heads key value"]  # S, float32
     conv: Float[Array, "batch tail channels"]  # the last taps - 1 projections before the convolution: q | k | v
+
+    def shared_axis(self, field: str) -> int:
+        """Heads, and their channels."""
+        return {"recurrent": 1, "conv": 2}[field]
 
 
 State = PyTree
@@ -165,6 +176,22 @@ def window_of(states: State) -> int | None:
     pages = pages_of(states)
     windows = [paged.window for paged in pages if paged.window is not None]
     return max(windows) if windows and len(windows) == len(pages) else None
+
+
+def shared_axes(states: State) -> list[int | None]:
+    """For each array of some states (in the order of `jax.tree.leaves`), the axis along which devices share it.
+
+    None means that each device has it whole. A class of states says which are shared with a method
+    `shared_axis(field)`.
+    """
+    axes = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(states)[0]:
+        node: Any = states
+        for key in path[:-1]:
+            node = node[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(node, key.name)
+        shared = getattr(node, "shared_axis", None)
+        axes.append(None if shared is None else shared(path[-1].name))
+    return axes
 
 
 def slots_of(states: State) -> State:

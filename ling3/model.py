@@ -15,6 +15,7 @@ from ling3.layers.hyper import HyperConnection, HyperHead, Mixing, mixed
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
+from ling3.placement import EVERYWHERE, Placement
 from ling3.runtime.entry_checks import checks_ids, refuse_fork
 
 
@@ -146,6 +147,12 @@ class CausalLM(eqx.Module):
     model: Decoder
     lm_head: Matrix | None  # [vocab, hidden]; None: the word embeddings serve as head too
     config: Any = eqx.field(static=True)  # the family's own
+    placement: Placement | None = eqx.field(static=True, default=None)  # on a mesh, how its arrays are cut
+
+    @property
+    def part(self) -> "CausalLM":
+        """What a device has of a model on a mesh: it runs in `Placement.run` alone."""
+        return dataclasses.replace(self, placement=None)
 
     @checks_ids
     @eqx.filter_jit
@@ -164,7 +171,11 @@ class CausalLM(eqx.Module):
         batch, seq = tokens.shape
         if 0 in (batch, seq):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
-        return self.watched(tokens, Span.whole(batch, seq, Execution.default() if execution is None else execution))
+        execution = Execution.default() if execution is None else execution
+        if self.placement is not None:
+            scored = lambda part, tokens: part(tokens, execution)  # noqa: E731
+            return self.placement.run(self.part, scored, (tokens,), (EVERYWHERE,), EVERYWHERE)
+        return self.watched(tokens, Span.whole(batch, seq, execution))
 
     def watched(
         self, tokens: Int[Array, "batch seq"], span: Span
@@ -178,7 +189,7 @@ class CausalLM(eqx.Module):
     ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
         """Those of some normed hidden states."""
         head = self.model.word_embeddings if self.lm_head is None else self.lm_head
-        return head(hidden, execution, jnp.float32)
+        return head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # on a mesh it may have more rows
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -234,6 +245,10 @@ class CausalLM(eqx.Module):
         """
         if packed and (why := self.unpackable) is not None:
             raise ValueError(f"the caches of this model cannot be packed, keep them in a floating dtype: {why}")
+        if self.placement is not None:
+            shapes = eqx.filter_eval_shape(lambda: self.part.empty_states(slots, pages, page_size, dtype, packed))
+            empty = lambda part: part.empty_states(slots, pages, page_size, dtype, packed)  # noqa: E731
+            return self.placement.run(self.part, empty, (), (), self.placement.states(shapes))
         how = {"packed": True} if packed else {}
         return tuple(mixer.empty_state(slots, pages, page_size, dtype, **how) for mixer in self.model.attentions)
 
@@ -260,6 +275,8 @@ class CausalLM(eqx.Module):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
         length = jnp.full(batch, seq, jnp.int32) if lengths is None else lengths
         execution = Execution.default() if execution is None else execution
+        if self.placement is not None:
+            return self._step_on_mesh(self.placement, tokens, cache, length, last, execution)
         span = Span(cache.length, length, cache.table, execution)
         hidden, states = self.model(tokens, cache.layers, span)
         if last:
@@ -268,3 +285,26 @@ class CausalLM(eqx.Module):
         # NaN in a hidden state makes all its logits NaN, and masking it touches fewer numbers than masking those.
         logits = self.logits(jnp.where(fits[:, None, None], hidden, jnp.nan), execution)
         return logits, Cache(states, cache.length + length, cache.table)
+
+    def _step_on_mesh(
+        self,
+        placement: Placement,
+        tokens: Int[Array, "batch seq"],
+        cache: Cache,
+        length: Int32[Array, " batch"],
+        last: bool,
+        execution: Execution,
+    ) -> tuple[Float32[Array, "batch out {self.config.vocab_size}"], Cache]:
+        """`step` of each device's part; all have the same logits."""
+        states = placement.states(cache.layers)
+
+        def continued(
+            part: CausalLM, tokens: Array, layers: tuple[State, ...], start: Array, table: Array, length: Array
+        ) -> tuple[Array, tuple[State, ...]]:
+            logits, cache = part.step(tokens, Cache(layers, start, table), length, last=last, execution=execution)
+            return logits, cache.layers
+
+        inputs = (tokens, cache.layers, cache.length, cache.table, length)
+        where = (EVERYWHERE, states, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+        logits, layers = placement.run(self.part, continued, inputs, where, (EVERYWHERE, states))
+        return logits, Cache(layers, cache.length + length, cache.table)

@@ -50,6 +50,8 @@ class Leaf:
     value: Any
     module: Any
     """The module whose field it is."""
+    around: tuple[Any, ...] = ()
+    """The modules that it is in, from the model on."""
     published: Callable[[Weight], Weight] = lambda weight: weight
     """From a tensor under the tree's name to the same under the family's, in its shape."""
 
@@ -63,9 +65,16 @@ class Leaf:
         """What each dimension counts: a matrix's own axes; for other arrays those of the field's annotation."""
         if isinstance(self.module, Matrix):
             return self.module.axes[: self.value.ndim]  # of a bias or scales: those of its rows
+        if (own := getattr(type(self.module), "AXES", {}).get(self.field)) is not None:
+            return own
         annotation = type(self.module).__annotations__[self.field]
         shaped = next(one for one in (annotation, *get_args(annotation)) if hasattr(one, "dim_str"))
         return tuple(shaped.dim_str.split())
+
+    def units(self, axis: str) -> int:
+        """How many things its axis of this name counts: heads, where a head has several rows."""
+        known = (getattr(module, axis, None) for module in reversed(self.around))
+        return next((count for count in known if isinstance(count, int)), self.value.shape[self.axes.index(axis)])
 
     def weights(self) -> Iterator[Weight]:
         """The published tensors that make up this leaf."""
@@ -122,10 +131,11 @@ def leaves(model: CausalLM) -> Iterator[Leaf]:
         return dataclasses.replace(weight, name=name, shape=family.published_shape(name, weight.shape), also=shapes)
 
     for path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
-        module: Any = model
+        modules: list[Any] = [model]
         for key in path[:-1]:
-            module = module[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(module, key.name)
-        yield Leaf(_dotted(path), value, module, published)
+            own = modules[-1]
+            modules.append(own[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(own, key.name))
+        yield Leaf(_dotted(path), value, modules[-1], tuple(modules), published)
 
 
 def stored_parts(model: CausalLM, names: Container[str]) -> Parts:

@@ -1,5 +1,7 @@
 """The short causal convolution in front of KDA's queries, keys and values."""
 
+from typing import ClassVar
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ class ShortConv(eqx.Module):
     Source: Kimi Linear, arXiv 2510.26692, §4. The memory is the last `taps - 1` inputs, before the convolution. The
     checkpoint has the weight as [channels, 1, taps].
     """
+
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {"weight": ("heads", "taps")}  # heads·key
 
     weight: Float[Array, "channels taps"]
     name: str = eqx.field(static=True, default="")

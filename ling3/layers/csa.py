@@ -168,8 +168,8 @@ class Indexer(eqx.Module):
         heads, inner = config.index_heads, config.index_heads * config.index_dim
         options = {"dtype": dtype, "std": config.std}
         return Indexer(
-            Linear.init(inner, config.q_rank, key=first, axes=("heads", "q_rank"), **options),
-            Linear.init(heads, config.hidden, key=second, axes=("heads", "hidden"), **options),
+            Linear.init(inner, config.q_rank, key=first, axes=("index_heads", "q_rank"), **options),
+            Linear.init(heads, config.hidden, key=second, axes=("index_heads", "hidden"), **options),
             Compressor.init(config, config.index_dim, key=third, dtype=dtype),
             config.index_top,
         )
@@ -257,7 +257,7 @@ class CSA(eqx.Module):
     @property
     def hidden(self) -> int:
         """Channels of the residual stream."""
-        return self.wo_b.out_features
+        return self.wq_a.in_features
 
     @property
     def head_dim(self) -> int:

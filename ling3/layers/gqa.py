@@ -86,7 +86,7 @@ class GQA(eqx.Module):
     @property
     def hidden(self) -> int:
         """Channels of the residual stream."""
-        return self.o_proj.out_features
+        return self.q_proj.in_features
 
     @property
     def heads(self) -> int:
@@ -105,7 +105,7 @@ class GQA(eqx.Module):
 
     def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> Paged:
         """Pages of keys and values, and nothing per slot."""
-        return Paged.empty(pages, page_size, (self.entry,), dtype, window=self.window)
+        return Paged.empty(pages, page_size, (self.entry,), dtype, window=self.window, shared=2)
 
     def __call__(
         self, x: Float[Array, "batch seq {self.hidden}"], state: Paged | None, span: Span

@@ -1,6 +1,7 @@
 """Kimi Delta Attention: linear attention whose memory is one matrix per head."""
 
 import dataclasses
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -57,6 +58,8 @@ class KDA(eqx.Module):
     What is None is left out: without convolutions q, k, v = silu(W x); without `f_proj` g = 0; without `b_proj` b is
     the constant `beta`; without `g_proj` there is no output gate. With `neg_eigval` b = 2 sigmoid(b_proj(x)).
     """
+
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {"dt_bias": ("heads",)}  # heads·key
 
     q_proj: Matrix  # [heads·key, hidden]
     k_proj: Matrix  # [heads·key, hidden]
@@ -130,7 +133,7 @@ class KDA(eqx.Module):
     @property
     def heads(self) -> int:
         """How many there are."""
-        return self.o_proj.in_features // self.o_norm.weight.shape[0]
+        return self.q_proj.out_features // self.o_norm.weight.shape[0]
 
     def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> KDAState:
         """The memory before the first token: zeros, and nothing in pages."""

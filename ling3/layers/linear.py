@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
 from ling3.execution import PLAIN, Execution
 from ling3.layers.scope import scoped
+from ling3.ops.exchange import LOCAL, Exchange
 from ling3.ops.in_place import read_in_place
 from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import Wide
@@ -28,6 +29,8 @@ class Matrix(eqx.Module):
     dimension of several factors (heads·key) bears the name of the first, along which it can be cut."""
     name: eqx.AbstractVar[str]
     """The field that holds it, which a profile shows."""
+    exchange: eqx.AbstractVar[Exchange]
+    """What devices exchange around its product where each has a part of it."""
 
     @property
     @abstractmethod
@@ -68,18 +71,22 @@ class Matrix(eqx.Module):
 
     @scoped
     def __call__(
-        self, x: Float[Array, "*batch {self.in_features}"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
-    ) -> Float[Array, "*batch {self.out_features}"]:
-        """x Wᵀ. Products are summed in the execution's accumulation dtype; the result has `dtype`, or that of `x`."""
-        y = self.product(x.reshape(-1, x.shape[-1]), execution)
-        return y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype)
+        self, x: Float[Array, "*batch inner"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch outer"]:
+        """x Wᵀ. Products are summed in the execution's accumulation dtype; the result has `dtype`, or that of `x`.
+
+        `inner` and `outer` are the columns and rows of the matrix, or on a mesh this device's part of them.
+        """
+        x = self.exchange.before(x)
+        y = self.exchange.summed(self.product(x.reshape(-1, x.shape[-1]), execution))
+        return self.exchange.after(y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype))
 
     @scoped
     def embed(
         self, index: Int[Array, "*batch"], execution: Execution = PLAIN
     ) -> Float[Array, "*batch {self.in_features}"]:
         """W[index]. An index outside the matrix is the caller's error: JAX would read another row."""
-        return self.row(index, execution)
+        return self.exchange.row(lambda own: self.row(own, execution), index, self.out_features)
 
 
 class Linear(Matrix):
@@ -89,6 +96,7 @@ class Linear(Matrix):
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
+    exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
     @staticmethod
     def init(
@@ -145,7 +153,7 @@ class LowRank(eqx.Module):
     @scoped
     def __call__(
         self, x: Float[Array, "*batch {self.a_proj.in_features}"], execution: Execution, dtype: DTypeLike | None = None
-    ) -> Float[Array, "*batch {self.b_proj.out_features}"]:
+    ) -> Float[Array, "*batch outer"]:
         """The product in `dtype` or that of `x`, which the `rank` channels between have too."""
         return self.b_proj(self.a_proj(x, execution), execution, dtype)
 
@@ -153,7 +161,7 @@ class LowRank(eqx.Module):
 class Constant(eqx.Module):
     """y = bias, for every x: takes the place of a projection whose output is held constant."""
 
-    bias: Float[Array, " out_features"]
+    bias: Float[Array, " heads"]  # or heads·value
 
     @staticmethod
     def init(out_features: int) -> "Constant":

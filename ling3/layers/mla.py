@@ -103,12 +103,12 @@ class MLA(eqx.Module):
     @property
     def hidden(self) -> int:
         """Channels of the residual stream."""
-        return self.dense.out_features
+        return self.kv_a_proj_with_mqa.in_features
 
     @property
     def heads(self) -> int:
         """How many there are."""
-        return self.dense.in_features // self.value
+        return self.kv_b_proj.out_features // (self.nope + self.value)
 
     @property
     def latent(self) -> int:
