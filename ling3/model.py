@@ -7,15 +7,16 @@ from typing import Any, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
-from ling3.cache import Cache, Span, State
+from ling3.cache import Cache, Span, State, pages_of
 from ling3.execution import PLAIN, Execution
 from ling3.layers.hyper import HyperConnection, HyperHead, Mixing, mixed
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
-from ling3.placement import EVERYWHERE, Placement
+from ling3.placement import Placement, here
 from ling3.runtime.entry_checks import checks_ids, refuse_fork
 
 
@@ -173,8 +174,9 @@ class CausalLM(eqx.Module):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
         execution = Execution.default() if execution is None else execution
         if self.placement is not None:
+            where = PartitionSpec(self.placement.rows(batch))
             scored = lambda part, tokens: part(tokens, execution)  # noqa: E731
-            return self.placement.run(self.part, scored, (tokens,), (EVERYWHERE,), EVERYWHERE)
+            return self.placement.run(scored, (tokens,), (where,), where, self.part)
         return self.watched(tokens, Span.whole(batch, seq, execution))
 
     def watched(
@@ -247,8 +249,11 @@ class CausalLM(eqx.Module):
             raise ValueError(f"the caches of this model cannot be packed, keep them in a floating dtype: {why}")
         if self.placement is not None:
             shapes = eqx.filter_eval_shape(lambda: self.part.empty_states(slots, pages, page_size, dtype, packed))
-            empty = lambda part: part.empty_states(slots, pages, page_size, dtype, packed)  # noqa: E731
-            return self.placement.run(self.part, empty, (), (), self.placement.states(shapes))
+            rows = self.placement.rows(math.gcd(slots, pages))
+            groups = 1 if rows is None else self.placement.row_groups
+            sizes = (slots // groups, pages // groups, page_size, dtype, packed)
+            empty = lambda part: part.empty_states(*sizes)  # noqa: E731
+            return self.placement.run(empty, (), (), self.placement.states(shapes, rows), self.part)
         how = {"packed": True} if packed else {}
         return tuple(mixer.empty_state(slots, pages, page_size, dtype, **how) for mixer in self.model.attentions)
 
@@ -295,16 +300,19 @@ class CausalLM(eqx.Module):
         last: bool,
         execution: Execution,
     ) -> tuple[Float32[Array, "batch out {self.config.vocab_size}"], Cache]:
-        """`step` of each device's part; all have the same logits."""
-        states = placement.states(cache.layers)
+        """`step` of each device's part."""
+        rows = placement.rows(tokens.shape[0])
+        states, where = placement.states(cache.layers, rows), PartitionSpec(rows)
 
         def continued(
             part: CausalLM, tokens: Array, layers: tuple[State, ...], start: Array, table: Array, length: Array
         ) -> tuple[Array, tuple[State, ...]]:
+            for paged in pages_of(layers)[:1]:
+                table = here(table, paged.entries.shape[0], rows)
             logits, cache = part.step(tokens, Cache(layers, start, table), length, last=last, execution=execution)
             return logits, cache.layers
 
         inputs = (tokens, cache.layers, cache.length, cache.table, length)
-        where = (EVERYWHERE, states, EVERYWHERE, EVERYWHERE, EVERYWHERE)
-        logits, layers = placement.run(self.part, continued, inputs, where, (EVERYWHERE, states))
+        specs = (where, states, where, where, where)
+        logits, layers = placement.run(continued, inputs, specs, (where, states), self.part)
         return logits, Cache(layers, cache.length + length, cache.table)

@@ -6,13 +6,15 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32, Shaped
 
 from ling3.cache import State, shared_axes
 
-Model = TypeVar("Model", bound=eqx.Module)
-EVERYWHERE = PartitionSpec()
-"""Of an array that every device has whole."""
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +27,19 @@ class Placement:
     """
 
     mesh: Mesh
-    tensor: str
-    """The axis of the mesh along which weights and states are cut."""
+    heads: str | None
+    """The axis of the mesh along which the memory of heads is cut."""
+    batch: str | None
+    """That along which the rows of a batch lie, with their memory."""
     specs: tuple[PartitionSpec, ...]
     """Of the model's arrays, in the order of `jax.tree.leaves`."""
 
-    def run(self, model: Model, function: Callable[..., Any], inputs: tuple[Any, ...], where: Any, out: Any) -> Any:
-        """`function(model, *inputs)` on every device, with its own part of the model.
+    def run(self, function: Callable[..., Any], inputs: tuple[Any, ...], where: Any, out: Any, part: eqx.Module) -> Any:
+        """`function(part, *inputs)` on every device, with its own parts of the model and of the inputs.
 
-        `where` are the specs of the inputs and `out` those of the results: prefixes of their trees.
+        `where` are the specs of the inputs and `out` those of the results: prefixes of their trees. Not differentiable.
         """
-        arrays, statics = eqx.partition(model, eqx.is_array)
+        arrays, statics = eqx.partition(part, eqx.is_array)
         leaves, tree = jax.tree.flatten(arrays)
 
         def on_a_device(leaves: list[jax.Array], *inputs: Any) -> Any:
@@ -45,15 +49,56 @@ class Placement:
         mapped = jax.shard_map(on_a_device, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
         return mapped(leaves, *inputs)
 
-    def states(self, states: State) -> State:
-        """The specs of some states (or of their shapes)."""
-        specs = [EVERYWHERE if axis is None else self.cut(axis) for axis in shared_axes(states)]
-        return jax.tree.unflatten(jax.tree.structure(states), specs)
+    def rows(self, batch: int) -> str | None:
+        """The axis over which so many rows lie; None if each device has all of them, as they cannot be dealt evenly."""
+        return self.batch if self.batch is not None and batch % self.mesh.shape[self.batch] == 0 else None
 
-    def cut(self, axis: int) -> PartitionSpec:
-        """The spec of an array that is cut along an axis."""
-        return PartitionSpec(*[None] * axis, self.tensor)
+    def states(self, states: State, rows: str | None) -> State:
+        """The specs of some states (or of their shapes), whose rows and pages lie over the axis `rows`."""
+        specs = [
+            PartitionSpec(*(rows, *[None] * (axis - 1), self.heads) if axis else (rows,))
+            for axis in shared_axes(states)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(states), specs)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Where an array of this spec lies."""
         return NamedSharding(self.mesh, spec)
+
+    def put(self, tree: Tree, specs: Any) -> Tree:
+        """Arrays, of which every process has the whole, where they lie."""
+
+        def placed(x: Any, spec: PartitionSpec) -> jax.Array:
+            whole = np.asarray(x)
+            return jax.make_array_from_callback(whole.shape, self.sharding(spec), lambda index: whole[index])
+
+        return jax.tree.map(placed, tree, specs)
+
+    def everywhere(self, tree: Tree) -> Tree:
+        """Arrays, of which every process has the whole, on every device."""
+        return self.put(tree, jax.tree.map(lambda _: PartitionSpec(), tree))
+
+    def settled(self, tree: Tree, specs: Any) -> Tree:
+        """Arrays of a program that lie there from now on."""
+        return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, self.sharding(spec)), tree, specs)
+
+    @property
+    def row_groups(self) -> int:
+        """How many groups of devices have different rows."""
+        return 1 if self.batch is None else self.mesh.shape[self.batch]
+
+
+def here(numbers: Int32[Array, "*shape"], count: int, axis: str | None) -> Int32[Array, "*shape"]:
+    """Numbers of slots or pages in terms of this device's `count`, one part of those along an axis.
+
+    `count` stands for those of other devices, and for none.
+    """
+    if axis is None:
+        return numbers
+    own = numbers - lax.axis_index(axis) * count
+    return jnp.where((own >= 0) & (own < count), own, count)
+
+
+def everyones(x: Shaped[Array, "rows *rest"], axis: str | None) -> Shaped[Array, "all *rest"]:
+    """The rows of all devices along an axis."""
+    return x if axis is None else lax.all_gather(x, axis, axis=0, tiled=True)

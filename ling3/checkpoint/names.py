@@ -7,13 +7,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Container, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
+import ling3.leaves
 from ling3.families import Place, family_of, init
 from ling3.layers.conv import ShortConv
 from ling3.layers.kda import KDA
@@ -43,38 +44,11 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class Leaf(ling3.leaves.Leaf):
     """One array of the module tree (or its shape and dtype), and how the checkpoint has it."""
 
-    path: str
-    value: Any
-    module: Any
-    """The module whose field it is."""
-    around: tuple[Any, ...] = ()
-    """The modules that it is in, from the model on."""
     published: Callable[[Weight], Weight] = lambda weight: weight
     """From a tensor under the tree's name to the same under the family's, in its shape."""
-
-    @property
-    def field(self) -> str:
-        """The module's field."""
-        return self.path.rpartition(".")[2]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """What each dimension counts: a matrix's own axes; for other arrays those of the field's annotation."""
-        if isinstance(self.module, Matrix):
-            return self.module.axes[: self.value.ndim]  # of a bias or scales: those of its rows
-        if (own := getattr(type(self.module), "AXES", {}).get(self.field)) is not None:
-            return own
-        annotation = type(self.module).__annotations__[self.field]
-        shaped = next(one for one in (annotation, *get_args(annotation)) if hasattr(one, "dim_str"))
-        return tuple(shaped.dim_str.split())
-
-    def units(self, axis: str) -> int:
-        """How many things its axis of this name counts: heads, where a head has several rows."""
-        known = (getattr(module, axis, None) for module in reversed(self.around))
-        return next((count for count in known if isinstance(count, int)), self.value.shape[self.axes.index(axis)])
 
     def weights(self) -> Iterator[Weight]:
         """The published tensors that make up this leaf."""
@@ -130,12 +104,8 @@ def leaves(model: CausalLM) -> Iterator[Leaf]:
         name, shapes = family.published(weight.name, config), (weight.shape, *weight.also)
         return dataclasses.replace(weight, name=name, shape=family.published_shape(name, weight.shape), also=shapes)
 
-    for path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
-        modules: list[Any] = [model]
-        for key in path[:-1]:
-            own = modules[-1]
-            modules.append(own[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(own, key.name))
-        yield Leaf(_dotted(path), value, modules[-1], tuple(modules), published)
+    for leaf in ling3.leaves.leaves(model):
+        yield Leaf(leaf.path, leaf.value, leaf.around, published)
 
 
 def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
@@ -163,7 +133,3 @@ def weight_names(config: Any) -> Iterator[Weight]:
     """Every tensor that a checkpoint of `config` has, but for those of multi-token prediction."""
     for leaf in leaves(structure(config)):
         yield from leaf.weights()
-
-
-def _dotted(path: tuple[Any, ...]) -> str:
-    return ".".join(str(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.name) for key in path)

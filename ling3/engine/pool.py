@@ -7,7 +7,9 @@ them, and puts them back.
 Programs are compiled by `jax.jit`: Equinox's `filter_jit` would wait for each call's end before the next is dispatched.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
 
 from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
@@ -23,6 +26,7 @@ from ling3.engine.sampling import Choice, Sampling, choose, counted, ends
 from ling3.engine.settings import DECODE_STEPS, CacheDtype
 from ling3.execution import Execution
 from ling3.model import CausalLM
+from ling3.placement import Placement, everyones, here
 
 # Pages that one call copies to or from the host.
 PAGES_MOVED = 8
@@ -41,6 +45,18 @@ class Rows(eqx.Module):
     slots: Int32[Array, " rows"] | None
     table: Int32[Array, "rows columns"]
     in_place: bool = eqx.field(static=True, default=False)
+    beside: str | None = eqx.field(static=True, default=None)
+    """The axis of the mesh along which other devices run other rows of the call; None if these are all."""
+
+    def here(self, pool: "Pool", axis: str | None) -> "Rows":
+        """These rows in terms of this device's part of the pool, whose slots and pages lie along an axis."""
+        if axis is None:
+            return self
+        slots = None if self.slots is None else here(self.slots, pool.length.shape[0], axis)
+        table = self.table
+        for paged in pages_of(pool.layers)[:1]:
+            table = here(table, paged.entries.shape[0], axis)
+        return Rows(slots, table, self.in_place, beside=axis)
 
 
 class Pool(eqx.Module):
@@ -52,6 +68,7 @@ class Pool(eqx.Module):
     until: Int32[Array, " slots"]  # tokens of prompt and output together at which the row ends
     done: Bool[Array, " slots"]
     sampling: Sampling
+    placement: Placement | None = eqx.field(static=True, default=None)  # of a model on a mesh
 
     @staticmethod
     def empty(
@@ -61,7 +78,42 @@ class Pool(eqx.Module):
         slots = sampling.temperature.shape[0]
         length, token, until = (jnp.asarray(np.zeros(slots, np.int32)) for _ in range(3))
         layers = new_memory(model, slots, pages, page_size, dtype, packed)
-        return Pool(layers, length, token, until, jnp.asarray(np.ones(slots, bool)), sampling)
+        pool = Pool(layers, length, token, until, jnp.asarray(np.ones(slots, bool)), sampling, model.placement)
+        if pool.placement is None:
+            return pool
+        return dataclasses.replace(pool.placement.put(pool.part, pool.specs), placement=pool.placement)
+
+    @property
+    def axis(self) -> str | None:
+        """The axis of the mesh along which the slots and pages lie; None if every device has all."""
+        if self.placement is None:
+            return None
+        sizes = [self.length.shape[0], *(paged.entries.shape[0] for paged in pages_of(self.layers)[:1])]
+        return self.placement.rows(math.gcd(*sizes))
+
+    @property
+    def specs(self) -> "Pool":
+        """Where each array of `part` lies."""
+        assert self.placement is not None, "a pool on a mesh"
+        by_slot = jax.tree.map(lambda _: PartitionSpec(self.axis), self.part)
+        return eqx.tree_at(lambda p: p.layers, by_slot, self.placement.states(self.layers, self.axis))
+
+    @property
+    def part(self) -> "Pool":
+        """What a device has of a pool on a mesh."""
+        return dataclasses.replace(self, placement=None)
+
+    @property
+    def settled(self) -> "Pool":
+        """The pool with each array where it lies."""
+        if self.placement is None:
+            return self
+        return dataclasses.replace(self.placement.settled(self.part, self.specs), placement=self.placement)
+
+    def everywhere(self, states: State) -> State:
+        """Some rows or pages of the pool's, on every device of its mesh (of cut heads, each device its own)."""
+        placement = self.placement
+        return states if placement is None else placement.settled(states, placement.states(states, None))
 
     def take(self, rows: Rows) -> "Pool":
         """The pool of these rows alone; the pages stay where they are."""
@@ -171,6 +223,19 @@ def prefill(
     execution: Execution,
 ) -> tuple[Choice, Pool]:
     """Adds each row's next `lengths` prompt tokens to the caches; rows whose prompt `end`s with them get a token."""
+    run, axes = functools.partial(_prefill, execution=execution), (pool.axis,) * 3
+    return _everywhere(run, model, pool, rows, (tokens, lengths, end), axes)
+
+
+def _prefill(
+    model: CausalLM,
+    pool: Pool,
+    rows: Rows,
+    tokens: Int32[Array, "rows seq"],
+    lengths: Int32[Array, " rows"],
+    end: Bool[Array, " rows"],
+    execution: Execution,
+) -> tuple[Choice, Pool]:
     view = pool.take(rows)
     choice, cache = _next(model, view, rows.table, tokens, lengths, execution, last=True)
     return choice, pool.put(rows, view.after(cache, choice.token, end))
@@ -181,24 +246,65 @@ def decode(
     model: CausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool, execution: Execution
 ) -> tuple[Choice, Pool]:
     """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
+    return _everywhere(functools.partial(_decode, execution=execution), model, pool, rows, (steps,), (None,))
+
+
+Carry = tuple[Int32[Array, ""], Bool[Array, ""], Choice, Pool]
+"""Steps so far, whether rows are left, the tokens so far, and the pool of the rows."""
+
+
+def _decode(
+    model: CausalLM, pool: Pool, rows: Rows, steps: Int32[Array, ""], execution: Execution
+) -> tuple[Choice, Pool]:
     view = pool.take(rows)
 
-    def unfinished(carry: tuple[Int32[Array, ""], Choice, Pool]) -> Bool[Array, ""]:
-        i, _, view = carry
-        return (i < steps) & ~jnp.all(view.done)
+    def unfinished(view: Pool) -> Bool[Array, ""]:
+        left = ~jnp.all(view.done)
+        # Devices that share experts step together, also when the rows of one have ended.
+        return left if rows.beside is None else lax.psum(left.astype(jnp.int32), rows.beside) > 0
 
-    def step(carry: tuple[Int32[Array, ""], Choice, Pool]) -> tuple[Int32[Array, ""], Choice, Pool]:
-        i, out, view = carry
+    def goes_on(carry: Carry) -> Bool[Array, ""]:
+        i, left, *_ = carry
+        return (i < steps) & left
+
+    def step(carry: Carry) -> Carry:
+        i, _, out, view = carry
         active = ~view.done
         lengths = active.astype(jnp.int32)
         choice, cache = _next(model, view, rows.table, view.token[:, None], lengths, execution, last=False)
         view = view.after(cache, choice.token, active)
         choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(active, choice.token, -1))
-        return i + 1, jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice), view
+        return i + 1, unfinished(view), jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice), view
 
     out = Choice.none((view.token.shape[0], DECODE_STEPS), model.config.vocab_size)
-    _, out, view = lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), out, view))
+    *_, out, view = lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), unfinished(view), out, view))
     return out, pool.put(rows, view)
+
+
+def _everywhere(
+    run: Callable[..., tuple[Choice, Pool]],
+    model: CausalLM,
+    pool: Pool,
+    rows: Rows,
+    inputs: tuple[Array, ...],
+    axes: tuple[str | None, ...],
+) -> tuple[Choice, Pool]:
+    """A forward pass on every device of the pool's mesh, each with its own rows; all get every row's choice.
+
+    `axes` has the axis of the mesh along which each input lies.
+    """
+    if pool.placement is None:
+        return run(model, pool, rows, *inputs)
+    axis = pool.axis
+
+    def on_a_device(part: CausalLM, pool: Pool, rows: Rows, *inputs: Array) -> tuple[Choice, Pool]:
+        choice, pool = run(part, pool, rows.here(pool, axis), *inputs)
+        return jax.tree.map(lambda x: everyones(x, axis), choice), pool
+
+    where = (pool.specs, *(PartitionSpec() if each is None else PartitionSpec(each) for each in (axis, *axes)))
+    out = (PartitionSpec(), pool.specs)
+    choice, after = pool.placement.run(on_a_device, (pool.part, rows, *inputs), where, out, model.part)
+    return choice, dataclasses.replace(after, placement=pool.placement)
 
 
 class Passes(NamedTuple):
@@ -212,26 +318,37 @@ class Passes(NamedTuple):
 def swap_in(slot: Int32[Array, ""], contents: SlotContents, pool: Pool) -> Pool:
     """Fills a slot; nothing of what was in it stays."""
     layers = map_slots(lambda x, y: x.at[slot].set(y[0].astype(x.dtype)), pool.layers, contents.states)
-    return Pool(
+    filled = Pool(
         layers,
         pool.length.at[slot].set(contents.length),
         pool.token.at[slot].set(contents.token),
         pool.until.at[slot].set(contents.until),
         pool.done.at[slot].set(contents.done),
         jax.tree.map(lambda x, y: x.at[slot].set(y[0]), pool.sampling, contents.sampling),
+        pool.placement,
     )
+    return filled.settled
 
 
 @jax.jit
 def swap_out(slot: Int32[Array, ""], pool: Pool) -> tuple[State, ...]:
     """The states of a slot, one row each, for a later `swap_in`."""
-    return jax.tree.map(lambda x: x[slot][None], slots_of(pool.layers))
+    return pool.everywhere(jax.tree.map(lambda x: _bits(pool, x, lambda x: x[slot][None]), slots_of(pool.layers)))
 
 
 @jax.jit
 def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Shaped[Array, "moved _page ..."], ...]:
     """The entries of some pages of every paged array; page indices past the last read arbitrary ones."""
-    return tuple(paged.entries.at[pages].get(mode="clip") for paged in pages_of(pool.layers))
+    read = map_pages(lambda x: _bits(pool, x, lambda x: x.at[pages].get(mode="clip")), pool.layers)
+    return tuple(paged.entries for paged in pages_of(pool.everywhere(read)))
+
+
+def _bits(pool: Pool, x: Array, read: Callable[[Array], Array]) -> Array:
+    """What `read` takes out of an array, bit for bit: XLA adds zeros to it where the array lies on several devices."""
+    if pool.placement is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return read(x)
+    whole = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(read(lax.bitcast_convert_type(x, whole)), x.dtype)
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
@@ -241,4 +358,4 @@ def write_pages(
     """Writes entries that `read_pages` gave into pages; those for page indices past the last are dropped."""
     new = iter(contents)
     layers = map_pages(lambda x: x.at[pages].set(next(new).astype(x.dtype), mode="drop"), pool.layers)
-    return eqx.tree_at(lambda p: p.layers, pool, layers)
+    return eqx.tree_at(lambda p: p.layers, pool, layers).settled

@@ -56,6 +56,7 @@ class Runner:
         passes: Passes | None = None,
     ):
         self.model, self.shapes = model, shapes
+        self._put = jax.device_put if model.placement is None else model.placement.everywhere
         self.passes = Passes() if passes is None else passes
         self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # waited for, by calls and `warmup`
@@ -67,29 +68,30 @@ class Runner:
         """An empty pool."""
         shapes, vocab = self.shapes, self.model.config.vocab_size
         rows = [(SamplingParams(), 0, 0, ())] * shapes.slots
-        sampling = Sampling.build(rows, vocab, MAX_STOP_IDS, _adjustments(shapes.slots, vocab))
+        sampling = Sampling.build(rows, vocab, MAX_STOP_IDS, self._adjustments(shapes.slots), self._put)
         self.pool = Pool.empty(self.model, sampling, shapes.pages, shapes.page_size, self.dtype, self.packed)
-        self._unadjusted = _adjustments(1, vocab)
-        self._fresh = jax.tree.map(lambda x: _zeros(x, 1), slots_of(self.pool.layers))
-        self._no_pages = tuple(_zeros(paged.entries, PAGES_MOVED) for paged in pages_of(self.pool.layers))
+        self._unadjusted = self._adjustments(1)
+        self._fresh = jax.tree.map(lambda x: self._zeros(x, 1), slots_of(self.pool.layers))
+        self._no_pages = tuple(self._zeros(paged.entries, PAGES_MOVED) for paged in pages_of(self.pool.layers))
 
     def swap_in(self, sequence: TokenSequence) -> None:
         """Fills the sequence's slot and pages: from what was saved of it if it was swapped out, or a known prefix."""
         saved, snapshot = sequence.saved, sequence.snapshot
         states = self._fresh if snapshot is None else snapshot.states
-        states = states if saved is None else jax.device_put(saved.states)
+        states = states if saved is None else self._put(saved.states)
         newest = sequence.token_ids[-1] if sequence.token_ids else 0
         sampling = Sampling.build(
             [(sequence.params, sequence.seed, len(sequence.prompt), sequence.ends)],
             self.model.config.vocab_size,
             MAX_STOP_IDS,
             self._adjustments_of(sequence),
+            self._put,
         )
         numbers = np.asarray([sequence.slot, sequence.held, newest, sequence.until], np.int32)
-        slot, held, newest, until, done = jax.device_put((*numbers, np.asarray(not sequence.decoding)))
+        slot, held, newest, until, done = self._put((*numbers, np.asarray(not sequence.decoding)))
         self.pool = swap_in(slot, SlotContents(states, held, newest, until, done, sampling), self.pool)
         for pages, entries in zip(self._moves(sequence.pages), () if saved is None else saved.pages, strict=False):
-            self.pool = write_pages(pages, jax.device_put(entries), self.pool)
+            self.pool = write_pages(pages, self._put(entries), self.pool)
         sequence.saved = None
         copies = sequence.pages[: len(sequence.copied)]
         for source, own in zip(self._moves(sequence.copied), self._moves(copies), strict=True):
@@ -97,20 +99,20 @@ class Runner:
 
     def snapshot(self, sequence: TokenSequence) -> Snapshot:
         """What the sequence holds outside its pages, copied on the device."""
-        states = swap_out(_int(sequence.slot), self.pool)
+        states = swap_out(self._int(sequence.slot), self.pool)
         return Snapshot(states, sum(x.nbytes for x in jax.tree.leaves(states)))
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
         """The states and pages of a sequence, copied to the host; waits for the device."""
         used = sequence.pages[: -(-sequence.held // self.shapes.page_size) - sequence.first_page]
-        states = jax.device_get(swap_out(_int(sequence.slot), self.pool))
+        states = jax.device_get(swap_out(self._int(sequence.slot), self.pool))
         return Saved(states, tuple(jax.device_get(read_pages(pages, self.pool)) for pages in self._moves(used)))
 
     def scrub(self, slot: int, pages: Sequence[int]) -> None:
         """Zeros a slot and pages, so that no NaN stays in them."""
         for some in self._moves(pages):
             self.pool = write_pages(some, self._no_pages, self.pool)
-        self.pool = swap_in(_int(slot), self._empty_contents(), self.pool)
+        self.pool = swap_in(self._int(slot), self._empty_contents(), self.pool)
 
     def prefill(self, sequence: TokenSequence, tokens: Sequence[int]) -> Choice:
         """Adds the sequence's next prompt tokens to its caches; with the last of them it gets its first new token."""
@@ -118,7 +120,7 @@ class Runner:
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(tokens)] = tokens
         end = sequence.prefilled + len(tokens) == len(sequence.prompt)
-        inputs = jax.device_put((padded, np.asarray([len(tokens)], np.int32), np.asarray([end])))
+        inputs = self._put((padded, np.asarray([len(tokens)], np.int32), np.asarray([end])))
         choice, self.pool = self.passes.prefill(
             self.model, self._rows([sequence], 1), *inputs, self.pool, self.execution
         )
@@ -128,7 +130,7 @@ class Runner:
         """Up to `steps` more tokens for each sequence, `[rows, DECODE_STEPS]`, and the row of each sequence."""
         rows = smallest(self.shapes.rows, len(sequences))
         begin = time.perf_counter()
-        inputs = (self._rows(sequences, rows), _int(steps))
+        inputs = (self._rows(sequences, rows), self._int(steps))
         choice, self.pool = self.passes.decode(self.model, *inputs, self.pool, self.execution)
         if self.decode_waits:
             self.decode_waits = False
@@ -168,16 +170,16 @@ class Runner:
             yield (
                 f"prefill of {width}",
                 self.passes.prefill,
-                (self.model, self._rows([], 1), *jax.device_put(inputs)),
+                (self.model, self._rows([], 1), *self._put(inputs)),
                 self.execution,
             )
         for rows in reversed(self.shapes.rows):
-            inputs = (self.model, self._rows([], rows), _int(0))
+            inputs = (self.model, self._rows([], rows), self._int(0))
             yield f"decode of {rows}", self.passes.decode, inputs, self.execution
-        nowhere = jax.device_put(np.full(PAGES_MOVED, self.shapes.pages, np.int32))
-        yield "swap in", swap_in, (_int(self.shapes.slots), self._empty_contents())
+        nowhere = self._put(np.full(PAGES_MOVED, self.shapes.pages, np.int32))
+        yield "swap in", swap_in, (self._int(self.shapes.slots), self._empty_contents())
         yield "write pages", write_pages, (nowhere, self._no_pages)
-        yield "swap out", swap_out, (_int(0),)
+        yield "swap out", swap_out, (self._int(0),)
         yield "read pages", read_pages, (nowhere,)
 
     def _compiler(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> Callable[[], object]:
@@ -208,7 +210,7 @@ class Runner:
             slots[row] = sequence.slot
             first = sequence.first_page
             table[row, first : first + len(sequence.pages)] = sequence.pages
-        return Rows(*jax.device_put((slots, table)), in_place=rows == self.shapes.slots)
+        return Rows(*self._put((slots, table)), in_place=rows == self.shapes.slots)
 
     def _places(self, sequences: Sequence[TokenSequence], rows: int) -> Sequence[int]:
         """The row of each sequence: its slot in a call with a row for every slot, so that no state has to be moved."""
@@ -218,15 +220,17 @@ class Runner:
     def _empty_contents(self) -> SlotContents:
         """The contents of a free slot."""
         row = (SamplingParams(), 0, 0, ())
-        sampling = Sampling.build([row], self.model.config.vocab_size, MAX_STOP_IDS, self._unadjusted)
-        return SlotContents(self._fresh, _int(0), _int(0), _int(0), jax.device_put(np.asarray(True)), sampling)
+        vocab = self.model.config.vocab_size
+        sampling = Sampling.build([row], vocab, MAX_STOP_IDS, self._unadjusted, self._put)
+        numbers = (np.asarray(0, np.int32) for _ in range(3))
+        return SlotContents(self._fresh, *self._put((*numbers, np.asarray(True))), sampling)
 
     def _moves(self, pages: Sequence[int]) -> Iterator[Array]:
         for start in range(0, len(pages), PAGES_MOVED):
             moved = np.full(PAGES_MOVED, self.shapes.pages, np.int32)
             some = pages[start : start + PAGES_MOVED]
             moved[: len(some)] = some
-            yield jax.device_put(moved)
+            yield self._put(moved)
 
     def _adjustments_of(self, sequence: TokenSequence) -> Adjustments:
         params = sequence.params
@@ -240,21 +244,19 @@ class Runner:
         counts[0, list(set(sequence.prompt))] = IN_PROMPT
         np.add.at(counts[0], sequence.token_ids, 1)
         numbers = (np.asarray([value], np.float32) for value in penalties)
-        return Adjustments(*jax.device_put((np.asarray([True]), *numbers, bias, counts)))
+        return Adjustments(*self._put((np.asarray([True]), *numbers, bias, counts)))
 
+    def _adjustments(self, rows: int) -> Adjustments:
+        """Adjustments that change no row."""
+        vocab = self.model.config.vocab_size
+        ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
+        bias, counts = np.zeros((rows, vocab), np.float32), np.zeros((rows, vocab), np.int32)
+        return Adjustments(*self._put((np.zeros(rows, bool), ones, zeros, zeros.copy(), bias, counts)))
 
-def _adjustments(rows: int, vocab: int) -> Adjustments:
-    """Adjustments that change no row."""
-    ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
-    bias, counts = np.zeros((rows, vocab), np.float32), np.zeros((rows, vocab), np.int32)
-    return Adjustments(*jax.device_put((np.zeros(rows, bool), ones, zeros, zeros.copy(), bias, counts)))
+    def _int(self, value: int | None) -> Array:
+        assert value is not None, "a sequence without a slot is in no call"
+        return self._put(np.asarray(value, np.int32))
 
-
-def _int(value: int | None) -> Array:
-    assert value is not None, "a sequence without a slot is in no call"
-    return jax.device_put(np.asarray(value, np.int32))
-
-
-def _zeros(like: Array, rows: int) -> Array:
-    """Zeros for so many rows of an array."""
-    return jax.device_put(np.zeros((rows, *like.shape[1:]), like.dtype))
+    def _zeros(self, like: Array, rows: int) -> Array:
+        """Zeros for so many rows of an array."""
+        return self._put(np.zeros((rows, *like.shape[1:]), like.dtype))

@@ -1,6 +1,7 @@
 """From logits to the next token: greedy, or drawn after penalties, temperature, top-k, top-p and min-p."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -51,13 +52,17 @@ class Sampling(eqx.Module):
         vocab: int,
         width: int,
         adjustments: Adjustments | None = None,
+        put: Callable[[Any], Any] = jax.device_put,
     ) -> "Sampling":
-        """One row per (params, seed, tokens of the prompt, stop ids). `width` is the room for stop ids."""
+        """One row per (params, seed, tokens of the prompt, stop ids). `width` is the room for stop ids.
+
+        `put` takes arrays of the host to the device.
+        """
         stops = np.full((len(rows), width), -1, np.int32)
         for row, (_, _, _, ids) in zip(stops, rows, strict=True):
             row[: len(ids)] = ids
         params = [row[0] for row in rows]
-        columns = jax.device_put(
+        columns = put(
             (
                 np.asarray([p.temperature and max(p.temperature, COLDEST) for p in params], np.float32),
                 np.asarray([vocab if p.top_k is None else min(p.top_k, vocab) for p in params], np.int32),

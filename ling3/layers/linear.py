@@ -69,14 +69,25 @@ class Matrix(eqx.Module):
         """Columns of W."""
         return self.shape[-1]
 
+    @property
+    def inputs(self) -> int:
+        """Channels of x: the columns of W, or on a mesh those that this device has before the exchange."""
+        return self.exchange.inputs_of(self.in_features)
+
+    @property
+    def outputs(self) -> int:
+        """Channels of y: the rows of W, or on a mesh those that this device has after the exchange."""
+        return self.exchange.outputs_of(self.out_features)
+
+    def kept(self) -> Array:
+        """The rows of W whose outputs this device has after the exchange: all of `dense`, where it is no part."""
+        return self.exchange.after(self.dense().T).T
+
     @scoped
     def __call__(
-        self, x: Float[Array, "*batch inner"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
-    ) -> Float[Array, "*batch outer"]:
-        """x Wᵀ. Products are summed in the execution's accumulation dtype; the result has `dtype`, or that of `x`.
-
-        `inner` and `outer` are the columns and rows of the matrix, or on a mesh this device's part of them.
-        """
+        self, x: Float[Array, "*batch {self.inputs}"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch {self.outputs}"]:
+        """x Wᵀ. Products are summed in the execution's accumulation dtype; the result has `dtype`, or that of `x`."""
         x = self.exchange.before(x)
         y = self.exchange.summed(self.product(x.reshape(-1, x.shape[-1]), execution))
         return self.exchange.after(y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype))
@@ -152,8 +163,8 @@ class LowRank(eqx.Module):
 
     @scoped
     def __call__(
-        self, x: Float[Array, "*batch {self.a_proj.in_features}"], execution: Execution, dtype: DTypeLike | None = None
-    ) -> Float[Array, "*batch outer"]:
+        self, x: Float[Array, "*batch {self.a_proj.inputs}"], execution: Execution, dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch {self.b_proj.outputs}"]:
         """The product in `dtype` or that of `x`, which the `rank` channels between have too."""
         return self.b_proj(self.a_proj(x, execution), execution, dtype)
 

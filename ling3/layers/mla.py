@@ -108,7 +108,7 @@ class MLA(eqx.Module):
     @property
     def heads(self) -> int:
         """How many there are."""
-        return self.kv_b_proj.out_features // (self.nope + self.value)
+        return self.kv_b_proj.outputs // (self.nope + self.value)
 
     @property
     def latent(self) -> int:
@@ -209,7 +209,7 @@ class MLA(eqx.Module):
         """Attention over keys and values of every head, expanded block by block from a cache or the span's entries."""
         q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
         execution, seq = span.execution, q.shape[2]
-        expansion = Expansion(self.kv_b_proj.dense(), self.heads, self.nope, execution.lowering)
+        expansion = Expansion(self.kv_b_proj.kept(), self.heads, self.nope, execution.lowering)
         if isinstance(held, Paged):
             length = span.start + span.length
             o = execution.paged_attention(q, positions, held.entries, span.table, length, expansion)
@@ -240,7 +240,7 @@ class MLA(eqx.Module):
         Float[Array, "{self.heads} {self.nope} {self.latent}"], Float[Array, "{self.heads} {self.value} {self.latent}"]
     ]:
         """kv_b_proj, split into W_uk (latent to key) and W_uv (latent to value) of each head."""
-        weight = rearrange(self.kv_b_proj.dense(), "(h d) l -> h d l", h=self.heads)
+        weight = rearrange(self.kv_b_proj.kept(), "(h d) l -> h d l", h=self.heads)
         return weight[:, : self.nope], weight[:, self.nope :]
 
     def _absorbed_queries(

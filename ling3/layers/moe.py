@@ -14,6 +14,7 @@ from ling3.execution import PLAIN, Execution
 from ling3.layers.linear import Linear, Matrix, normal
 from ling3.layers.mlp import MLP
 from ling3.layers.scope import scoped
+from ling3.ops.exchange import Spread
 from ling3.ops.precision import Wide, wide
 
 NOBODY = 2**31 - 1
@@ -135,6 +136,8 @@ class Experts(eqx.Module):
     limit: float = eqx.field(static=True)
     limit_first: bool = eqx.field(static=True, default=False)
     name: str = eqx.field(static=True, default="")
+    spread: Spread | None = eqx.field(static=True, default=None)
+    """On a mesh, how devices share them."""
 
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Experts":
@@ -165,7 +168,12 @@ class Experts(eqx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Σ_j weights_j · expert_{chosen_j}(x) in float32 or wider, summed in top-k order."""
         matrices = (matrix.operand for matrix in (self.gate_proj, self.up_proj, self.down_proj))
-        return execution.experts(x, chosen, weights, *matrices, self.limit, execution.lowering, self.limit_first)
+        tokens, how = x.shape[0], (self.limit, execution.lowering, self.limit_first)
+        if self.spread is None:  # what takes the place of a form need not know of meshes
+            return execution.experts(x, chosen, weights, *matrices, *how)
+        x, chosen, weights = (self.spread.every(array) for array in (x, chosen, weights))
+        y = execution.experts(x, chosen, weights, *matrices, *how, self.spread)
+        return self.spread.ours(y, tokens)
 
 
 class MoE(eqx.Module):

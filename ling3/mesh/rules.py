@@ -1,32 +1,50 @@
 """Which logical axes of weights are cut over a mesh, and what that means for each array: the one table."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Mapping
 
-from ling3.checkpoint.names import Leaf
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Shaped
+
 from ling3.layers.linear import Matrix
+from ling3.leaves import Leaf
 from ling3.ops.exchange import LOCAL, Exchange
 
 WIDTH = 64
 """Outputs that a device computes of a matrix are a multiple of this, so that XLA sums each as it would with all."""
 
-STAYS = ("heads", "kv_heads", "intermediate", "groups")
-"""Outputs that are read where they are computed: the next matrix has them as its inputs."""
+Axes = str | tuple[str, ...] | None
+"""One axis of a mesh, several of them (the first varying slowest), or none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The logical axes that are cut along the axis `tensor` of the mesh; all others are whole on every device.
+    """Along which axes of the mesh each logical axis is cut; one that the mesh does not have cuts nothing.
+
+    All other logical axes (`hidden`, `latent`, …) are whole on every device, and so is the residual stream.
 
     With `sums`, a matrix whose inputs are cut is cut by its columns, and the devices' products are summed. Without, it
     is cut by its rows and gets all inputs: each number is then the sum of the same products in the same order as on one
-    device, and has the same bits.
+    device, whatever carries the messages, and no row's bits depend on its place in a batch.
     """
 
-    tensor: str = "tensor"
-    cut: tuple[str, ...] = ("heads", "kv_heads", "intermediate", "vocab", "experts", "groups")
+    batch: str | None = "data"
+    """Rows of a batch, and the slots and pages of an engine."""
+    heads: str | None = "tensor"
+    """Heads of attention and their memory; with them key and value heads, and groups of heads."""
+    intermediate: str | None = "tensor"
+    """Channels of a feed-forward, and those of experts where `experts` are not cut."""
+    experts: Axes = "tensor"
+    vocab: str | None = "tensor"
     sums: bool = False
+
+    def axes_of(self, logical: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of a mesh of such sizes along which a logical axis of weights is cut; none if it is not."""
+        named = {"heads": self.heads, "kv_heads": self.heads, "groups": self.heads, "intermediate": self.intermediate}
+        found = (named | {"experts": self.experts, "vocab": self.vocab}).get(logical)
+        return tuple(axis for axis in ((found,) if isinstance(found, str) else found or ()) if axis in mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +52,59 @@ class Share:
     """What each device has of an array: along `axis`, the numbers from `first` to `end` and zeros up to `width`."""
 
     axis: int | None = None
+    over: tuple[str, ...] = ()
+    """The axes of the mesh."""
     spans: tuple[tuple[int, int], ...] = ()
     width: int = 0
 
     @staticmethod
-    def even(axis: int, size: int, devices: int, multiple: int = 1) -> "Share":
-        """Equal widths, of a multiple of `multiple`; the last device may have fewer numbers, or none."""
+    def even(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], multiple: int = 1) -> "Share":
+        """Equal widths, of a multiple of `multiple`; the last devices may have fewer numbers, or none."""
+        devices = _devices(over, mesh)
         width = -(-size // (devices * multiple)) * multiple
-        return Share(axis, tuple((min(d * width, size), min((d + 1) * width, size)) for d in range(devices)), width)
+        spans = tuple((min(d * width, size), min((d + 1) * width, size)) for d in range(devices))
+        return Share(axis, over, spans, width)
 
     @staticmethod
-    def repeated(axis: int, size: int, devices: int, units: int) -> "Share":
+    def repeated(axis: int, size: int, over: tuple[str, ...], devices: int, units: int) -> "Share":
         """One of `units` equal parts for each device, neighbours having the same one."""
         width, same = size // units, devices // units
-        return Share(axis, tuple((d // same * width, (d // same + 1) * width) for d in range(devices)), width)
+        return Share(axis, over, tuple((d // same * width, (d // same + 1) * width) for d in range(devices)), width)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Of an array that has all devices' parts side by side."""
+        return PartitionSpec() if self.axis is None else PartitionSpec(*[None] * self.axis, self.over)
+
+    def stored(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of all devices' parts side by side, for an array of shape `whole`."""
+        if self.axis is None:
+            return whole
+        return (*whole[: self.axis], self.width * len(self.spans), *whole[self.axis + 1 :])
+
+    def number(self, index: tuple[slice, ...]) -> int:
+        """The number of the part at such a place in `stored`."""
+        return 0 if self.axis is None else (index[self.axis].start or 0) // self.width
+
+    def part(self, whole: Shaped[np.ndarray, "..."], number: int) -> Shaped[np.ndarray, "..."]:
+        """One part of a whole array."""
+        if self.axis is None:
+            return whole
+        first, end = self.spans[number]
+        own = whole[(slice(None),) * self.axis + (slice(first, end),)]
+        missing = [(0, self.width - (end - first) if i == self.axis else 0) for i in range(whole.ndim)]
+        return np.pad(own, missing)
+
+    def whole(self, stored: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
+        """The array of which `stored` has all devices' parts: each number once, and no zeros at the end."""
+        if self.axis is None:
+            return stored
+        kept, seen = [], set()
+        for number, (first, end) in enumerate(self.spans):
+            if (first, end) not in seen and first < end:
+                kept.append(np.arange(number * self.width, number * self.width + end - first))
+                seen.add((first, end))
+        return np.take(stored, np.concatenate(kept), axis=self.axis)
 
 
 WHOLE = Share()
@@ -58,58 +115,70 @@ class MeshError(ValueError):
     """A model that cannot be cut over so many devices; the message names the axis, its size and what would fit."""
 
 
-def share_of(leaf: Leaf, devices: int, rules: Rules) -> tuple[Share, Exchange]:
-    """What each of so many devices has of an array, and what they exchange around its product if it is a matrix's.
+def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, Exchange]:
+    """What each device has of an array, and what they exchange around its product if it is a matrix's.
 
-    Raises MeshError for an axis that cannot be cut so.
+    `mesh` has the size of each axis. Raises MeshError for an axis that cannot be cut so.
     """
-    axes, shape = leaf.axes, leaf.value.shape
-    cut = [axis in rules.cut for axis in axes]
     if not isinstance(leaf.module, Matrix):
-        if not any(cut):
-            return WHOLE, LOCAL
-        axis = cut.index(True)
-        _check(leaf, axes[axis], shape[axis], devices)
-        return Share.even(axis, shape[axis], devices), LOCAL
+        return _of_heads(leaf, mesh, rules), LOCAL
     *stack, outer, inner = leaf.module.axes
-    own = len(stack)  # of the outputs, the last axis of a bias
-    weight = leaf.module.shape
-    if stack and stack[0] in rules.cut:
-        _check(leaf, stack[0], weight[0], devices)
-        return Share.even(0, weight[0], devices), LOCAL
-    if inner in rules.cut:
-        return _inputs(leaf, own, devices, rules)
-    if outer not in rules.cut:
-        return WHOLE, LOCAL
+    own, weight = len(stack), leaf.module.shape  # `own` is the axis of the outputs, the last one of a bias
+    if stack and (axes := rules.axes_of(stack[0], mesh)):
+        if stack[0] != "experts":  # of which the last devices may have fewer
+            _check(leaf, stack[0], weight[0], _devices(axes, mesh))
+        return Share.even(0, weight[0], axes, mesh), LOCAL
+    if axes := rules.axes_of(inner, mesh):
+        return _inputs(leaf, own, axes, mesh, rules.sums or bool(stack))
+    if axes := rules.axes_of(outer, mesh):
+        return _outputs(leaf, own, axes, mesh, rules.sums or bool(stack))
+    return WHOLE, LOCAL
+
+
+def _of_heads(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> Share:
+    """Of an array that is no matrix: along its heads, if it has any."""
+    if "heads" not in leaf.axes or not (axes := rules.axes_of("heads", mesh)):
+        return WHOLE
+    at = leaf.axes.index("heads")
+    _check(leaf, "heads", leaf.value.shape[at], _devices(axes, mesh))
+    return Share.even(at, leaf.value.shape[at], axes, mesh)
+
+
+def _outputs(
+    leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], narrow: bool
+) -> tuple[Share, Exchange]:
+    """Of a matrix whose outputs are cut; into parts of any width, if `narrow` ones may be."""
+    outer, rows = leaf.module.axes[own], leaf.module.shape[own]
+    [axis], devices = axes, _devices(axes, mesh)
     if outer == "vocab":
-        share = Share.even(own, weight[own], devices, WIDTH)
-        return share, Exchange(rows=rules.tensor, gather_outputs=rules.tensor)
+        return Share.even(own, rows, axes, mesh, WIDTH), Exchange(axis, devices, y="gathered")
     units = leaf.units(outer)
     if outer == "kv_heads" and units < devices and devices % units == 0:
-        return Share.repeated(own, weight[own], devices, units), LOCAL
+        return Share.repeated(own, rows, axes, devices, units), LOCAL
     _check(leaf, outer, units, devices)
-    if not rules.sums and weight[own] // devices % WIDTH:
-        return WHOLE, Exchange(slice_outputs=rules.tensor)
-    return Share.even(own, weight[own], devices), LOCAL
+    if not narrow and rows // devices % WIDTH:
+        return WHOLE, Exchange(axis, devices, y="sliced")
+    return Share.even(own, rows, axes, mesh), LOCAL
 
 
-def _inputs(leaf: Leaf, own: int, devices: int, rules: Rules) -> tuple[Share, Exchange]:
+def _inputs(leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], sums: bool) -> tuple[Share, Exchange]:
     """Of a matrix whose inputs are cut."""
-    weight, tensor = leaf.module.shape, rules.tensor
-    if rules.sums:
+    weight, [axis], devices = leaf.module.shape, axes, _devices(axes, mesh)
+    if sums:
         if leaf.field == "bias":
             raise MeshError(f"{leaf.path}: a bias would be added by each device; use Rules(sums=False)")
-        return Share.even(own + 1, weight[own + 1], devices), Exchange(sum_outputs=tensor)
+        _check(leaf, leaf.module.axes[own + 1], weight[own + 1], devices)
+        return Share.even(own + 1, weight[own + 1], axes, mesh), Exchange(axis, devices, y="summed")
     if weight[own] % (devices * WIDTH):
-        return WHOLE, Exchange(gather_inputs=tensor)
-    return Share.even(own, weight[own], devices), Exchange(gather_inputs=tensor, gather_outputs=tensor)
+        return WHOLE, Exchange(axis, devices, x="gathered")
+    return Share.even(own, weight[own], axes, mesh), Exchange(axis, devices, x="gathered", y="gathered")
+
+
+def _devices(axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh[axis] for axis in axes)
 
 
 def _check(leaf: Leaf, axis: str, size: int, devices: int) -> None:
     if size % devices:
-        fits = ", ".join(str(d) for d in _divisors(size))
+        fits = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
         raise MeshError(f"{leaf.path}: {axis} are {size}, which {devices} devices cannot share evenly; {fits} can")
-
-
-def _divisors(size: int) -> Iterator[int]:
-    return (d for d in range(1, size + 1) if size % d == 0)

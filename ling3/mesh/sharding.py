@@ -1,89 +1,114 @@
-"""From a whole model to one that is cut over a mesh, and back."""
+"""Where each array of a model lies on a mesh: from a whole model to its parts, and back."""
 
 import copy
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from ling3.checkpoint.names import Leaf, leaves
 from ling3.layers.linear import Matrix
+from ling3.layers.moe import Experts
+from ling3.leaves import leaves
 from ling3.mesh.rules import Rules, Share, share_of
 from ling3.model import CausalLM
-from ling3.ops.exchange import Exchange
-from ling3.placement import EVERYWHERE, Placement
+from ling3.ops.exchange import Exchange, Spread
+from ling3.placement import Placement
 
 
-def place(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> CausalLM:
-    """The model on a mesh: each array cut by the rules, so that `step`, `generate` and engines run on all devices."""
-    rules = Rules() if rules is None else rules
-    devices = mesh.shape[rules.tensor]
-    shares, exchanges = plan(model, devices, rules)
-    specs = tuple(_spec(share, rules.tensor) for share in shares)
-    arrays = []
-    for leaf, share, spec in zip(leaves(model), shares, specs, strict=True):
-        whole = np.asarray(leaf.value)
-        sharding = jax.sharding.NamedSharding(mesh, spec)
-        shape = stored_shape(whole.shape, share)
-        arrays.append(jax.make_array_from_callback(shape, sharding, lambda index, w=whole, s=share: part(w, s, index)))
-    placed = jax.tree.unflatten(jax.tree.structure(model), arrays)
-    placement = Placement(mesh, rules.tensor, specs)
-    return dataclasses.replace(with_exchanges(placed, exchanges), placement=placement)
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which part of each of a model's arrays every device of a mesh has, in the order of `jax.tree.leaves`."""
+
+    placement: Placement
+    shares: tuple[Share, ...]
+    exchanges: dict[str, Exchange | Spread | None]
+    """Of matrices and stacks of experts, by path."""
+
+    @property
+    def shardings(self) -> list[NamedSharding]:
+        """Where the arrays lie."""
+        return [self.placement.sharding(spec) for spec in self.placement.specs]
+
+    def array(self, i: int, whole: tuple[int, ...], read: Callable[[Share, int], np.ndarray]) -> jax.Array:
+        """Array i over the devices of this process and others: `read(share, part)` gives one part of it.
+
+        `whole` is the shape of the array that is cut. A part that several devices of this process have is read once.
+        """
+        share, sharding = self.shares[i], self.shardings[i]
+        shape, parts = share.stored(whole), {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None, "a sharding over a mesh has a place for each device"
+            number = share.number(index)
+            parts.setdefault(share.spans[number] if share.spans else None, (number, []))[1].append(device)
+        arrays = []
+        for number, devices in parts.values():
+            part = read(share, number)
+            arrays += [jax.device_put(part, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+    def model(self, tree: CausalLM, arrays: Sequence[jax.Array]) -> CausalLM:
+        """The model of such arrays; `tree` has its structure."""
+        placed = jax.tree.unflatten(jax.tree.structure(tree), arrays)
+        return dataclasses.replace(_exchanging(placed, self.exchanges), placement=self.placement)
 
 
-def gathered(model: CausalLM, rules: Rules | None = None) -> CausalLM:
-    """The whole model of one that `place` has cut, on one device, with the same bits."""
-    assert model.placement is not None, "a model on a mesh"
-    raise NotImplementedError
+def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
+    """How a model (or its structure) lies on a mesh.
 
-
-def plan(model: CausalLM, devices: int, rules: Rules) -> tuple[list[Share], dict[str, Exchange]]:
-    """Of each array what a device has, and of each matrix (by its path) what devices exchange."""
+    Raises MeshError, with the axis, its size and what would fit, if it cannot be cut so.
+    """
+    rules, sizes = Rules() if rules is None else rules, dict(mesh.shape)
     shares, exchanges = [], {}
     for leaf in leaves(model):
-        share, exchange = share_of(leaf, devices, rules)
+        share, exchange = share_of(leaf, sizes, rules)
         shares.append(share)
         if isinstance(leaf.module, Matrix):
             exchanges[leaf.path.rpartition(".")[0]] = exchange
-    return shares, exchanges
+            if isinstance(around := leaf.around[-2], Experts):
+                path = leaf.path.rsplit(".", 2)[0]
+                exchanges[path] = _spread(around, share, exchange, rules.batch) or exchanges.get(path)
+    batch, heads = (axis if axis in sizes else None for axis in (rules.batch, rules.heads))
+    # Arrays are moved to where a function takes them: axes of other types ask the caller to do so.
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    placement = Placement(auto, heads, batch, tuple(share.spec for share in shares))
+    return Layout(placement, tuple(shares), exchanges)
 
 
-def stored_shape(shape: tuple[int, ...], share: Share) -> tuple[int, ...]:
-    """That of the array over all devices, whose parts may repeat or end in zeros."""
-    if share.axis is None:
-        return shape
-    return (*shape[: share.axis], share.width * len(share.spans), *shape[share.axis + 1 :])
+def _spread(experts: Experts, share: Share, exchange: Exchange, batch: str | None) -> Spread | None:
+    """How devices share the experts of which one matrix lies so."""
+    if share.axis == 0:
+        return Spread(share.over, experts.count, batch if batch in share.over else None)
+    return Spread((exchange.axis,), experts.count, parts=True) if exchange.y == "summed" else None
 
 
-def part(whole: np.ndarray, share: Share, index: tuple[slice, ...]) -> np.ndarray:
-    """What one device has of a whole array; `index` is its place in the array over all devices."""
-    if share.axis is None:
-        return whole[index]
-    axis = share.axis
-    first, end = share.spans[(index[axis].start or 0) // share.width]
-    own = whole[(slice(None),) * axis + (slice(first, end),)]
-    missing = [(0, share.width - (end - first) if i == axis else 0) for i in range(whole.ndim)]
-    return np.pad(own, missing)
+def place(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> CausalLM:
+    """The model on a mesh: each array cut by the rules, so that `step`, `generate` and engines run on all devices.
+
+    The arrays pass through the host's memory one by one. Raises MeshError as `plan` does.
+    """
+    layout = plan(model, mesh, rules)
+    arrays = []
+    for i, value in enumerate(jax.tree.leaves(model)):
+        whole = np.asarray(value)
+        arrays.append(layout.array(i, whole.shape, lambda share, number, x=whole: share.part(x, number)))
+    return layout.model(model, arrays)
 
 
-def _spec(share: Share, tensor: str) -> PartitionSpec:
-    return EVERYWHERE if share.axis is None else PartitionSpec(*[None] * share.axis, tensor)
-
-
-def with_exchanges(node: Any, exchanges: dict[str, Exchange], path: str = "") -> Any:
-    """The tree with the `exchange` of each matrix."""
-    if isinstance(node, tuple | list):
-        return type(node)(with_exchanges(item, exchanges, f"{path}.{i}".lstrip(".")) for i, item in enumerate(node))
+def _exchanging(node: Any, exchanges: dict[str, Exchange | Spread | None], path: str = "") -> Any:
+    """The tree with the `exchange` of each matrix, and the `spread` of experts that devices share."""
+    if isinstance(node, tuple):
+        return tuple(_exchanging(item, exchanges, f"{path}.{i}") for i, item in enumerate(node))
+    own = path.lstrip(".")
     if isinstance(node, Matrix):
-        return dataclasses.replace(node, exchange=exchanges[path])
-    if not dataclasses.is_dataclass(node) or isinstance(node, type) or not hasattr(node, "__dataclass_fields__"):
+        return dataclasses.replace(node, exchange=exchanges[own])
+    if not dataclasses.is_dataclass(node):
         return node
-    changed = copy.copy(node)
+    changed = dataclasses.replace(node, spread=exchanges.get(own)) if isinstance(node, Experts) else copy.copy(node)
     for field in dataclasses.fields(node):
         if not field.metadata.get("static"):
-            value = with_exchanges(getattr(node, field.name), exchanges, f"{path}.{field.name}".lstrip("."))
+            value = _exchanging(getattr(node, field.name), exchanges, f"{path}.{field.name}")
             object.__setattr__(changed, field.name, value)
     return changed

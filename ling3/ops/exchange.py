@@ -1,62 +1,107 @@
-"""What devices exchange around a product with a matrix that is cut over them, inside `jax.shard_map`."""
+"""What devices exchange where they share a matrix or experts, inside `jax.shard_map`."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32, Shaped
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """How the devices along an axis of the mesh share a matrix W [out, in] of which each has a part; y = x Wᵀ.
+    """How the `devices` along an `axis` of the mesh share the product y = x Wᵀ; by default they share nothing.
 
-    Each field names that axis, or is None. With none of them every device has the whole matrix, or rows whose outputs
-    stay where they are computed: whatever reads them (the heads of attention, the channels of a feed-forward) is cut in
-    the same way.
+    Each has the whole of W [out, in], or some of its rows, or some of its columns.
     """
 
-    gather_inputs: str | None = None
-    """The inputs are cut and the matrix has all columns: the devices' inputs are put together first."""
-    gather_outputs: str | None = None
-    """The matrix has some rows, and everybody needs all outputs: they are put together."""
-    sum_outputs: str | None = None
-    """Inputs and columns are cut alike: the devices' products are summed."""
-    slice_outputs: str | None = None
-    """The matrix is whole, and each device keeps its own part of the outputs."""
-    rows: str | None = None
-    """The matrix has some rows, and `W[index]` is asked for: the device that has a row gives it."""
+    axis: str = ""
+    devices: int = 1
+    x: Literal["here", "gathered"] = "here"
+    """gathered: the inputs are cut and W has all columns, so the devices' inputs are put together first."""
+    y: Literal["here", "gathered", "summed", "sliced"] = "here"
+    """What becomes of the outputs that a device has computed.
+
+    here: they stay, since whatever reads them (the heads of attention, the channels of a feed-forward) is cut likewise;
+    gathered: W has some rows, and everybody needs all outputs; summed: inputs and columns are cut alike, and each
+    device has a part of every sum; sliced: W is whole, and each device keeps its own part of the outputs.
+    """
+
+    def inputs_of(self, columns: int) -> int:
+        """Inputs that a device has before the exchange, where its W has so many columns."""
+        return columns // self.devices if self.x == "gathered" else columns
+
+    def outputs_of(self, rows: int) -> int:
+        """Outputs that a device has after the exchange, where its W has so many rows."""
+        return {"gathered": rows * self.devices, "sliced": rows // self.devices}.get(self.y, rows)
 
     def before(self, x: Float[Array, "*batch part"]) -> Float[Array, "*batch inner"]:
         """The inputs of the product."""
-        return x if self.gather_inputs is None else lax.all_gather(x, self.gather_inputs, axis=x.ndim - 1, tiled=True)
+        return lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) if self.x == "gathered" else x
 
     def summed(self, y: Float[Array, "*batch outer"]) -> Float[Array, "*batch outer"]:
         """The product, where each device has computed a part of each sum."""
-        return y if self.sum_outputs is None else lax.psum(y, self.sum_outputs)
+        return lax.psum(y, self.axis) if self.y == "summed" else y
 
     def after(self, y: Float[Array, "*batch part"]) -> Float[Array, "*batch outer"]:
         """What comes out of it."""
         last = y.ndim - 1
-        if self.gather_outputs is not None:
-            return lax.all_gather(y, self.gather_outputs, axis=last, tiled=True)
-        if self.slice_outputs is not None:
-            width = y.shape[last] // lax.axis_size(self.slice_outputs)
-            return lax.dynamic_slice_in_dim(y, lax.axis_index(self.slice_outputs) * width, width, axis=last)
+        if self.y == "gathered":
+            return lax.all_gather(y, self.axis, axis=last, tiled=True)
+        if self.y == "sliced":
+            width = y.shape[last] // self.devices
+            return lax.dynamic_slice_in_dim(y, lax.axis_index(self.axis) * width, width, axis=last)
         return y
 
     def row(
-        self, read: Callable[[Int[Array, "*batch"]], Float[Array, "*batch inner"]], index: Int[Array, "*batch"], rows: int
+        self,
+        read: Callable[[Int[Array, "*batch"]], Float[Array, "*batch inner"]],
+        index: Int[Array, "*batch"],
+        rows: int,
     ) -> Float[Array, "*batch inner"]:
         """`read(index)` of a matrix of which each device has `rows` rows. A sum with zeros changes no number."""
-        if self.rows is None:
+        if self.y != "gathered":
             return read(index)
-        own = index - lax.axis_index(self.rows) * rows
+        own = index - lax.axis_index(self.axis) * rows
         here = (own >= 0) & (own < rows)
         found = jnp.where(here[..., None], read(jnp.clip(own, 0, rows - 1)), 0)
-        return lax.psum(found, self.rows)
+        return lax.psum(found, self.axis)
 
 
 LOCAL = Exchange()
 """Nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How the devices along some axes of the mesh share `experts`.
+
+    Each has as many, in order, the last ones maybe fewer; or with `parts` some channels of every expert. Every device
+    runs what it has on the tokens of all that have the same `rows`, or also on those of others along that axis.
+    """
+
+    axes: tuple[str, ...]
+    experts: int
+    """Of all devices together."""
+    rows: str | None = None
+    """The axis among `axes` along which devices have different tokens."""
+    parts: bool = False
+
+    def every(self, x: Shaped[Array, "tokens *rest"]) -> Shaped[Array, "all *rest"]:
+        """The tokens of all devices that share the experts."""
+        return x if self.rows is None else lax.all_gather(x, self.rows, axis=0, tiled=True)
+
+    def ours(self, y: Float[Array, "all hidden"], tokens: int) -> Float[Array, "tokens hidden"]:
+        """The results of this device's own tokens."""
+        return y if self.rows is None else lax.dynamic_slice_in_dim(y, lax.axis_index(self.rows) * tokens, tokens)
+
+    def own(self, chosen: Int32[Array, "tokens top_k"], here: int) -> Int32[Array, "tokens top_k"]:
+        """A choice in terms of this device's `here` experts; `here` where it is none of these."""
+        first = 0 if self.parts else lax.axis_index(self.axes) * here
+        own = chosen - first
+        return jnp.where((chosen < self.experts) & (own >= 0) & (own < here), own, here)
+
+    def together(self, rows: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
+        """Each row as the device that has its expert computed it; others have zeros there, which change no number."""
+        return lax.psum(rows, self.axes)

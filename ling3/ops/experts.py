@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops import experts_cpu
+from ling3.ops.exchange import Spread
 from ling3.ops.in_place import read_in_place
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
@@ -55,10 +56,12 @@ def dense_experts(
     limit: float,
     lowering: Lowering = XLA,
     limit_first: bool = False,
+    spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), in float32 or wider, every expert computed for every token."""
     dtype = wide(x.dtype)
     experts, intermediate, _ = gate_proj.shape
+    chosen = chosen if spread is None else spread.own(chosen, experts)
     picks = jax.nn.one_hot(chosen, experts, dtype=dtype)
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
     stacks = (w.reshape(experts * intermediate, -1) for w in (gate_proj, up_proj))
@@ -66,7 +69,8 @@ def dense_experts(
     hidden = swiglu(gate, up, limit, limit_first).reshape(-1, experts, intermediate) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
     hidden = hidden.reshape(x.shape[0], -1).astype(x.dtype)
-    return jnp.matmul(hidden, down, precision=exact(x.dtype), preferred_element_type=dtype)
+    y = jnp.matmul(hidden, down, precision=exact(x.dtype), preferred_element_type=dtype)
+    return y if spread is None else spread.together(y)
 
 
 def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -76,21 +80,25 @@ def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax
         y = form(x, chosen, weights, gate_proj, up_proj, down_proj, *statics)
         return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
 
-    def backward(limit, lowering, limit_first, inputs, dy):
+    def backward(limit, lowering, limit_first, spread, inputs, dy):
         x, chosen, *rest = inputs
 
         def dense(x, weights, gate_proj, up_proj, down_proj):
-            return dense_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first)
+            return dense_experts(
+                x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread
+            )
 
         dx, *rest = jax.vjp(dense, x, *rest)[1](dy)
         return dx, None, *rest
 
-    differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7, 8))
+    differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7, 8, 9))
     differentiable.defvjp(forward, backward)
 
     @functools.wraps(form)
-    def with_defaults(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering=XLA, limit_first=False):
-        return differentiable(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first)
+    def with_defaults(
+        x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering=XLA, limit_first=False, spread=None
+    ):
+        return differentiable(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread)
 
     return with_defaults
 
@@ -106,6 +114,7 @@ def block_experts(
     limit: float,
     lowering: Lowering = XLA,
     limit_first: bool = False,
+    spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The same function at the cost of the chosen experts alone, in float32 or wider.
 
@@ -118,7 +127,8 @@ def block_experts(
     """
     tokens, top_k = chosen.shape
     experts, dtype = gate_proj.shape[0], wide(x.dtype)
-    block = _block_rows(tokens, top_k, experts, x.dtype)
+    block = _block_rows(tokens, top_k, experts if spread is None else spread.experts, x.dtype)
+    chosen = chosen if spread is None else spread.own(chosen, experts)
     groups = Groups.of(chosen, experts)
     blocks = -(-groups.counts // block)
     stacks = (gate_proj, up_proj, down_proj)
@@ -161,7 +171,7 @@ def block_experts(
     else:
         turns = jnp.sum(blocks, dtype=jnp.int32)
         out = lax.cond(EXPERTS * turns > TURNS * experts * jnp.max(blocks), by_rounds, by_blocks, out)
-    return _weighted(weights, out)
+    return _weighted(weights, out if spread is None else spread.together(out))
 
 
 @differentiated_as_dense
@@ -175,12 +185,15 @@ def native_experts(
     limit: float,
     lowering: Lowering = XLA,
     limit_first: bool = False,
+    spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The same by the kernel for CPUs, where it is the faster one."""
     if not experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
-        return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first)
-    groups = Groups.of(chosen, gate_proj.shape[0])
-    return _weighted(weights, experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first))
+        return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread)
+    experts = gate_proj.shape[0]
+    groups = Groups.of(chosen if spread is None else spread.own(chosen, experts), experts)
+    rows = experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first)
+    return _weighted(weights, rows if spread is None else spread.together(rows))
 
 
 def _weighted(

@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
+from ling3.ops.exchange import Spread
 from ling3.ops.experts import Groups, swiglu
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.precision import exact, wide
@@ -31,6 +32,7 @@ def grouped_experts(
     limit: float,
     lowering: Lowering = XLA,
     limit_first: bool = False,
+    spread: Spread | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "tokens hidden"]:
@@ -46,7 +48,7 @@ def grouped_experts(
         raise ValueError(
             f"experts have hidden size {hidden} and intermediate size {intermediate}, expected multiples of {COLUMNS}"
         )
-    owner, place = _layout(chosen, experts)
+    owner, place = _layout(chosen if spread is None else spread.own(chosen, experts), experts)
     dtype = wide(x.dtype)
     # place[r] is the place of row r of the choice in the blocks; places without a row stay zero.
     laid = jnp.zeros((owner.shape[0] * ROWS, hidden), x.dtype)
@@ -54,6 +56,7 @@ def grouped_experts(
     call = functools.partial(_over_blocks, owner, interpret=interpret)
     inner = call(functools.partial(_gate_and_up, limit, limit_first), laid, (gate_proj, up_proj), x.dtype)
     y = call(_down, inner, (down_proj,), dtype).at[place].get(mode="fill", fill_value=0)
+    y = y if spread is None else spread.together(y)
     y = y.reshape(tokens, top_k, hidden) * weights.astype(dtype)[..., None]
     return functools.reduce(jnp.add, (y[:, j] for j in range(top_k)))
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from ling3.ops.exchange import Spread
 from ling3.ops.experts import block_experts, differentiated_as_dense, swiglu
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
@@ -67,15 +68,16 @@ def few_token_experts(
     limit: float,
     lowering: Lowering = XLA,
     limit_first: bool = False,
+    spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), one choice after the other, each expert read where it lies.
 
     Nothing is sorted, and no weight is read for tokens that did not choose it; an expert that several tokens chose is
     read for each of them. An index that is not an expert's stands for no expert. Sums are in float32 or wider, a
-    token's in top-k order.
+    token's in top-k order (where devices share the experts, first each device's).
     """
     top_k, experts, dtype = chosen.shape[1], gate_proj.shape[0], wide(x.dtype)
-    flat = chosen.reshape(-1)
+    flat = (chosen if spread is None else spread.own(chosen, experts)).reshape(-1)
 
     def choice(i, y):
         token, expert = i // top_k, flat[i]
@@ -92,4 +94,5 @@ def few_token_experts(
 
         return lax.cond((expert >= 0) & (expert < experts), added, lambda y: y, y)
 
-    return lax.fori_loop(0, flat.shape[0], choice, jnp.zeros(x.shape, dtype))
+    y = lax.fori_loop(0, flat.shape[0], choice, jnp.zeros(x.shape, dtype))
+    return y if spread is None else spread.together(y)

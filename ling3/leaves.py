@@ -1,0 +1,62 @@
+"""The arrays of a model: where each is in the module tree, and what its axes count."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import jax
+
+from ling3.layers.linear import Matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of the module tree (or its shape and dtype)."""
+
+    path: str
+    value: Any
+    around: tuple[Any, ...]
+    """The modules that it is in, from the model on."""
+
+    @property
+    def module(self) -> Any:
+        """The module whose field it is."""
+        return self.around[-1]
+
+    @property
+    def field(self) -> str:
+        """The module's field."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What each dimension counts: a matrix's own axes; for other arrays those of the field's annotation.
+
+        A module whose annotations count something finer says it in `AXES`.
+        """
+        if isinstance(self.module, Matrix):
+            return self.module.axes[: self.value.ndim]  # of a bias or scales: those of its rows
+        if (own := getattr(type(self.module), "AXES", {}).get(self.field)) is not None:
+            return own
+        annotation = type(self.module).__annotations__[self.field]
+        shaped = next(one for one in (annotation, *get_args(annotation)) if hasattr(one, "dim_str"))
+        return tuple(shaped.dim_str.split())
+
+    def units(self, axis: str) -> int:
+        """How many things its axis of this name counts: heads, where a head has several rows."""
+        known = (getattr(module, axis, None) for module in reversed(self.around))
+        return next((count for count in known if isinstance(count, int)), self.value.shape[self.axes.index(axis)])
+
+
+def leaves(model: Any) -> Iterator[Leaf]:
+    """The arrays of a model, or of its structure, in the order of `jax.tree.leaves`."""
+    for path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
+        around: list[Any] = [model]
+        for key in path[:-1]:
+            own = around[-1]
+            around.append(own[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(own, key.name))
+        yield Leaf(_dotted(path), value, tuple(around))
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(str(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.name) for key in path)
