@@ -83,6 +83,11 @@ class Placement:
         return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, self.sharding(spec)), tree, specs)
 
     @property
+    def sharers(self) -> int:
+        """How many devices share the memory of a sequence's heads."""
+        return 1 if self.heads is None else self.mesh.shape[self.heads]
+
+    @property
     def row_groups(self) -> int:
         """How many groups of devices have different rows."""
         return 1 if self.batch is None else self.mesh.shape[self.batch]

@@ -96,7 +96,7 @@ class Engine:
             vocab=config.vocab_size,
             ends=sorted({*config.eos_token_id, *(tokenizer.eos_token_ids if tokenizer else ())}),
             room=length,
-            pages=shapes.pages,
+            pages=shapes.pages // shapes.groups,
             page_size=shapes.page_size,
             most_pages=shapes.most_pages,
             max_queue=settings.max_queue,

@@ -175,8 +175,8 @@ class Loop:
 
     def forget_prefixes(self) -> None:
         """Frees the pages and snapshots of all known prefixes but those that running sequences use."""
-        if self.scheduler.prefixes is not None:
-            self.scheduler.prefixes.evict(self.scheduler.pages)
+        for prefixes in self.scheduler.prefixes:
+            prefixes.evict(self.scheduler.pages)
 
     def compile_next(self, programs: Iterator[str]) -> str | None:
         """The name of the next program of a warm-up once it is compiled; None after the last."""
@@ -203,8 +203,8 @@ class Loop:
             free_slots=scheduler.free_slots,
             pages=scheduler.pages,
             free_pages=scheduler.free_pages,
-            cached_pages=0 if scheduler.prefixes is None else scheduler.prefixes.pages,
-            snapshot_bytes=0 if scheduler.prefixes is None else scheduler.prefixes.snapshot_bytes,
+            cached_pages=sum(prefixes.pages for prefixes in scheduler.prefixes),
+            snapshot_bytes=sum(prefixes.snapshot_bytes for prefixes in scheduler.prefixes),
             page_size=scheduler.page_size,
             compile_seconds=self.runner.compile_seconds,
             **{name: self._counts[name] for name in (*counts, *turns)},
@@ -232,11 +232,11 @@ class Loop:
                     calls, self.in_flight = self.in_flight, []
                     self.read(calls)
                 else:
-                    self._preempt(self.scheduler.running[-1])
+                    self._preempt(self.scheduler.youngest(self.scheduler.group_of(sequence)))
 
     def _preempt(self, sequence: TokenSequence) -> None:
         """Puts a sequence back into the queue, its states and pages kept on the host bit for bit."""
-        self.scheduler.free_behind(sequence)
+        self.scheduler.group_of(sequence).free_behind(sequence)
         sequence.saved = self.runner.swap_out(sequence) if sequence.held else None
         sequence.preemptions += 1
         self._counts["preemptions"] += 1
@@ -254,41 +254,69 @@ class Loop:
     def _fill(self, sequence: TokenSequence, known: int) -> None:
         """Fills a sequence's slot; of its prompt, so many tokens were in known prefixes before."""
         self.runner.swap_in(sequence)
-        if self.scheduler.prefixes is not None and sequence.cached > known:
-            self.scheduler.prefixes.settled(sequence)
+        if sequence.cached > known:
+            self.scheduler.group_of(sequence).prefixes.settled(sequence)
             self._counts["cached_tokens"] += sequence.cached - known
 
     def _prefill(self) -> list[Call]:
-        """The next chunks, the oldest sequence's first, up to `chunk` padded tokens in all."""
-        calls, spent, prefixes = [], 0, self.scheduler.prefixes
-        for sequence in self.scheduler.running:
-            known = sequence.cached
-            # Prompts before it may have brought more of it since it was admitted.
-            if prefixes is not None and not sequence.begun and not sequence.decoding and prefixes.adopt(sequence):
-                self._fill(sequence, known)
-            while not sequence.decoding:
-                start = sequence.prefilled
-                size = min(self.chunk - start % self.chunk, len(sequence.prompt) - start)
-                spent += smallest(self.runner.shapes.buckets, size)
-                if calls and spent > self.chunk:
-                    return calls
-                reserved = self.scheduler.reserve(sequence, self._goal(sequence))
-                assert reserved, "a sequence is admitted with the pages for any one of its chunks"
-                choice = self.runner.prefill(sequence, sequence.prompt[start : start + size])
-                sequence.prefilled += size
-                if prefixes is not None and prefixes.wants(sequence):
-                    prefixes.keep(sequence, self.runner.snapshot(sequence) if prefixes.grid.snapshot else None)
-                self._counts["prefill_calls"] += 1
-                self._counts["prompt_tokens"] += size
-                calls.append(Call(choice, [sequence], [0], [int(sequence.decoding)]))
-                sequence.ahead += int(sequence.decoding)
+        """The next chunks, the oldest sequence's first, up to `chunk` padded tokens in all.
+
+        Each group of devices has a row of a call: a chunk that is padded alike goes along with another group's.
+        """
+        calls, spent = [], 0
+        while heads := self._next_in_groups():
+            width = self._width(heads[0])
+            spent += width
+            if calls and spent > self.chunk:
+                break
+            calls.append(self._prefill_together([head for head in heads if self._width(head) == width]))
         return calls
 
+    def _next_in_groups(self) -> list[TokenSequence]:
+        """The oldest sequence of each group whose prompt is not done, the oldest of all first."""
+        found = {}
+        for sequence in self.scheduler.running:
+            if sequence.decoding or sequence.group in found:
+                continue
+            known, prefixes = sequence.cached, self.scheduler.group_of(sequence).prefixes
+            # Prompts before it may have brought more of it since it was admitted.
+            if prefixes is not None and not sequence.begun and prefixes.adopt(sequence):
+                self._fill(sequence, known)
+            found[sequence.group] = sequence
+        return list(found.values())
+
+    def _chunk(self, sequence: TokenSequence) -> int:
+        """Tokens of the next chunk of a sequence's prompt."""
+        return min(self.chunk - sequence.prefilled % self.chunk, len(sequence.prompt) - sequence.prefilled)
+
+    def _width(self, sequence: TokenSequence) -> int:
+        """What that is padded to."""
+        return smallest(self.runner.shapes.buckets, self._chunk(sequence))
+
+    def _prefill_together(self, sequences: list[TokenSequence]) -> Call:
+        """The next chunks of sequences of different groups, in one call."""
+        chunks = []
+        for sequence in sequences:
+            reserved = self.scheduler.reserve(sequence, self._goal(sequence))
+            assert reserved, "a sequence is admitted with the pages for any one of its chunks"
+            chunks.append(sequence.prompt[sequence.prefilled : sequence.prefilled + self._chunk(sequence)])
+        choice, rows = self.runner.prefill(sequences, chunks)
+        self._counts["prefill_calls"] += 1
+        for sequence, tokens in zip(sequences, chunks, strict=True):
+            sequence.prefilled += len(tokens)
+            prefixes = self.scheduler.group_of(sequence).prefixes
+            if prefixes is not None and prefixes.wants(sequence):
+                prefixes.keep(sequence, self.runner.snapshot(sequence) if prefixes.grid.snapshot else None)
+            self._counts["prompt_tokens"] += len(tokens)
+            sequence.ahead += int(sequence.decoding)
+        return Call(choice, sequences, rows, [int(sequence.decoding) for sequence in sequences])
+
     def _decode(self, sequences: Sequence[TokenSequence]) -> list[Call]:
-        """The next tokens of the sequences, as many to a call as its rows."""
+        """The next tokens of the sequences, in each call as many of a group as it has rows."""
         calls, rows = [], self.runner.shapes.rows[-1]
-        for start in range(0, len(sequences), rows):
-            some = sequences[start : start + rows]
+        groups = [[each for each in sequences if each.group == group.number] for group in self.scheduler.groups]
+        for start in range(0, max(map(len, groups)), rows):
+            some = [sequence for group in groups for sequence in group[start : start + rows]]
             steps = self._steps(some)
             most = [min(steps, sequence.left) for sequence in some]
             choice, places = self.runner.decode(some, steps)
@@ -359,4 +387,5 @@ class Loop:
 
 def _scheduler(shapes: Shapes) -> Scheduler:
     """The scheduler of an empty pool."""
-    return Scheduler(shapes.slots, shapes.pages, shapes.page_size, shapes.window, shapes.most_pages, shapes.grid)
+    sizes = (shapes.slots, shapes.pages, shapes.page_size, shapes.window, shapes.most_pages, shapes.grid)
+    return Scheduler(*sizes, shapes.groups)

@@ -99,6 +99,11 @@ class Prefixes:
         behind = 0 if self.window is None else max(position - self.window + 1, 0)
         return behind // self.grid.step * self.unit
 
+    def known(self, sequence: TokenSequence) -> int:
+        """Tokens of the longest known prefix of a sequence's prompt."""
+        prompt = sequence.prompt
+        return self.tree.match(prompt[: len(prompt) - 1]).length if len(prompt) > self.grid.step else 0
+
     def adopt(self, sequence: TokenSequence) -> bool:
         """Lets a sequence go on from the longest known prefix of its prompt; True if that is longer than what it has.
 

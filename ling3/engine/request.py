@@ -66,6 +66,8 @@ class TokenSequence:
     stops: StopStrings
 
     slot: int | None = None
+    group: int = 0
+    """The number of the devices' group that its slot and pages are in, or were last."""
     pages: list[int] = dataclasses.field(default_factory=list)
     first_page: int = 0
     """The block table's column of the first of `pages`: as many before it were freed."""

@@ -1,7 +1,9 @@
 """The device's side of the engine: the pool and the compiled programs over it. What runs when is the loop's."""
 
 import dataclasses
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -99,8 +101,8 @@ class Runner:
 
     def snapshot(self, sequence: TokenSequence) -> Snapshot:
         """What the sequence holds outside its pages, copied on the device."""
-        states = swap_out(self._int(sequence.slot), self.pool)
-        return Snapshot(states, sum(x.nbytes for x in jax.tree.leaves(states)))
+        assert self.shapes.grid is not None, "asked where prefixes are kept"
+        return Snapshot(swap_out(self._int(sequence.slot), self.pool), self.shapes.grid.snapshot)
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
         """The states and pages of a sequence, copied to the host; waits for the device."""
@@ -114,21 +116,25 @@ class Runner:
             self.pool = write_pages(some, self._no_pages, self.pool)
         self.pool = swap_in(self._int(slot), self._empty_contents(), self.pool)
 
-    def prefill(self, sequence: TokenSequence, tokens: Sequence[int]) -> Choice:
-        """Adds the sequence's next prompt tokens to its caches; with the last of them it gets its first new token."""
-        width = smallest(self.shapes.buckets, len(tokens))
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : len(tokens)] = tokens
-        end = sequence.prefilled + len(tokens) == len(sequence.prompt)
-        inputs = self._put((padded, np.asarray([len(tokens)], np.int32), np.asarray([end])))
-        choice, self.pool = self.passes.prefill(
-            self.model, self._rows([sequence], 1), *inputs, self.pool, self.execution
-        )
-        return choice
+    def prefill(
+        self, sequences: Sequence[TokenSequence], chunks: Sequence[Sequence[int]]
+    ) -> tuple[Choice, Sequence[int]]:
+        """Adds the sequences' next prompt tokens to their caches; with the last of them one gets its first new token.
+
+        They are of different groups, and their chunks padded alike. Returns the row of each sequence too.
+        """
+        padded, lengths, end = self._no_tokens(smallest(self.shapes.buckets, len(chunks[0])))
+        rows = self._places(sequences, 1)
+        for row, sequence, tokens in zip(rows, sequences, chunks, strict=True):
+            padded[row, : len(tokens)], lengths[row] = tokens, len(tokens)
+            end[row] = sequence.prefilled + len(tokens) == len(sequence.prompt)
+        inputs = (self._rows(sequences, 1), *self._put((padded, lengths, end)))
+        choice, self.pool = self.passes.prefill(self.model, *inputs, self.pool, self.execution)
+        return choice, rows
 
     def decode(self, sequences: Sequence[TokenSequence], steps: int) -> tuple[Choice, Sequence[int]]:
         """Up to `steps` more tokens for each sequence, `[rows, DECODE_STEPS]`, and the row of each sequence."""
-        rows = smallest(self.shapes.rows, len(sequences))
+        rows = smallest(self.shapes.rows, max(Counter(sequence.group for sequence in sequences).values()))
         begin = time.perf_counter()
         inputs = (self._rows(sequences, rows), self._int(steps))
         choice, self.pool = self.passes.decode(self.model, *inputs, self.pool, self.execution)
@@ -166,13 +172,8 @@ class Runner:
         Those that compile longest come first.
         """
         for width in reversed(self.shapes.buckets):
-            inputs = (np.zeros((1, width), np.int32), np.zeros(1, np.int32), np.zeros(1, bool))
-            yield (
-                f"prefill of {width}",
-                self.passes.prefill,
-                (self.model, self._rows([], 1), *self._put(inputs)),
-                self.execution,
-            )
+            inputs = (self.model, self._rows([], 1), *self._put(self._no_tokens(width)))
+            yield f"prefill of {width}", self.passes.prefill, inputs, self.execution
         for rows in reversed(self.shapes.rows):
             inputs = (self.model, self._rows([], rows), self._int(0))
             yield f"decode of {rows}", self.passes.decode, inputs, self.execution
@@ -203,19 +204,31 @@ class Runner:
         return sum(function._cache_size() for function in functions if hasattr(function, "_cache_size"))
 
     def _rows(self, sequences: Sequence[TokenSequence], rows: int) -> Rows:
-        slots = np.full(rows, self.shapes.slots, np.int32)
-        table = np.full((rows, self.shapes.columns), self.shapes.pages, np.int32)
+        """Those of a call with so many rows for each group."""
+        slots = np.full(rows * self.shapes.groups, self.shapes.slots, np.int32)
+        table = np.full((len(slots), self.shapes.columns), self.shapes.pages, np.int32)
         for row, sequence in zip(self._places(sequences, rows), sequences, strict=True):
             assert sequence.slot is not None, "a sequence without a slot is in no call"
             slots[row] = sequence.slot
             first = sequence.first_page
             table[row, first : first + len(sequence.pages)] = sequence.pages
-        return Rows(*self._put((slots, table)), in_place=rows == self.shapes.slots)
+        return Rows(*self._put((slots, table)), in_place=self._in_place(rows))
 
     def _places(self, sequences: Sequence[TokenSequence], rows: int) -> Sequence[int]:
         """The row of each sequence: its slot in a call with a row for every slot, so that no state has to be moved."""
-        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        return slots if rows == self.shapes.slots else range(len(sequences))
+        if self._in_place(rows):
+            return [sequence.slot for sequence in sequences if sequence.slot is not None]
+        free = [itertools.count(group * rows) for group in range(self.shapes.groups)]
+        return [next(free[sequence.group]) for sequence in sequences]
+
+    def _in_place(self, rows: int) -> bool:
+        """True if a call with so many rows for each group has one for every slot."""
+        return rows * self.shapes.groups == self.shapes.slots
+
+    def _no_tokens(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of a prefill call: each group's tokens, their number, and True where they end a prompt."""
+        groups = self.shapes.groups
+        return np.zeros((groups, width), np.int32), np.zeros(groups, np.int32), np.zeros(groups, bool)
 
     def _empty_contents(self) -> SlotContents:
         """The contents of a free slot."""

@@ -10,76 +10,43 @@ from ling3.engine.request import TokenSequence
 
 # Asked several times a turn about every request: checking types would take longer than the answers.
 @no_type_check
-class Scheduler:
-    """First come, first served: the head of the queue is never overtaken, and the youngest sequence is preempted first.
+class Group:
+    """Slots and pages that lie on the same devices: a sequence has all its memory in one group.
 
-    `slots` sequences run at once. A page holds `page_size` tokens, and belongs to one sequence or is free. With a
-    `window`, a sequence needs only the pages of its last `window` tokens, and holds at most `most_pages` at once. With
-    a `grid`, pages of known prefixes belong to `prefixes` instead; those that no sequence uses are as good as free.
+    A page holds `page_size` tokens, and belongs to one sequence or is free. With a `window`, a sequence needs only the
+    pages of its last `window` tokens, and holds at most `most_pages` at once. With a `grid`, pages of known prefixes
+    belong to `prefixes` instead; those that no sequence uses are as good as free.
     """
 
     def __init__(
         self,
-        slots: int,
-        pages: int,
+        number: int,
+        slots: range,
+        pages: range,
         page_size: int,
         window: int | None = None,
         most_pages: int = 2**31 - 1,
         grid: Grid | None = None,
     ):
-        self.slots, self.pages, self.page_size = slots, pages, page_size
+        self.number, self.slots, self.pages, self.page_size = number, slots, pages, page_size
         self.window, self.most_pages = window, most_pages
-        self.running: list[TokenSequence] = []  # the oldest first
-        self._waiting: list[tuple[int, int, TokenSequence]] = []
-        self._ticket = itertools.count()
-        self._free_slots = list(range(slots - 1, -1, -1))
-        self._free_pages = list(range(pages - 1, -1, -1))
+        self.free_slots, self.free_pages = list(reversed(slots)), list(reversed(pages))
         self.prefixes = None if grid is None else Prefixes(grid, page_size, self._free, window)
 
     @property
-    def waiting(self) -> int:
-        """How many sequences wait, including preempted ones."""
-        return len(self._waiting)
-
-    @property
-    def free_slots(self) -> int:
-        """How many slots are free."""
-        return len(self._free_slots)
-
-    @property
-    def free_pages(self) -> int:
+    def available(self) -> int:
         """How many pages are free, or would be on demand."""
-        return len(self._free_pages) + (0 if self.prefixes is None else self.prefixes.evictable)
+        return len(self.free_pages) + (0 if self.prefixes is None else self.prefixes.evictable)
 
-    def pages_for(self, tokens: int) -> int:
-        """How many pages so many tokens take."""
-        return -(-tokens // self.page_size)
-
-    def enqueue(self, sequence: TokenSequence) -> None:
-        """Puts a sequence in the queue, at its place by `order`."""
-        heapq.heappush(self._waiting, (sequence.order, next(self._ticket), sequence))
-
-    def head(self) -> TokenSequence | None:
-        """The oldest waiting sequence, or None."""
-        return self._waiting[0][2] if self._waiting else None
-
-    def queued(self) -> list[TokenSequence]:
-        """The waiting sequences, the oldest first."""
-        return [sequence for _, _, sequence in sorted(self._waiting)]
-
-    def withdraw(self, sequence: TokenSequence) -> None:
-        """Takes a sequence out of the queue."""
-        self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
-        heapq.heapify(self._waiting)
-
-    def admit(self, tokens: int) -> TokenSequence | None:
-        """Gives the head of the queue a slot and pages for so many tokens; None, and nothing given, if they lack.
+    def admit(self, sequence: TokenSequence, tokens: int) -> bool:
+        """Gives a sequence a slot and pages for so many tokens; False, and nothing given, if they lack.
 
         One that begins goes on from the longest known prefix.
         """
-        sequence = self.head()
-        if sequence is None or not self._free_slots:
-            return None
+        if not self.free_slots:
+            return False
+        if sequence.group != self.number:
+            sequence.group, sequence.looked_up = self.number, None
         prefixes = None if sequence.prefilled else self.prefixes
         if prefixes is not None:
             prefixes.adopt(sequence)
@@ -88,13 +55,9 @@ class Scheduler:
             # The pages that a prefix is copied from may be too many beside those that it is copied to.
             prefixes.abandon(sequence)
             given = self.reserve(sequence, tokens)
-        if not given:
-            return None
-        heapq.heappop(self._waiting)
-        sequence.slot = self._free_slots.pop()
-        self.running.append(sequence)
-        self.running.sort(key=lambda r: r.order)
-        return sequence
+        if given:
+            sequence.slot = self.free_slots.pop()
+        return given
 
     def reserve(self, sequence: TokenSequence, tokens: int) -> bool:
         """Gives a sequence pages for so many tokens in all; False, and none given, if there are too few.
@@ -103,12 +66,12 @@ class Scheduler:
         chunk of a prompt, and each chunk frees as many pages as the next one can lack.
         """
         self.free_behind(sequence)
-        missing = min(self.pages_for(tokens) - sequence.first_page, self.most_pages) - len(sequence.pages)
-        if missing > self.free_pages:
+        missing = min(-(-tokens // self.page_size) - sequence.first_page, self.most_pages) - len(sequence.pages)
+        if missing > self.available:
             return False
-        if self.prefixes is not None and missing > len(self._free_pages):
-            self.prefixes.evict(missing - len(self._free_pages))
-        sequence.pages.extend(self._free_pages.pop() for _ in range(missing))
+        if self.prefixes is not None and missing > len(self.free_pages):
+            self.prefixes.evict(missing - len(self.free_pages))
+        sequence.pages.extend(self.free_pages.pop() for _ in range(missing))
         return True
 
     def free_behind(self, sequence: TokenSequence) -> None:
@@ -133,9 +96,7 @@ class Scheduler:
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Frees a sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
-        assert sequence.slot is not None, "only a running sequence has a slot and pages"
-        self.running.remove(sequence)
-        self._free_slots.append(sequence.slot)
+        self.free_slots.append(sequence.slot)
         sequence.slot = None
         if self.prefixes is None:
             self._free(sequence.pages)
@@ -145,21 +106,128 @@ class Scheduler:
         else:
             self.prefixes.leave(sequence)
 
+    def _free(self, pages: list[int]) -> None:
+        self.free_pages.extend(reversed(pages))
+
+    def check(self, running: list[TokenSequence]) -> None:
+        """Raises AssertionError unless each slot and page is free, or belongs to one sequence or known prefix."""
+        slots = sorted([*self.free_slots, *(sequence.slot for sequence in running if sequence.slot is not None)])
+        own = [page for sequence in running for page in sequence.pages[sequence.shared :]]
+        known = [] if self.prefixes is None else self.prefixes.check(running)
+        pages = sorted([*self.free_pages, *own, *known])
+        assert slots == list(self.slots), f"slots: {slots}"
+        assert pages == list(self.pages), f"pages: {pages}"
+
+
+@no_type_check
+class Scheduler:
+    """First come, first served: the head of the queue is never overtaken, and the youngest sequence is preempted first.
+
+    `slots` sequences run at once, on so many `pages`; slots and pages are dealt evenly to `groups`. The rest is as in
+    `Group`.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        pages: int,
+        page_size: int,
+        window: int | None = None,
+        most_pages: int = 2**31 - 1,
+        grid: Grid | None = None,
+        groups: int = 1,
+    ):
+        self.slots, self.pages, self.page_size = slots, pages, page_size
+        parts = ((range(i * n // groups, (i + 1) * n // groups) for n in (slots, pages)) for i in range(groups))
+        how = (page_size, window, most_pages, grid)
+        self.groups = [Group(i, *part, *how) for i, part in enumerate(parts)]
+        self.running: list[TokenSequence] = []  # the oldest first
+        self._waiting: list[tuple[int, int, TokenSequence]] = []
+        self._ticket = itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        """How many sequences wait, including preempted ones."""
+        return len(self._waiting)
+
+    @property
+    def free_slots(self) -> int:
+        """How many slots are free."""
+        return sum(len(group.free_slots) for group in self.groups)
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages are free, or would be on demand."""
+        return sum(group.available for group in self.groups)
+
+    @property
+    def prefixes(self) -> list[Prefixes]:
+        """The known prefixes of each group; none where none are kept."""
+        return [group.prefixes for group in self.groups if group.prefixes is not None]
+
+    def enqueue(self, sequence: TokenSequence) -> None:
+        """Puts a sequence in the queue, at its place by `order`."""
+        heapq.heappush(self._waiting, (sequence.order, next(self._ticket), sequence))
+
+    def head(self) -> TokenSequence | None:
+        """The oldest waiting sequence, or None."""
+        return self._waiting[0][2] if self._waiting else None
+
+    def queued(self) -> list[TokenSequence]:
+        """The waiting sequences, the oldest first."""
+        return [sequence for _, _, sequence in sorted(self._waiting)]
+
+    def withdraw(self, sequence: TokenSequence) -> None:
+        """Takes a sequence out of the queue."""
+        self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+        heapq.heapify(self._waiting)
+
+    def admit(self, tokens: int) -> TokenSequence | None:
+        """Gives the head of the queue a slot and pages for so many tokens; None, and nothing given, if they lack."""
+        sequence = self.head()
+        if sequence is None or not any(group.admit(sequence, tokens) for group in self._for(sequence)):
+            return None
+        heapq.heappop(self._waiting)
+        self.running.append(sequence)
+        self.running.sort(key=lambda r: r.order)
+        return sequence
+
+    def _for(self, sequence: TokenSequence) -> list[Group]:
+        """The groups in which a sequence is to begin: that with the longest known prefix first, then the emptiest."""
+        if len(self.groups) == 1:
+            return self.groups
+
+        def known(group: Group) -> int:
+            return 0 if group.prefixes is None or sequence.prefilled else group.prefixes.known(sequence)
+
+        return sorted(self.groups, key=lambda group: (-known(group), -len(group.free_slots), -group.available))
+
+    def group_of(self, sequence: TokenSequence) -> Group:
+        """That in which a sequence runs, or last ran."""
+        return self.groups[sequence.group]
+
+    def youngest(self, group: Group) -> TokenSequence:
+        """The sequence of a group that is preempted first."""
+        return next(sequence for sequence in reversed(self.running) if self.group_of(sequence) is group)
+
+    def reserve(self, sequence: TokenSequence, tokens: int) -> bool:
+        """Gives a running sequence pages for so many tokens in all; False, and none given, if there are too few."""
+        return self.group_of(sequence).reserve(sequence, tokens)
+
+    def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
+        """Frees a running sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
+        assert sequence.slot is not None, "only a running sequence has a slot and pages"
+        self.running.remove(sequence)
+        self.group_of(sequence).release(sequence, spoiled)
+
     def are_free(self, pages: list[int]) -> list[int]:
         """Those of some pages that belong to nobody."""
-        return sorted(set(self._free_pages).intersection(pages))
-
-    def _free(self, pages: list[int]) -> None:
-        self._free_pages.extend(reversed(pages))
+        return sorted({page for group in self.groups for page in group.free_pages}.intersection(pages))
 
     def check(self) -> None:
         """Raises AssertionError unless each slot and page is free, or belongs to one sequence or known prefix."""
-        slots = sorted([*self._free_slots, *(sequence.slot for sequence in self.running if sequence.slot is not None)])
-        own = [page for sequence in self.running for page in sequence.pages[sequence.shared :]]
-        known = [] if self.prefixes is None else self.prefixes.check(self.running)
-        pages = sorted([*self._free_pages, *own, *known])
-        assert slots == list(range(self.slots)), f"slots: {slots}"
-        assert pages == list(range(self.pages)), f"pages: {pages}"
+        for group in self.groups:
+            group.check([sequence for sequence in self.running if self.group_of(sequence) is group])
         assert all(sequence.slot is None and not sequence.pages for sequence in self.queued()), (
             "a waiting sequence holds memory"
         )

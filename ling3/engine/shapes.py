@@ -39,6 +39,8 @@ class Shapes:
     """The most pages that a sequence holds at once."""
     grid: Grid | None = None
     """Where prefixes are kept; None: they are not."""
+    groups: int = 1
+    """Groups of devices, each with its own part of the slots and pages, and its own rows of a call."""
 
 
 def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> tuple[EngineSettings, Shapes]:
@@ -59,6 +61,13 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
             "engine settings: cache_dtype is 'packed', expected 'auto', 'float32' or 'bfloat16' for this model: " + why
         )
     slots, page_size, chunk = settings.max_running_requests, settings.page_size, settings.chunked_prefill_size
+    groups = memory.groups(model)
+    for name, count in (("max_running_requests", slots), ("num_pages", settings.num_pages)):
+        if count is not None and count % groups:
+            raise ValueError(
+                f"engine settings: {name} is {count}, expected a multiple of {groups}: as many groups of devices share "
+                "the slots and pages of a model on this mesh"
+            )
     window = memory.window(model, settings)
     grid = memory.prefix_grid(model, settings, length)
     most_pages = settings.most_pages(length, window, grid.step if grid else None)
@@ -66,12 +75,12 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
     if pages is None:
         share = settings.mem_fraction * (1 - settings.snapshot_fraction if grid and grid.snapshot else 1)
         pages = memory.pages_that_fit(model, settings, most_pages, share)
-        pages = min(pages, MAX_PAGES)
+        pages = min(pages, MAX_PAGES // groups * groups)
     else:
         memory.check(model, settings, pages)
     rows, widths = settings.decode_rows, settings.token_paddings
     if rows is None:
-        rows = min(slots, CPU_ROWS) if jax.default_backend() == "cpu" else slots
+        rows = min(slots // groups, CPU_ROWS) if jax.default_backend() == "cpu" else slots // groups
     if widths is None:
         own = FINE_WIDTHS if _is_large(model, execution) else WIDTHS
         widths = own if chunk <= own[-1] else (*own, chunk)
@@ -85,10 +94,11 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         columns=-(-length // page_size),
         buckets=tuple(width for width in widths if width <= smallest(widths, chunk)),
         # XLA compiles what is between the products anew for each number of rows, and not always to the same bits.
-        rows=(rows,) if settings.batch_invariant else _row_counts(slots),
+        rows=(rows,) if settings.batch_invariant else _row_counts(slots // groups),
         window=window,
         most_pages=most_pages,
         grid=grid,
+        groups=groups,
     )
 
 

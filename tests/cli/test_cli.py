@@ -229,7 +229,7 @@ def test_random_weights(bare, scripted, capsys):
 
 def test_random_weights_that_do_not_fit(bare, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ling3.families.init", lambda *args, **others: pytest.fail("allocated"))
-    monkeypatch.setattr("ling3.engine.memory.free_bytes", lambda: 10**9)
+    monkeypatch.setattr("ling3.engine.memory.free_bytes", lambda *_: 10**9)
     large = dataclasses.replace(ling3.Ling3Config.from_file(bare), hidden_size=2**16, intermediate_size=2**16)
     (bare / "config.json").write_text(json.dumps(large.to_dict()))
     code, out, err = run(capsys, bare, "-p", "hello", "--random-weights")

@@ -245,7 +245,7 @@ def test_settings_are_given_whole_or_by_name():
 def test_what_there_is_no_memory_for_is_refused_before_it_is_allocated(monkeypatch):
     """A slot has 8 bytes for each of 400 ids and two KDA states; a page has 20 numbers for each of 16 tokens."""
     slot, page = 8 * 400 + 2 * 4 * (2 * 8 * 8 + 3 * 48), 4 * 16 * 20
-    monkeypatch.setattr("ling3.engine.memory.free_bytes", lambda: 4 * slot + 20 * page)
+    monkeypatch.setattr("ling3.engine.memory.free_bytes", lambda *_: 4 * slot + 20 * page)
     assert engine().settings.num_pages == 20
     message = r"max_running_requests 4 of 0.0 MB and num_pages 21 of 0.0013 MB take 0 MB, and 0 MB are free: lower one"
     for changes in ({"num_pages": 21}, {"max_running_requests": 5}, {"page_size": 17}):

@@ -250,7 +250,7 @@ def test_prefixes_in_use_are_not_forgotten():
 def test_without_the_cache_nothing_is_kept():
     served = engine("hybrid", cached=False)
     assert [found(served, ids(70)) for _ in range(2)] == [0, 0]
-    assert served._loop.scheduler.prefixes is None and served.stats().cached_pages == 0
+    assert served._loop.scheduler.prefixes == [] and served.stats().cached_pages == 0
 
 
 def test_a_prompt_that_failed_leaves_nothing():

@@ -240,8 +240,8 @@ def test_poisoned_pools_change_nothing():
     asked = {poisoned.submit(*request): which for which, request in enumerate(requests())}
     while poisoned.has_work:
         scheduler, runner = poisoned._loop.scheduler, poisoned._loop.runner
-        layers = map_slots(lambda x, free=scheduler._free_slots: poisoned_at(x, free), runner.pool.layers)
-        pages = [*scheduler._free_pages, *range(20, PAGES)]
+        layers = map_slots(lambda x, free=scheduler.groups[0].free_slots: poisoned_at(x, free), runner.pool.layers)
+        pages = [*scheduler.groups[0].free_pages, *range(20, PAGES)]
         layers = map_pages(lambda x, free=pages: poisoned_at(x, free), layers)
         runner.pool = eqx.tree_at(lambda p: p.layers, runner.pool, layers)
         for delta in poisoned.step():

@@ -117,7 +117,7 @@ def whole(served):
 @both_sizes
 def test_the_engine_knows_the_window(page_size):
     scheduler = new_engine(page_size, 4)._loop.scheduler
-    assert (scheduler.window, scheduler.most_pages) == (WINDOW, MOST[page_size])
+    assert (scheduler.groups[0].window, scheduler.groups[0].most_pages) == (WINDOW, MOST[page_size])
 
 
 @both_sizes
@@ -189,7 +189,7 @@ def test_nan_in_freed_pages_changes_nothing(page_size):
     asked = {served.submit(*request): which for which, request in enumerate(requests())}
     runner = served._loop.runner
     while served.has_work:
-        free = [*served._loop.scheduler._free_pages, *range(MOST[page_size] + 2, LENGTH // page_size)]
+        free = [*served._loop.scheduler.groups[0].free_pages, *range(MOST[page_size] + 2, LENGTH // page_size)]
 
         def poisoned(x, free=free):
             x = np.array(x)
