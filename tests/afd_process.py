@@ -51,6 +51,7 @@ def main(process, sessions, cards, port):
             except ling3.afd.WorkerError as error:
                 say(str(error))
     say("left")
+    sys.stdin.read()  # JAX's coordinator is in the first process, whose end would end the others
 
 
 if __name__ == "__main__":

@@ -180,6 +180,7 @@ def join(
     The first `attention_workers` processes are those, and the others the FFN workers: each keeps its own half of the
     model, which is to be the same everywhere, and the other arguments too. An attention worker then generates and
     `leave`s, an FFN worker `serve`s. `address` is where this process is reached by the others, with port 0 for any.
+    The first process has JAX's coordinator in it: it should be the last to end, since its end ends the others.
 
         jax.distributed.initialize(coordinator, num_processes=4, process_id=i)
         worker = ling3.afd.join(model, attention_workers=2, ffn_workers=2)
