@@ -9,7 +9,7 @@ import pathlib
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=4",
+        "--xla_force_host_platform_device_count=8",
         # One thread compiles a program: there is a worker for each core, and a program in parts takes a quarter more.
         "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_cpu_use_fusion_emitters=false"

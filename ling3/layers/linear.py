@@ -88,7 +88,7 @@ class Matrix(eqx.Module):
         self, x: Float[Array, "*batch {self.inputs}"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch {self.outputs}"]:
         """x Wᵀ. Products are summed in the execution's accumulation dtype; the result has `dtype`, or that of `x`."""
-        x = self.exchange.before(x)
+        x = self.exchange.before(x, self.in_features)
         y = self.exchange.summed(self.product(x.reshape(-1, x.shape[-1]), execution))
         return self.exchange.after(y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype))
 

@@ -66,10 +66,12 @@ class Share:
         return Share(axis, over, spans, width)
 
     @staticmethod
-    def repeated(axis: int, size: int, over: tuple[str, ...], devices: int, units: int) -> "Share":
-        """One of `units` equal parts for each device, neighbours having the same one."""
-        width, same = size // units, devices // units
-        return Share(axis, over, tuple((d // same * width, (d // same + 1) * width) for d in range(devices)), width)
+    def repeated(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], repeats: int) -> "Share":
+        """Equal parts of which `repeats` neighbours have the same one."""
+        devices = _devices(over, mesh)
+        width = size * repeats // devices
+        spans = tuple((d // repeats * width, (d // repeats + 1) * width) for d in range(devices))
+        return Share(axis, over, spans, width)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -125,9 +127,8 @@ def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, 
     *stack, outer, inner = leaf.module.axes
     own, weight = len(stack), leaf.module.shape  # `own` is the axis of the outputs, the last one of a bias
     if stack and (axes := rules.axes_of(stack[0], mesh)):
-        if stack[0] != "experts":  # of which the last devices may have fewer
-            _check(leaf, stack[0], weight[0], _devices(axes, mesh))
-        return Share.even(0, weight[0], axes, mesh), LOCAL
+        repeats = 1 if stack[0] == "experts" else _repeats(leaf, stack[0], weight[0], axes, mesh)
+        return _cut(0, weight[0], axes, mesh, repeats), LOCAL
     if axes := rules.axes_of(inner, mesh):
         return _inputs(leaf, own, axes, mesh, rules.sums or bool(stack))
     if axes := rules.axes_of(outer, mesh):
@@ -140,45 +141,52 @@ def _of_heads(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> Share:
     if "heads" not in leaf.axes or not (axes := rules.axes_of("heads", mesh)):
         return WHOLE
     at = leaf.axes.index("heads")
-    _check(leaf, "heads", leaf.value.shape[at], _devices(axes, mesh))
-    return Share.even(at, leaf.value.shape[at], axes, mesh)
+    return _cut(at, leaf.value.shape[at], axes, mesh, _repeats(leaf, "heads", leaf.units("heads"), axes, mesh))
 
 
 def _outputs(
     leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], narrow: bool
 ) -> tuple[Share, Exchange]:
     """Of a matrix whose outputs are cut; into parts of any width, if `narrow` ones may be."""
-    outer, rows = leaf.module.axes[own], leaf.module.shape[own]
-    [axis], devices = axes, _devices(axes, mesh)
+    outer, rows, [axis], devices = leaf.module.axes[own], leaf.module.shape[own], axes, _devices(axes, mesh)
     if outer == "vocab":
         return Share.even(own, rows, axes, mesh, WIDTH), Exchange(axis, devices, y="gathered")
-    units = leaf.units(outer)
-    if outer == "kv_heads" and units < devices and devices % units == 0:
-        return Share.repeated(own, rows, axes, devices, units), LOCAL
-    _check(leaf, outer, units, devices)
-    if not narrow and rows // devices % WIDTH:
-        return WHOLE, Exchange(axis, devices, y="sliced")
-    return Share.even(own, rows, axes, mesh), LOCAL
+    repeats = _repeats(leaf, outer, leaf.units(outer), axes, mesh)
+    share = _cut(own, rows, axes, mesh, repeats)
+    if narrow or share.width % WIDTH == 0:
+        return share, LOCAL
+    return WHOLE, Exchange(axis, devices // repeats, repeats, y="sliced")
 
 
 def _inputs(leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], sums: bool) -> tuple[Share, Exchange]:
     """Of a matrix whose inputs are cut."""
-    weight, [axis], devices = leaf.module.shape, axes, _devices(axes, mesh)
+    weight, inner, [axis], devices = leaf.module.shape, leaf.module.axes[own + 1], axes, _devices(axes, mesh)
+    repeats = _repeats(leaf, inner, leaf.units(inner), axes, mesh)
     if sums:
         if leaf.field == "bias":
             raise MeshError(f"{leaf.path}: a bias would be added by each device; use Rules(sums=False)")
-        _check(leaf, leaf.module.axes[own + 1], weight[own + 1], devices)
-        return Share.even(own + 1, weight[own + 1], axes, mesh), Exchange(axis, devices, y="summed")
-    if weight[own] % (devices * WIDTH):
-        return WHOLE, Exchange(axis, devices, x="gathered")
-    return Share.even(own, weight[own], axes, mesh), Exchange(axis, devices, x="gathered", y="gathered")
+        how = Exchange(axis, devices // repeats, repeats, y="summed")
+        return _cut(own + 1, weight[own + 1], axes, mesh, repeats), how
+    gathered = Exchange(axis, devices // repeats, repeats, x="gathered")
+    if repeats > 1 or weight[own] % (devices * WIDTH):
+        return WHOLE, gathered
+    return Share.even(own, weight[own], axes, mesh), dataclasses.replace(gathered, y="gathered")
+
+
+def _cut(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], repeats: int) -> Share:
+    return Share.even(axis, size, over, mesh) if repeats == 1 else Share.repeated(axis, size, over, mesh, repeats)
+
+
+def _repeats(leaf: Leaf, axis: str, units: int, over: tuple[str, ...], mesh: Mapping[str, int]) -> int:
+    """How many neighbours have the same part of a logical axis of so many units; MeshError if it cannot be cut so."""
+    devices = _devices(over, mesh)
+    if axis not in ("heads", "kv_heads", "groups") or units % devices == 0:
+        return 1
+    if devices % units:
+        fits = ", ".join(str(d) for d in range(1, units + 1) if units % d == 0)
+        raise MeshError(f"{leaf.path}: {axis} are {units}, which {devices} devices cannot share evenly; {fits} can")
+    return devices // units
 
 
 def _devices(axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
     return math.prod(mesh[axis] for axis in axes)
-
-
-def _check(leaf: Leaf, axis: str, size: int, devices: int) -> None:
-    if size % devices:
-        fits = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
-        raise MeshError(f"{leaf.path}: {axis} are {size}, which {devices} devices cannot share evenly; {fits} can")

@@ -11,13 +11,15 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """How the `devices` along an `axis` of the mesh share the product y = x Wᵀ; by default they share nothing.
+    """How the devices along an `axis` of the mesh share the product y = x Wᵀ in `parts`; by default they share nothing.
 
-    Each has the whole of W [out, in], or some of its rows, or some of its columns.
+    Each has the whole of W [out, in], or some of its rows, or some of its columns. Where there are fewer parts than
+    devices, `repeats` neighbours have the same one. The last parts may be filled up with zeros.
     """
 
     axis: str = ""
-    devices: int = 1
+    parts: int = 1
+    repeats: int = 1
     x: Literal["here", "gathered"] = "here"
     """gathered: the inputs are cut and W has all columns, so the devices' inputs are put together first."""
     y: Literal["here", "gathered", "summed", "sliced"] = "here"
@@ -30,29 +32,37 @@ class Exchange:
 
     def inputs_of(self, columns: int) -> int:
         """Inputs that a device has before the exchange, where its W has so many columns."""
-        return columns // self.devices if self.x == "gathered" else columns
+        return -(-columns // self.parts) if self.x == "gathered" else columns
 
     def outputs_of(self, rows: int) -> int:
         """Outputs that a device has after the exchange, where its W has so many rows."""
-        return {"gathered": rows * self.devices, "sliced": rows // self.devices}.get(self.y, rows)
+        return {"gathered": rows * self.parts, "sliced": -(-rows // self.parts)}.get(self.y, rows)
 
-    def before(self, x: Float[Array, "*batch part"]) -> Float[Array, "*batch inner"]:
-        """The inputs of the product."""
-        return lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) if self.x == "gathered" else x
+    def before(self, x: Float[Array, "*batch part"], columns: int) -> Float[Array, "*batch {columns}"]:
+        """The inputs of the product with a W of so many columns."""
+        return self._together(x)[..., :columns] if self.x == "gathered" else x
 
     def summed(self, y: Float[Array, "*batch outer"]) -> Float[Array, "*batch outer"]:
         """The product, where each device has computed a part of each sum."""
-        return lax.psum(y, self.axis) if self.y == "summed" else y
+        if self.y != "summed":
+            return y
+        first = lax.axis_index(self.axis) % self.repeats == 0
+        return lax.psum(y if self.repeats == 1 else jnp.where(first, y, 0), self.axis)
 
     def after(self, y: Float[Array, "*batch part"]) -> Float[Array, "*batch outer"]:
         """What comes out of it."""
-        last = y.ndim - 1
         if self.y == "gathered":
-            return lax.all_gather(y, self.axis, axis=last, tiled=True)
+            return self._together(y)
         if self.y == "sliced":
-            width = y.shape[last] // self.devices
-            return lax.dynamic_slice_in_dim(y, lax.axis_index(self.axis) * width, width, axis=last)
+            width, last = self.outputs_of(y.shape[-1]), y.ndim - 1
+            filled = jnp.pad(y, [(0, 0)] * last + [(0, width * self.parts - y.shape[-1])])
+            part = lax.axis_index(self.axis) // self.repeats
+            return lax.dynamic_slice_in_dim(filled, part * width, width, axis=last)
         return y
+
+    def _together(self, x: Float[Array, "*batch part"]) -> Float[Array, "*batch all"]:
+        every = lax.all_gather(x, self.axis, axis=x.ndim - 1)
+        return every[..., :: self.repeats, :].reshape(*x.shape[:-1], -1)
 
     def row(
         self,
