@@ -254,8 +254,9 @@ class Loop:
     def _fill(self, sequence: TokenSequence, known: int) -> None:
         """Fills a sequence's slot; of its prompt, so many tokens were in known prefixes before."""
         self.runner.swap_in(sequence)
-        if sequence.cached > known:
-            self.scheduler.group_of(sequence).prefixes.settled(sequence)
+        prefixes = self.scheduler.group_of(sequence).prefixes
+        if prefixes is not None and sequence.cached > known:
+            prefixes.settled(sequence)
             self._counts["cached_tokens"] += sequence.cached - known
 
     def _prefill(self) -> list[Call]:

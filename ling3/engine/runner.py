@@ -58,7 +58,7 @@ class Runner:
         passes: Passes | None = None,
     ):
         self.model, self.shapes = model, shapes
-        self._put = jax.device_put if model.placement is None else model.placement.everywhere
+        self._put: Callable[[Any], Any] = jax.device_put if model.placement is None else model.placement.everywhere
         self.passes = Passes() if passes is None else passes
         self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # waited for, by calls and `warmup`
@@ -235,8 +235,8 @@ class Runner:
         row = (SamplingParams(), 0, 0, ())
         vocab = self.model.config.vocab_size
         sampling = Sampling.build([row], vocab, MAX_STOP_IDS, self._unadjusted, self._put)
-        numbers = (np.asarray(0, np.int32) for _ in range(3))
-        return SlotContents(self._fresh, *self._put((*numbers, np.asarray(True))), sampling)
+        zero, done = self._int(0), self._put(np.asarray(True))
+        return SlotContents(self._fresh, zero, zero, zero, done, sampling)
 
     def _moves(self, pages: Sequence[int]) -> Iterator[Array]:
         for start in range(0, len(pages), PAGES_MOVED):
