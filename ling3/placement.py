@@ -82,6 +82,19 @@ class Placement:
         """Arrays of a program that lie there from now on."""
         return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, self.sharding(spec)), tree, specs)
 
+    def fetch(self, tree: Tree) -> Tree:
+        """What this process's devices have of some arrays, on the host, for `back`."""
+        return jax.tree.map(_Parts.of, tree)
+
+    def back(self, tree: Tree) -> Tree:
+        """The arrays of which `fetch` has taken the parts."""
+        return jax.tree.map(_Parts.array, tree, is_leaf=lambda node: isinstance(node, _Parts))
+
+    @property
+    def processes(self) -> int:
+        """How many processes have devices of the mesh."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
     @property
     def sharers(self) -> int:
         """How many devices share the memory of a sequence's heads."""
@@ -91,6 +104,24 @@ class Placement:
     def row_groups(self) -> int:
         """How many groups of devices have different rows."""
         return 1 if self.batch is None else self.mesh.shape[self.batch]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The parts of an array that lie on this process's devices, each once."""
+
+    like: jax.ShapeDtypeStruct
+    parts: dict[str, np.ndarray]
+
+    @staticmethod
+    def of(x: jax.Array) -> "_Parts":
+        shards = {str(shard.index): shard.data for shard in x.addressable_shards}
+        return _Parts(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), jax.device_get(shards))
+
+    def array(self) -> jax.Array:
+        places = self.like.sharding.addressable_devices_indices_map(self.like.shape)
+        arrays = [jax.device_put(self.parts[str(index)], device) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(self.like.shape, self.like.sharding, arrays)
 
 
 def here(numbers: Int32[Array, "*shape"], count: int, axis: str | None) -> Int32[Array, "*shape"]:

@@ -4,6 +4,7 @@ What runs when is `loop.py`'s affair, and the device `runner.py`'s; here request
 """
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -12,6 +13,7 @@ import math
 import os
 import queue
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -22,6 +24,7 @@ from ling3 import checkpoint
 from ling3.checkpoint import hub
 from ling3.engine.actor import Actor, Reader, join_abandoned, result
 from ling3.engine.intake import Intake, Truncate, listed
+from ling3.engine.journal import Journal, follow
 from ling3.engine.loop import Loop, QueueFull
 from ling3.engine.outputs import Delta, RequestOutput, Stats
 from ling3.engine.pool import Passes
@@ -34,6 +37,7 @@ from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
+from ling3.runtime.processes import Wire
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown
 from ling3.text.tokenizer import Tokenizer, load_tokenizer
@@ -102,8 +106,14 @@ class Engine:
             max_queue=settings.max_queue,
         )
         runner = Runner(model, shapes, execution, settings.cache_dtype, passes)
-        chunk = settings.chunked_prefill_size
-        self._loop = Loop(runner, chunk, settings.decode_steps, settings.max_queue, overlap=settings.overlap)
+        how = (settings.chunked_prefill_size, settings.decode_steps, settings.max_queue, settings.overlap)
+        self._wire = Wire() if model.placement is not None and model.placement.processes > 1 else None
+        self._leads = self._wire is None or jax.process_index() == 0
+        journal = Journal(self._wire) if self._wire is not None and self._leads else None
+        self._loop = Loop(runner, *how, journal)
+        if journal is not None:
+            weakref.finalize(self, journal.close).atexit = False
+            atexit.register(journal.close)  # before JAX's own end, which waits for the others
         self._actor = Actor(self._loop, owner=self)
         self._ids = itertools.count()
         self._outbox: deque[Delta] = deque()
@@ -279,18 +289,29 @@ class Engine:
         """
         shapes = self._loop.runner.shapes
         total = len(shapes.buckets) + (1 if first_token else len(shapes.rows) + 4)
-        programs = self._loop.runner.warmup(first_token)
-        close = self._actor.last_message(lambda _: programs.close())
+        self._check_leads()
+        self._actor.call(Loop.begin_warmup, first_token)
+        end = self._actor.last_message(Loop.end_warmup)
         with progress("compiling", total) as advance:
             try:
-                while self._actor.ask(Loop.compile_next, programs) is not None:
+                while self._actor.ask(Loop.compile_next) is not None:
                     advance(1)
             finally:
-                close()
+                end()
 
     def forget_prefixes(self) -> None:
         """Frees all known prefixes but those in use: later prompts are computed anew, with the same bits."""
         self._actor.call(Loop.forget_prefixes)
+
+    def follow(self) -> None:
+        """This process's part in what the first one has this engine do, until that one's engine ends.
+
+        For a model over the devices of several processes: all make the same engine, and all but the first then follow.
+        Raises RuntimeError in the first process, and whatever fails here.
+        """
+        if self._wire is None or self._leads:
+            raise RuntimeError("only an engine over several processes is followed, by all of them but the first")
+        follow(self._loop, self._intake, self._wire)
 
     def stats(self) -> Stats:
         """The counts at this moment."""
@@ -308,7 +329,15 @@ class Engine:
     def _request(self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str) -> Request:
         """The checked request, not yet in the queue."""
         refuse_fork()
+        self._check_leads()
         return self._intake.request(next(self._ids), prompt, params, truncate, name)
+
+    def _check_leads(self) -> None:
+        if not self._leads:
+            raise RuntimeError(
+                f"this is process {jax.process_index()} of {jax.process_count()}, and the first one asks the engine: "
+                "call engine.follow() here"
+            )
 
     def _requests(
         self, prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None, truncate: Truncate

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -76,12 +76,12 @@ class Pool(eqx.Module):
     ) -> "Pool":
         """A pool with a free slot for each row of `sampling`."""
         slots = sampling.temperature.shape[0]
-        length, token, until = (jnp.asarray(np.zeros(slots, np.int32)) for _ in range(3))
+        put: Callable[[Any], Any] = jnp.asarray if model.placement is None else model.placement.everywhere
+        zeros, done = (put(np.zeros(slots, np.int32)) for _ in range(3)), put(np.ones(slots, bool))
         layers = new_memory(model, slots, pages, page_size, dtype, packed)
-        pool = Pool(layers, length, token, until, jnp.asarray(np.ones(slots, bool)), sampling, model.placement)
-        if pool.placement is None:
-            return pool
-        return dataclasses.replace(pool.placement.put(pool.part, pool.specs), placement=pool.placement)
+        length, token, until = zeros
+        pool = Pool(layers, length, token, until, done, sampling, model.placement)
+        return pool if model.placement is None else _settled(pool)
 
     @property
     def axis(self) -> str | None:
@@ -165,6 +165,11 @@ class Pool(eqx.Module):
             jnp.where(chosen, done, self.done),
             counted(self.sampling, token, chosen),
         )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _settled(pool: Pool) -> Pool:
+    return pool.settled
 
 
 class SlotContents(eqx.Module):
