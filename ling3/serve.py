@@ -24,7 +24,7 @@ from ling3 import checkpoint
 from ling3.checkpoint import hub
 from ling3.engine.actor import Actor, Reader, join_abandoned, result
 from ling3.engine.intake import Intake, Truncate, listed
-from ling3.engine.journal import Journal, follow
+from ling3.engine.journal import Journal, follow, shared
 from ling3.engine.loop import Loop, QueueFull
 from ling3.engine.outputs import Delta, RequestOutput, Stats
 from ling3.engine.pool import Passes
@@ -91,7 +91,12 @@ class Engine:
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab_size)
         execution = Execution.default() if execution is None else execution
-        settings, shapes = settle(_changed(settings, changes), model, execution)
+        settings = _changed(settings, changes)
+        self._wire = Wire() if model.placement is not None and model.placement.processes > 1 else None
+        self._leads = self._wire is None or jax.process_index() == 0
+        if self._wire is not None:
+            settings = shared(settings, self._wire, self._leads)
+        settings, shapes = settle(settings, model, execution)
         length = settings.max_model_len
         assert length is not None, "settled"
         self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, length
@@ -107,8 +112,6 @@ class Engine:
         )
         runner = Runner(model, shapes, execution, settings.cache_dtype, passes)
         how = (settings.chunked_prefill_size, settings.decode_steps, settings.max_queue, settings.overlap)
-        self._wire = Wire() if model.placement is not None and model.placement.processes > 1 else None
-        self._leads = self._wire is None or jax.process_index() == 0
         journal = Journal(self._wire) if self._wire is not None and self._leads else None
         self._loop = Loop(runner, *how, journal)
         if journal is not None:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ling3.cli.options import (
     Command,
+    Devices,
     FileOption,
     Loading,
     Thinking,
@@ -17,10 +18,14 @@ from ling3.cli.options import (
     check_directory,
     read_text,
 )
+from ling3.cli.options import (
+    follow as follow_engine,
+)
 from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from ling3.evals.answers import Parser
+    from ling3.evals.perplexity import Perplexity as Measured
     from ling3.evals.prompts import Question
     from ling3.evals.run import Score
 
@@ -33,6 +38,7 @@ class Asking(Command):
     """Options of both examinations."""
 
     common: Loading
+    devices: Devices
     prompts: FileOption = None
     """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
     questions: FileOption = None
@@ -90,6 +96,7 @@ class Perplexity(Command):
     """
 
     common: Loading
+    devices: Devices
     text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """The file of the text, in UTF-8; - for standard input."""
     context: WholeNumber = None
@@ -110,6 +117,11 @@ class Eval:
         | Annotated[Perplexity, tyro.conf.subcommand("perplexity")]
     )
 
+    @property
+    def devices(self) -> Devices:
+        """Over how many the model lies."""
+        return self.task.devices
+
 
 def run(command: Eval) -> None:
     """Prints the result; its last line is the score."""
@@ -123,6 +135,14 @@ def run(command: Eval) -> None:
         _ask(task, answers.number, public.from_gsm8k)
     else:
         _ask(task, answers.choice, public.from_mmlu_pro)
+
+
+def follow(command: Eval) -> None:
+    """The part of a process that is not the first: of a text, all compute the same."""
+    if isinstance(command.task, Perplexity):
+        _measured(command.task)
+    else:
+        follow_engine(command.task)
 
 
 def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]") -> None:
@@ -142,7 +162,7 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
     settings = dataclasses.replace(PROTOCOL, max_running_requests=command.max_running_requests, overlap=command.overlap)
     questions = _questions(command, parse, build)
     check_seeds(command.seed, len(questions[: command.limit]))
-    source = command.common.source(command.model)
+    source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
     asked = prepare(tokenizer, questions, command.thinking if command.chat else None)
     model = source.load(tokenizer)
@@ -218,14 +238,7 @@ def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
 
 
 def _perplexity(command: Perplexity) -> None:
-    from ling3.evals.perplexity import perplexity
-
-    text = read_text(command.text)
-    source = command.common.source(command.model)
-    tokenizer = source.tokenizer()
-    model = source.load(tokenizer)
-    source.introduce(model, Console(stderr=True, highlight=False))
-    found = perplexity(model, tokenizer, text, command.context, command.stride)
+    found = _measured(command, Console(stderr=True, highlight=False))
     if command.json:
         names = ("nats_per_token", "bits_per_byte", "perplexity")
         print_json({**dataclasses.asdict(found), **{name: getattr(found, name) for name in names}})
@@ -234,3 +247,15 @@ def _perplexity(command: Perplexity) -> None:
     print(f"nats per token: {found.nats_per_token:.4f}")
     print(f"bits per byte: {found.bits_per_byte:.4f}")
     print(f"perplexity: {found.perplexity:.4f}")
+
+
+def _measured(command: Perplexity, console: Console | None = None) -> "Measured":
+    from ling3.evals.perplexity import perplexity
+
+    text = read_text(command.text)
+    source = command.common.source(command.model, command.devices)
+    tokenizer = source.tokenizer()
+    model = source.load(tokenizer)
+    if console is not None:
+        source.introduce(model, console)
+    return perplexity(model, tokenizer, text, command.context, command.stride)

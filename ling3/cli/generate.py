@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ling3.cli.options import (
     Command,
+    Devices,
     Loading,
     Sampling,
     TextOption,
@@ -46,6 +47,7 @@ class Generate(Command):
     """
 
     common: Loading
+    devices: Devices
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(aliases=["-p"], metavar="TEXT")] = ()
     """A text to continue; may be given several times. Without one, standard input is the prompt."""
     chat: bool = False
@@ -92,7 +94,7 @@ def run(command: Generate) -> None:
     most = MAX_TOKENS if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed, logprobs=command.logprobs)
     prompts = command.prompt or (_from_stdin(),)
-    source = command.common.source(command.model)
+    source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
     names = [f"prompt {i + 1}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
     rows = [_Row(name, prompt, _encode(tokenizer, prompt, command)) for name, prompt in zip(names, prompts)]
@@ -107,7 +109,7 @@ def run(command: Generate) -> None:
     console = Console(stderr=True, highlight=False)
     source.introduce(model, console)
     with compiling(console):
-        engine = _engine(model, tokenizer, len(rows), longest, params.max_tokens)
+        engine = _engine(model, tokenizer, command.devices.slots(len(rows)), longest, params.max_tokens)
     clock = _Clock(engine.stats().compile_seconds)
     own = [dataclasses.replace(params, seed=command.seed + i) for i in range(len(rows))]
     current = 0

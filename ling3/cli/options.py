@@ -123,7 +123,7 @@ class Loading(Common):
     weights_seed: WholeNumber = None
     """With --random-weights: what they are drawn from; 0 without it."""
 
-    def source(self, model: str) -> "Source":
+    def source(self, model: str, devices: "Devices | None" = None) -> "Source":
         """Where MODEL and its tokenizer come from; a branch of the hub is resolved to a commit now."""
         from ling3.checkpoint import hub
 
@@ -136,7 +136,7 @@ class Loading(Common):
             path = str(file.parent) if file.is_file() else path
         elif self.weights_seed is not None:
             raise ValueError("--weights-seed is for --random-weights")
-        return Source(model, path, hub.pin(path, self.revision), self.dtype, seed)
+        return Source(model, path, hub.pin(path, self.revision), self.dtype, seed, devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,17 +144,56 @@ class Devices:
     """Over how many devices the model lies; on one without these."""
 
     tp: WholeNumber = None
-    """Devices that share the heads, channels and vocabulary of every layer; 1 without it."""
+    """Devices that share the heads, channels and vocabulary of every layer; 1 without it, with --nnodes all."""
     dp: WholeNumber = None
     """Groups of so many devices, each with its own requests; 1 without it."""
     ep: WholeNumber = None
     """Devices that share the experts: --tp of them, all of --dp times --tp, or --dp where each has all heads; as many
     as --tp without it. With 1 the channels of every expert are shared instead."""
+    nnodes: WholeNumber = None
+    """Processes that run this command together, each with its own devices. The first one prints and writes."""
+    node_rank: WholeNumber = None
+    """With --nnodes: this process's number, from 0 on; NODE_RANK without it."""
+    dist_init_addr: TextOption = None
+    """With --nnodes: HOST:PORT of the first process; DIST_INIT_ADDR without it. If neither is set, both are found from
+    Slurm, Open MPI, Kubernetes or a TPU pod."""
+
+    def connect(self) -> bool:
+        """Connects this process with the others, if there are any; True if it is not the first.
+
+        ValueError for options that do not fit together.
+        """
+        import os
+
+        if self.nnodes is None:
+            for name in ("node_rank", "dist_init_addr"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--{name.replace('_', '-')} is for --nnodes: say how many processes there are")
+            return False
+        import jax
+
+        from ling3.runtime.processes import connect
+
+        rank, address = self.node_rank, self.dist_init_addr or os.environ.get("DIST_INIT_ADDR")
+        if rank is None and "NODE_RANK" in os.environ:
+            rank = _whole(os.environ["NODE_RANK"])
+        if (rank is None) != (address is None):
+            missing = "--node-rank (or NODE_RANK)" if rank is None else "--dist-init-addr (or DIST_INIT_ADDR)"
+            raise ValueError(f"--nnodes is {self.nnodes}, and {missing} is missing: give both, or neither on a cluster")
+        connect(self.nnodes if rank is not None else None, rank, address)
+        if jax.process_count() != self.nnodes:
+            raise ValueError(f"--nnodes is {self.nnodes}, and the cluster has started {jax.process_count()} processes")
+        return jax.process_index() > 0
 
     @property
     def count(self) -> int:
         """How many devices these are."""
         return self._size("dp") * self._size("tp")
+
+    def slots(self, requests: int) -> int:
+        """So many requests at once, or a few more, that each group of devices has as many."""
+        groups = self._size("dp")
+        return -(-requests // groups) * groups
 
     def mesh(self) -> "tuple[Mesh, Rules] | None":
         """The first devices as a mesh of ("data", "tensor"), and what is cut along its axes; None without options.
@@ -163,7 +202,7 @@ class Devices:
         """
         import jax
 
-        if (self.tp, self.dp, self.ep) == (None, None, None):
+        if (self.tp, self.dp, self.ep, self.nnodes) == (None, None, None, None):
             return None
         rules, devices = self.rules(), jax.devices()
         if self.count > len(devices):
@@ -171,6 +210,10 @@ class Devices:
             raise ValueError(
                 f"{self._named()} are {self.count} devices, and there are {len(devices)} "
                 f"({devices[0].platform}){on_cpus if devices[0].platform == 'cpu' else ''}"
+            )
+        if self.nnodes is not None and self.count < len(devices):
+            raise ValueError(
+                f"{self._named()} are {self.count} devices, and {self.nnodes} processes have {len(devices)}: use all"
             )
         sizes = (self._size("dp"), self._size("tp"))
         return jax.make_mesh(sizes, ("data", "tensor"), devices=devices[: self.count]), rules
@@ -191,6 +234,10 @@ class Devices:
         size = getattr(self, name)
         if size is not None and size < 1:
             raise ValueError(f"--{name} is {size}, expected at least 1")
+        if size is None and name == "tp" and self.nnodes is not None:
+            import jax
+
+            return max(1, len(jax.devices()) // self._size("dp"))
         return 1 if size is None else size
 
     def _named(self) -> str:
@@ -210,6 +257,8 @@ class Source:
     dtype: str
     seed: int | None
     """What random weights are drawn from; None for the checkpoint's own."""
+    devices: Devices | None = None
+    """Where the model lies; None for one device."""
 
     def config(self) -> Any:
         """The model's configuration, without its weights."""
@@ -234,15 +283,16 @@ class Source:
 
         compilation_cache.switch_on()
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
+        mesh, rules = (None if self.devices is None else self.devices.mesh()) or (None, None)
         if self.seed is None:
-            model = checkpoint.load(self.path, dtype, revision=self.revision)
+            model = checkpoint.load(self.path, dtype, revision=self.revision, mesh=mesh, rules=rules)
         else:
-            model = self._random(self.seed, jnp.dtype(jnp.bfloat16) if dtype is None else dtype)
+            model = self._random(self.seed, jnp.dtype(jnp.bfloat16) if dtype is None else dtype, mesh, rules)
         if tokenizer is not None:
             tokenizer.check_fits(model.config.vocab_size)
         return model
 
-    def _random(self, seed: int, dtype: "DTypeLike") -> "CausalLM":
+    def _random(self, seed: int, dtype: "DTypeLike", mesh: "Mesh | None", rules: "Rules | None") -> "CausalLM":
         """A model of random weights; ValueError if they do not fit into the free memory."""
         import jax
 
@@ -260,7 +310,17 @@ class Source:
                 f"{dtype} takes {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free: give a smaller "
                 "config.json, or a narrower --dtype"
             )
-        return init(config, key=jax.random.key(seed), dtype=dtype)
+        return init(config, key=jax.random.key(seed), dtype=dtype, mesh=mesh, rules=rules)
+
+    def follow(self) -> None:
+        """This process's part in what the first one does with the model."""
+        from ling3.serve import Engine
+
+        try:
+            tokenizer = self.tokenizer()
+        except FileNotFoundError:
+            tokenizer = None
+        Engine(self.load(tokenizer), tokenizer).follow()
 
     def introduce(self, model: "CausalLM", console: Console) -> None:
         """Says which model runs where."""
@@ -270,6 +330,11 @@ class Source:
         kind = "parameters" if self.seed is None else "random parameters"
         facts = f"{self.name}: {count(size)} {kind}, {model.dtype.name}, on {jax.default_backend()}"
         console.print(Text(facts, "bold"), soft_wrap=True)
+
+
+def follow(command: Any) -> None:
+    """The part of a process that is not the first in a command."""
+    command.common.source(command.model, command.devices).follow()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

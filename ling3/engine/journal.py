@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, no_type_check
 from ling3.engine.outputs import Delta
 from ling3.engine.request import Request
 from ling3.engine.sampling_params import SamplingParams
+from ling3.engine.settings import EngineSettings
 from ling3.runtime.processes import Wire
 
 if TYPE_CHECKING:
@@ -105,6 +106,14 @@ class Journal:
         assert self._wire is not None, "told after the end"
         self._wire.tell(json.dumps([*self._entries, entry]))
         self._entries.clear()
+
+
+def shared(settings: EngineSettings, wire: Wire, leads: bool) -> EngineSettings:
+    """The first process's settings, in all."""
+    if not leads:
+        return EngineSettings(**json.loads(wire.hear()))
+    wire.tell(json.dumps(dataclasses.asdict(settings)))
+    return settings
 
 
 @no_type_check

@@ -76,10 +76,13 @@ class Pool(eqx.Module):
     ) -> "Pool":
         """A pool with a free slot for each row of `sampling`."""
         slots = sampling.temperature.shape[0]
-        put: Callable[[Any], Any] = jnp.asarray if model.placement is None else model.placement.everywhere
-        zeros, done = (put(np.zeros(slots, np.int32)) for _ in range(3)), put(np.ones(slots, bool))
         layers = new_memory(model, slots, pages, page_size, dtype, packed)
-        length, token, until = zeros
+
+        def put(x: np.ndarray) -> Any:
+            return jnp.asarray(x) if model.placement is None else model.placement.everywhere(x)
+
+        length, token, until = (put(np.zeros(slots, np.int32)) for _ in range(3))
+        done = put(np.ones(slots, bool))
         pool = Pool(layers, length, token, until, done, sampling, model.placement)
         return pool if model.placement is None else _settled(pool)
 
