@@ -15,6 +15,9 @@ from ling3.ops.exchange import LOCAL, Exchange
 WIDTH = 64
 """Outputs that a device computes of a matrix are a multiple of this, so that XLA sums each as it would with all."""
 
+HEADS = ("heads", "kv_heads", "groups")
+"""The logical axes that count heads, or several of them."""
+
 Axes = str | tuple[str, ...] | None
 """One axis of a mesh, several of them (the first varying slowest), or none."""
 
@@ -28,6 +31,11 @@ class Rules:
     With `sums`, a matrix whose inputs are cut is cut by its columns, and the devices' products are summed. Without, it
     is cut by its rows and gets all inputs: each number is then the sum of the same products in the same order as on one
     device, whatever carries the messages, and no row's bits depend on its place in a batch.
+
+    XLA may still order the sums within fewer heads otherwise than within all. With `same_bits` each device has what all
+    heads remember and does the arithmetic between their projections for all, as one device does: answers then have the
+    same bits on any number of devices. The weights are cut as without it, but for those that attention reads as numbers
+    (MLA's `kv_b_proj`).
     """
 
     batch: str | None = "data"
@@ -39,6 +47,13 @@ class Rules:
     experts: Axes = "tensor"
     vocab: str | None = "tensor"
     sums: bool = False
+    same_bits: bool = False
+
+    def __post_init__(self):
+        if self.sums and self.same_bits:
+            raise ValueError(
+                "Rules: sums of partial products depend on the number of devices: leave out sums or same_bits"
+            )
 
     def axes_of(self, logical: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh of such sizes along which a logical axis of weights is cut; none if it is not."""
@@ -126,9 +141,13 @@ def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, 
         return _of_heads(leaf, mesh, rules), LOCAL
     *stack, outer, inner = leaf.module.axes
     own, weight = len(stack), leaf.module.shape  # `own` is the axis of the outputs, the last one of a bias
+    if rules.same_bits and stack and stack[0] in HEADS:
+        return WHOLE, LOCAL
     if stack and (axes := rules.axes_of(stack[0], mesh)):
         repeats = 1 if stack[0] == "experts" else _repeats(leaf, stack[0], weight[0], axes, mesh)
         return _cut(0, weight[0], axes, mesh, repeats), LOCAL
+    if rules.same_bits and (axes := rules.axes_of(outer if outer in HEADS else inner if inner in HEADS else "", mesh)):
+        return _gathered(leaf, own, axes, mesh)
     if axes := rules.axes_of(inner, mesh):
         return _inputs(leaf, own, axes, mesh, rules.sums or bool(stack))
     if axes := rules.axes_of(outer, mesh):
@@ -138,10 +157,18 @@ def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, 
 
 def _of_heads(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> Share:
     """Of an array that is no matrix: along its heads, if it has any."""
-    if "heads" not in leaf.axes or not (axes := rules.axes_of("heads", mesh)):
+    if rules.same_bits or "heads" not in leaf.axes or not (axes := rules.axes_of("heads", mesh)):
         return WHOLE
     at = leaf.axes.index("heads")
     return _cut(at, leaf.value.shape[at], axes, mesh, _repeats(leaf, "heads", leaf.units("heads"), axes, mesh))
+
+
+def _gathered(leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[Share, Exchange]:
+    """Of a matrix whose inputs and outputs are whole on every device."""
+    rows, [axis], devices = leaf.module.shape[own], axes, _devices(axes, mesh)
+    if rows % (devices * WIDTH) or leaf.module.axes[own + 1] == "latent":  # from which attention absorbs it
+        return WHOLE, LOCAL
+    return Share.even(own, rows, axes, mesh), Exchange(axis, devices, y="gathered")
 
 
 def _outputs(
@@ -180,7 +207,7 @@ def _cut(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], r
 def _repeats(leaf: Leaf, axis: str, units: int, over: tuple[str, ...], mesh: Mapping[str, int]) -> int:
     """How many neighbours have the same part of a logical axis of so many units; MeshError if it cannot be cut so."""
     devices = _devices(over, mesh)
-    if axis not in ("heads", "kv_heads", "groups") or units % devices == 0:
+    if axis not in HEADS or units % devices == 0:
         return 1
     if devices % units:
         fits = ", ".join(str(d) for d in range(1, units + 1) if units % d == 0)
