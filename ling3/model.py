@@ -305,8 +305,13 @@ class CausalLM(eqx.Module):
         states, where = placement.states(cache.layers, rows), PartitionSpec(rows)
 
         def continued(
-            part: CausalLM, tokens: Array, layers: tuple[State, ...], start: Array, table: Array, length: Array
-        ) -> tuple[Array, tuple[State, ...]]:
+            part: CausalLM,
+            tokens: Int[Array, "rows seq"],
+            layers: tuple[State, ...],
+            start: Int32[Array, " rows"],
+            table: Int32[Array, "rows columns"],
+            length: Int32[Array, " rows"],
+        ) -> tuple[Float32[Array, "rows out vocab"], tuple[State, ...]]:
             for paged in pages_of(layers)[:1]:
                 table = here(table, paged.entries.shape[0], rows)
             logits, cache = part.step(tokens, Cache(layers, start, table), length, last=last, execution=execution)

@@ -37,7 +37,8 @@ class Placement:
     def run(self, function: Callable[..., Any], inputs: tuple[Any, ...], where: Any, out: Any, part: eqx.Module) -> Any:
         """`function(part, *inputs)` on every device, with its own parts of the model and of the inputs.
 
-        `where` are the specs of the inputs and `out` those of the results: prefixes of their trees. Not differentiable.
+        `where` are the specs of the inputs and `out` those of the results: prefixes of their trees. Not differentiable:
+        without `check_vma`, JAX would transpose what devices exchange into wrong sums. NotImplementedError for that.
         """
         arrays, statics = eqx.partition(part, eqx.is_array)
         leaves, tree = jax.tree.flatten(arrays)
@@ -47,7 +48,7 @@ class Placement:
 
         specs = (list(self.specs), *where)
         mapped = jax.shard_map(on_a_device, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
-        return mapped(leaves, *inputs)
+        return mapped(*_without_derivative((leaves, *inputs)))
 
     def rows(self, batch: int) -> str | None:
         """The axis over which so many rows lie; None if each device has all of them, as they cannot be dealt evenly."""
@@ -122,6 +123,19 @@ class _Parts:
         places = self.like.sharding.addressable_devices_indices_map(self.like.shape)
         arrays = [jax.device_put(self.parts[str(index)], device) for device, index in places.items()]
         return jax.make_array_from_single_device_arrays(self.like.shape, self.like.sharding, arrays)
+
+
+@jax.custom_jvp
+def _without_derivative(arrays: Any) -> Any:
+    return arrays
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    raise NotImplementedError(
+        "a model that ling3.mesh.place has put on a mesh is for inference and has no gradients: take those of the "
+        "model that `place` was given, or train that one with ling3.train.train(model, ..., mesh=mesh)"
+    )
 
 
 def here(numbers: Int32[Array, "*shape"], count: int, axis: str | None) -> Int32[Array, "*shape"]:

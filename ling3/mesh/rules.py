@@ -140,19 +140,18 @@ def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, 
     if not isinstance(leaf.module, Matrix):
         return _of_heads(leaf, mesh, rules), LOCAL
     *stack, outer, inner = leaf.module.axes
-    own, weight = len(stack), leaf.module.shape  # `own` is the axis of the outputs, the last one of a bias
-    if rules.same_bits and stack and stack[0] in HEADS:
-        return WHOLE, LOCAL
-    if stack and (axes := rules.axes_of(stack[0], mesh)):
-        repeats = 1 if stack[0] == "experts" else _repeats(leaf, stack[0], weight[0], axes, mesh)
-        return _cut(0, weight[0], axes, mesh, repeats), LOCAL
-    if rules.same_bits and (axes := rules.axes_of(outer if outer in HEADS else inner if inner in HEADS else "", mesh)):
-        return _gathered(leaf, own, axes, mesh)
-    if axes := rules.axes_of(inner, mesh):
-        return _inputs(leaf, own, axes, mesh, rules.sums or bool(stack))
-    if axes := rules.axes_of(outer, mesh):
-        return _outputs(leaf, own, axes, mesh, rules.sums or bool(stack))
-    return WHOLE, LOCAL
+    own = len(stack)  # the axis of the outputs, the last one of a bias
+    counted, partial = [*stack, outer, inner], rules.sums or bool(stack)
+    over = {axis: rules.axes_of(axis, mesh) for axis in counted}
+    if rules.same_bits and any(over[axis] for axis in counted if axis in HEADS):
+        return (WHOLE, LOCAL) if stack else _gathered(leaf, over[outer] or over[inner], mesh)
+    if stack and (axes := over[stack[0]]):
+        size = leaf.module.shape[0]
+        repeats = 1 if stack[0] == "experts" else _repeats(leaf, stack[0], size, axes, mesh)
+        return _cut(0, size, axes, mesh, repeats), LOCAL
+    if axes := over[inner]:
+        return _inputs(leaf, own, axes, mesh, partial)
+    return _outputs(leaf, own, over[outer], mesh, partial) if over[outer] else (WHOLE, LOCAL)
 
 
 def _of_heads(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> Share:
@@ -163,12 +162,12 @@ def _of_heads(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> Share:
     return _cut(at, leaf.value.shape[at], axes, mesh, _repeats(leaf, "heads", leaf.units("heads"), axes, mesh))
 
 
-def _gathered(leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[Share, Exchange]:
+def _gathered(leaf: Leaf, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[Share, Exchange]:
     """Of a matrix whose inputs and outputs are whole on every device."""
-    rows, [axis], devices = leaf.module.shape[own], axes, _devices(axes, mesh)
-    if rows % (devices * WIDTH) or leaf.module.axes[own + 1] == "latent":  # from which attention absorbs it
+    (rows, _), [axis], devices = leaf.module.shape, axes, _devices(axes, mesh)
+    if rows % (devices * WIDTH) or leaf.module.axes[1] == "latent":  # attention reads its numbers
         return WHOLE, LOCAL
-    return Share.even(own, rows, axes, mesh), Exchange(axis, devices, y="gathered")
+    return Share.even(0, rows, axes, mesh), Exchange(axis, devices, y="gathered")
 
 
 def _outputs(
