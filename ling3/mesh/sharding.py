@@ -70,16 +70,9 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
             if isinstance(around := leaf.around[-2], Experts):
                 path = leaf.path.rsplit(".", 2)[0]
                 exchanges[path] = _spread(around, share, exchange, rules.batch) or exchanges.get(path)
-<<<<<<< HEAD
     memory = None if rules.same_bits else rules.heads
     batch, heads = (axis if axis in sizes else None for axis in (rules.batch, memory))
-    # Arrays are moved to where a function takes them: axes of other types ask the caller to do so.
-    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    placement = Placement(auto, heads, batch, tuple(share.spec for share in shares))
-=======
-    batch, heads = (axis if axis in sizes else None for axis in (rules.batch, rules.heads))
     placement = Placement(automatic(mesh), heads, batch, tuple(share.spec for share in shares))
->>>>>>> mesh-train
     return Layout(placement, tuple(shares), exchanges)
 
 
