@@ -143,7 +143,7 @@ def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, 
     own = len(stack)  # the axis of the outputs, the last one of a bias
     counted, partial = [*stack, outer, inner], rules.sums or bool(stack)
     over = {axis: rules.axes_of(axis, mesh) for axis in counted}
-    if rules.same_bits and any(over[axis] for axis in counted if axis in HEADS):
+    if rules.same_bits and any(over[axis] for axis in counted if axis in (*HEADS, "vocab")):
         return (WHOLE, LOCAL) if stack else _gathered(leaf, over[outer] or over[inner], mesh)
     if stack and (axes := over[stack[0]]):
         size = leaf.module.shape[0]
