@@ -39,7 +39,7 @@ class Together:
         others = [i for i, text in told.items() if text != _WELL + same]
         if others:
             names = f"process {jax.process_index()} and {', '.join(map(str, others))}"
-            raise self._error(f"{names} have found different checkpoints; give all processes the same")
+            raise self._error(f"{names} have found different checkpoints; give all the same")
         self._over = False
 
     def __enter__(self) -> "Together":
