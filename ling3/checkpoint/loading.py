@@ -60,8 +60,8 @@ def load(
 
     With a `mesh` the model lies on it, cut by the `rules` as in `ling3.mesh.place`. All processes of the mesh call this
     at once. Each reads the bytes of its own devices' parts, every one once (of a tied `lm_head` also its share of the
-    comparison), and its memory peaks at these parts and one more. What fails in one process fails in all: the others
-    raise a CheckpointError that names the process, its host and its error.
+    comparison), and its memory peaks at these parts. What fails in one process fails in all: the others raise a
+    CheckpointError that names the process, its host and its error.
 
     Raises CheckpointError for files that are damaged or do not fit, ConfigError for a configuration of no known family,
     `hub.resolve`'s errors where there is no checkpoint, MeshError for a model that cannot be cut so, and ValueError for
