@@ -33,6 +33,8 @@ class Placement:
     """That along which the rows of a batch lie, with their memory."""
     specs: tuple[PartitionSpec, ...]
     """Of the model's arrays, in the order of `jax.tree.leaves`."""
+    rules: Any
+    """The `ling3.mesh.Rules` by which they are cut."""
 
     def run(self, function: Callable[..., Any], inputs: tuple[Any, ...], where: Any, out: Any, part: eqx.Module) -> Any:
         """`function(part, *inputs)` on every device, with its own parts of the model and of the inputs.

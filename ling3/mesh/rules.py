@@ -95,9 +95,18 @@ class Share:
 
     def stored(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of all devices' parts side by side, for an array of shape `whole`."""
-        if self.axis is None:
-            return whole
-        return (*whole[: self.axis], self.width * len(self.spans), *whole[self.axis + 1 :])
+        return self._sized(whole, self.width * len(self.spans))
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """That of one part."""
+        return self._sized(whole, self.width)
+
+    def unstored(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the array that is cut, where all parts side by side have the shape `stored`."""
+        return self._sized(stored, max((end for _, end in self.spans), default=0))
+
+    def _sized(self, whole: tuple[int, ...], size: int) -> tuple[int, ...]:
+        return whole if self.axis is None else (*whole[: self.axis], size, *whole[self.axis + 1 :])
 
     def number(self, index: tuple[slice, ...]) -> int:
         """The number of the part at such a place in `stored`."""
