@@ -41,6 +41,8 @@ QUIETLY = {
     # Ray prints to stdout what becomes of processes; the fleet says it itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Its own choice is 15: a replica would wait for whatever else the machine does.
+    "RAY_worker_niceness": "0",
 }
 """For Ray, unless the environment says otherwise: it reports to nobody and prints nothing."""
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 
-import jax
 import pytest
 
 # What needs Ray is imported once it is known to be there, and Ray by the fleet, which keeps it quiet.
@@ -21,7 +20,8 @@ if importlib.util.find_spec("ray") is None:
 
 import fleet_models
 import small_engine
-from fleet_models import POISON, SETTINGS, Deadly
+from fleet_models import CONFIG, ENVIRONMENT, POISON, SETTINGS, Deadly
+from tiny import open_model
 
 import ling3
 from ling3 import cli
@@ -34,11 +34,6 @@ from ling3.fleet import fleet as fleets
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
 
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
 PROMPTS = [[7, 8, 9], "2 + 3?", list(range(20, 65)), [11], [{"role": "user", "content": "4?"}], [12, 14]] * 3
 PARAMS = [
     ling3.SamplingParams(max_tokens=10 + i, ignore_eos=True, logprobs=2, temperature=i % 3 / 2, seed=i, n=1 + i % 2)
@@ -94,7 +89,7 @@ def test_the_answers_are_those_of_one_engine(fleet, engine):
     assert {type(output) for output in answers} == {ling3.RequestOutput}
     assert told(fleet.generate("2 + 3?", PARAMS[0])) == told(engine.generate("2 + 3?", PARAMS[0]))
     assert fleet.generate([]) == [] and fleet.settings == engine.settings
-    assert fleet.fingerprint == fingerprint(small_engine.model())
+    assert fleet.fingerprint == fingerprint(open_model(CONFIG))
     stats = fleet.stats()
     assert stats.waiting == stats.running == 0 and stats.submitted == sum(stats.finished.values()) > 0
     assert len({process.pid for process in fleet.processes()}) == 2 and "2 replicas" in repr(fleet)
@@ -214,9 +209,5 @@ def test_generate_prints_what_one_engine_says(directory, capsys):
 
 
 def test_all_replicas_run_at_once_on_as_many_cores_as_there_are():
-    assert [
-        fleets._cores_each(*case) for case in (([2], 2), ([2], 1), ([8, 8], 3), ([6, 2], 2), ([2], 4), ([], 1))
-    ] == [
-        *(1, 2, 4, 3),
-        *(1, 1),
-    ]
+    cases = [([2], 2), ([2], 1), ([8, 8], 3), ([6, 2], 2), ([2], 4), ([], 1)]
+    assert [fleets._cores_each(*case) for case in cases] == [1, 2, 4, 3, 1, 1]
