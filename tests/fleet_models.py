@@ -18,6 +18,9 @@ from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 # As little to trace as a hybrid can have: each replica that is killed does it again.
 CONFIG = dataclasses.replace(small_engine.CONFIG, num_hidden_layers=2, layer_group_size=2)
 SETTINGS = {**small_engine.SETTINGS, "num_pages": 64, "token_paddings": (32,), "prefix_cache": False}
+"""Of engines."""
+ONE_CORE = {**SETTINGS, "cpus": 1}
+"""Of fleets."""
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,

@@ -4,6 +4,9 @@ All of Ray is in this file. Each replica is an actor; one that dies is replaced,
 finds room for it, and what it had not answered goes to others.
 """
 
+# pyright: reportMissingImports=false
+# Ray is an extra, and types are checked without it too.
+
 import dataclasses
 import functools
 import itertools
@@ -112,6 +115,7 @@ class Fleet:
             **_resources(self._ray, replicas, mesh, cpus),
             max_concurrency=min(settings.max_running_requests, 1000) + BATCH,
         )
+        self._card: Card | None = None
         self._pending: dict[Any, _Place] = {}
         """What Ray will answer, and whose answer it is."""
         self._warmup: dict[str, bool] | None = None
@@ -119,7 +123,6 @@ class Fleet:
         self._places = [_Place(number) for number in range(replicas)]
         for place in self._places:
             self._launch(place)
-        self._card: Card | None = None
         while self._card is None:
             self._wait()
 
@@ -226,8 +229,8 @@ class Fleet:
         self.close()
 
     def __repr__(self) -> str:
-        ready = f"{len(self._ready())} of {len(self._places)} replicas"
-        return f"<Fleet: {self.parameters:,} parameters, {ready} ready, on {self.platform}>"
+        size = "" if self._card is None else f"{self.parameters:,} parameters, "
+        return f"<Fleet: {size}{len(self._ready())} of {len(self._places)} replicas ready>"
 
     # A run
 
@@ -292,9 +295,9 @@ class Fleet:
 
     def _launch(self, place: _Place) -> None:
         """Asks Ray for a replica; until there is room for it, it waits."""
-        place.actor = self._actor.remote(self._plan)
+        place.actor = self._actor.remote()
         self._pending[place.actor.where.options(concurrency_group="beside").remote()] = place
-        self._pending[place.actor.start.remote()] = place
+        self._pending[place.actor.start.remote(self._plan)] = place
 
     def _drop(self, place: _Place) -> None:
         """Ends what there is of a replica."""
@@ -369,8 +372,9 @@ class Fleet:
 
     def _say_what_is_missing(self) -> None:
         if not any(place.process for place in self._places):
-            free = {name: n for name, n in self._ray.available_resources().items() if name in ("CPU", "GPU", "TPU")}
-            logger.warning("no replica has room in the Ray cluster, where %s are free: waiting for a node", free)
+            resources = self._ray.available_resources()
+            free = {name: resources.get(name, 0) for name in ("CPU", "GPU", "TPU") if name in resources}
+            logger.warning("no replica has room: of Ray's cluster only %s are free; waiting for more", free)
 
 
 def _ray() -> Any:

@@ -126,8 +126,7 @@ class Answer:
 class Replica:
     """One engine, for callers in other processes; each call has a thread of its own."""
 
-    def __init__(self, plan: Plan):
-        self._plan = plan
+    def __init__(self) -> None:
         self._left = -1
         self._warming = threading.Lock()
         self._warm = False
@@ -136,9 +135,8 @@ class Replica:
         """Where it runs."""
         return Process(socket.gethostname(), os.getpid())
 
-    def start(self) -> Card:
+    def start(self, plan: Plan) -> Card:
         """Loads the model and makes the engine."""
-        plan = self._plan
         if pathlib.Path(plan.directory).is_dir():
             os.chdir(plan.directory)
         compilation_cache.switch_on()

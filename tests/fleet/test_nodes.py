@@ -12,7 +12,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed (the extra fleet)", allow_module_level=True)
 
 import fleet_models
-from fleet_models import SETTINGS
+from fleet_models import ONE_CORE, SETTINGS
 
 import ling3
 from ling3.fleet import fleet as fleets
@@ -31,7 +31,7 @@ def test_a_node_joins_and_another_dies(tmp_path, monkeypatch):
     try:
         first = cluster.add_node(num_cpus=1)
         directory = fleet_models.write(tmp_path / "model")
-        with ling3.Fleet(directory, 2, address=cluster.address, cpus=1, **SETTINGS) as fleet:
+        with ling3.Fleet(directory, 2, address=cluster.address, **ONE_CORE) as fleet:
             assert "1 of 2 replicas" in repr(fleet) and len(fleet.processes()) == 1, "the other waits for room"
             cluster.add_node(num_cpus=1)
             until = time.monotonic() + 120

@@ -20,7 +20,7 @@ if importlib.util.find_spec("ray") is None:
 
 import fleet_models
 import small_engine
-from fleet_models import CONFIG, ENVIRONMENT, POISON, SETTINGS, Deadly
+from fleet_models import CONFIG, ENVIRONMENT, ONE_CORE, POISON, SETTINGS, Deadly
 from tiny import open_model
 
 import ling3
@@ -48,6 +48,8 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
+        # Replicas import `fleet_models`.
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         ray = fleets._ray()
         fleets._connect(ray, None, 4)
         yield
@@ -66,7 +68,7 @@ def engine(directory):
 
 @pytest.fixture(scope="module")
 def fleet(directory):
-    with ling3.Fleet(directory, 2, **SETTINGS) as fleet:
+    with ling3.Fleet(directory, 2, **ONE_CORE) as fleet:
         yield fleet
 
 
@@ -144,7 +146,7 @@ def test_ten_deaths_lose_no_line_and_double_none(directory, engine, tmp_path):
         if len(killed) < KILLS and score.total >= due[len(killed)]:
             threading.Timer(rng.uniform(0, 0.1), kill).start()
 
-    with ling3.Fleet(directory, 2, **SETTINGS) as fleet:
+    with ling3.Fleet(directory, 2, **ONE_CORE) as fleet:
         score = evaluate(fleet, asked, number, tmp_path / "fleet", params=params, on_answer=answered)
     assert len(killed) == KILLS
     assert score == evaluate(engine, asked, number, tmp_path / "engine", params=params)
@@ -157,7 +159,7 @@ def test_a_prompt_that_kills_its_replicas_is_named(directory, monkeypatch):
     monkeypatch.setattr(work, "IN_COMPANY", 1)
     monkeypatch.setattr(work, "ALONE", 1)
     prompts = [[7], [8], [POISON], [9]]
-    with ling3.Fleet(Deadly(str(directory)), 2, **SETTINGS) as fleet:
+    with ling3.Fleet(Deadly(str(directory)), 2, **ONE_CORE) as fleet:
         with pytest.raises(FleetError, match="prompt 2 was alone with 1 replicas, and each of them died"):
             fleet.generate(prompts, PARAMS[0])
         assert len(fleet.generate([[7], [8]], PARAMS[0])) == 2, "the fleet is whole again"
@@ -170,12 +172,12 @@ def test_what_a_replica_cannot_load_ends_all(directory, tmp_path):
     with pytest.raises(ling3.CheckpointError) as expected:
         ling3.load(tmp_path)
     with pytest.raises(ling3.CheckpointError) as raised:
-        ling3.Fleet(tmp_path, 2, **SETTINGS)
+        ling3.Fleet(tmp_path, 2, **ONE_CORE)
     assert str(raised.value) == str(expected.value)
 
 
 def test_a_replica_spans_devices(directory, engine):
-    with ling3.Fleet(directory, 1, mesh=(1, 2), **SETTINGS) as fleet:
+    with ling3.Fleet(directory, 1, mesh=(1, 2), **ONE_CORE) as fleet:
         answers = fleet.generate(PROMPTS[:6], PARAMS[:6])
     expected = engine.generate(PROMPTS[:6], PARAMS[:6])
     assert [output.token_ids for output in answers] == [output.token_ids for output in expected]
@@ -200,6 +202,7 @@ def test_a_run_of_one_engine_is_taken_up_by_a_fleet(directory, tmp_path, capsys)
 
 
 def test_generate_prints_what_one_engine_says(directory, capsys):
+    """One of these replicas waits for room all the while."""
     options = ["generate", str(directory), "--max-tokens", "8", "--temperature", "1", "--json", "--logprobs", "1"]
     options += itertools.chain.from_iterable(("-p", f"{i} + 1?") for i in range(5))
     assert cli.main(options) == 0
