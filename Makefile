@@ -12,7 +12,8 @@ QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 WORKERS := -n 2 --dist worksteal
 
 # What the other targets leave out: a target of its own runs it.
-APART := --ignore=tests/parity --ignore=tests/site --ignore=tests/fleet/test_replicas.py
+APART := --ignore=tests/parity --ignore=tests/site --ignore=tests/fleet/test_replicas.py \
+	--ignore=tests/fleet/test_nodes.py
 
 .PHONY: demo test lint types harness fleet parity slow coverage notebooks docs clean
 
@@ -33,7 +34,7 @@ harness: .venv/installed-evals
 	$(BIN)/python -m pytest tests/evals/test_harness.py
 
 fleet: .venv/installed-fleet
-	$(QUICKLY) $(BIN)/python -m pytest --durations=5 tests/fleet/test_replicas.py
+	$(QUICKLY) $(BIN)/python -m pytest --durations=5 tests/fleet
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/jupytext --quiet --to ipynb notebooks/[0-9]*.py

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
 PARAMS = ling3.SamplingParams(max_tokens=100, ignore_eos=True)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # the cluster starts a node after JAX was used here
 def test_a_node_joins_and_another_dies(tmp_path, monkeypatch):
     for name, value in fleet_models.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
