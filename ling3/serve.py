@@ -6,7 +6,6 @@ What runs when is `loop.py`'s affair, and the device `runner.py`'s; here request
 import asyncio
 import atexit
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -16,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 
@@ -31,7 +30,7 @@ from ling3.engine.pool import Passes
 from ling3.engine.request import Request
 from ling3.engine.runner import Runner
 from ling3.engine.sampling_params import SamplingParams
-from ling3.engine.settings import EngineSettings
+from ling3.engine.settings import EngineSettings, changed
 from ling3.engine.shapes import settle
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -42,7 +41,45 @@ from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown
 from ling3.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Engine", "QueueFull"]
+__all__ = ["Engine", "QueueFull", "Server"]
+
+
+@runtime_checkable
+class Server(Protocol):
+    """What answers many prompts: an engine, or a fleet of them."""
+
+    @property
+    def settings(self) -> EngineSettings:
+        """What it runs with, every None replaced by its number."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """What it runs on, as JAX names it."""
+        ...
+
+    def warmup(self, first_token: bool = False) -> None:
+        """Compiles what is needed, or what a first token needs."""
+        ...
+
+    def stream_all(
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        truncate: Truncate = None,
+    ) -> Generator[tuple[int, Delta], None, None]:
+        """What is new of the answers as it comes, each with the index of its prompt."""
+        ...
+
+    def stats(self) -> Stats:
+        """The counts at this moment."""
+        ...
 
 
 class Engine:
@@ -91,7 +128,7 @@ class Engine:
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab_size)
         execution = Execution.default() if execution is None else execution
-        settings = _changed(settings, changes)
+        settings = changed(settings, changes)
         self._wire = Wire() if model.placement is not None and model.placement.processes > 1 else None
         self._leads = self._wire is None or jax.process_index() == 0
         if self._wire is not None:
@@ -100,6 +137,7 @@ class Engine:
         length = settings.max_model_len
         assert length is not None, "settled"
         self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, length
+        self.device_kind = jax.devices()[0].device_kind
         self._intake = Intake(
             tokenizer=tokenizer,
             vocab=config.vocab_size,
@@ -136,7 +174,7 @@ class Engine:
 
         `dtype` and `revision` are `ling3.load`'s; the others are the constructor's.
         """
-        settings = _changed(settings, changes)
+        settings = changed(settings, changes)
         commit = hub.pin(path, revision)
         tokenizer = load_tokenizer(path, revision=commit)
         return cls(checkpoint.load(path, dtype, revision=commit), tokenizer, settings, execution=execution)
@@ -346,10 +384,8 @@ class Engine:
         self, prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None, truncate: Truncate
     ) -> list[Request]:
         """The checked requests, not yet in the queue."""
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
-        return [self._request(prompts[i], own, truncate, f"prompt {i}") for i, own in enumerate(each)]
+        refuse_fork()
+        return self._intake.requests(self._ids, prompts, params, truncate)
 
     def _deltas(
         self, requests: Sequence[Request], times: Iterable[float], *, whole: bool = False, queued: bool = False
@@ -384,14 +420,3 @@ class Engine:
                 raise reader.fault
         finally:
             leave()
-
-
-def _changed(settings: EngineSettings | None, changes: dict[str, Any]) -> EngineSettings:
-    """The settings with some of them changed; TypeError for a name that none of them has."""
-    if settings is not None and not isinstance(settings, EngineSettings):
-        raise TypeError(f"settings is {shown(settings)}, expected EngineSettings; give single ones by name")
-    names = [field.name for field in dataclasses.fields(EngineSettings)]
-    unknown = [name for name in changes if name not in names]
-    if unknown:
-        raise TypeError(f"no engine setting is called {', '.join(unknown)}; there are {', '.join(names)}")
-    return dataclasses.replace(settings or EngineSettings(), **changes)

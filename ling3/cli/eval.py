@@ -13,13 +13,11 @@ from ling3.cli.options import (
     Devices,
     FileOption,
     Loading,
+    Serving,
     Thinking,
     WholeNumber,
     check_directory,
     read_text,
-)
-from ling3.cli.options import (
-    follow as follow_engine,
 )
 from ling3.cli.terminal import print_json
 
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 class Asking(Command):
     """Options of both examinations."""
 
-    common: Loading
+    common: Serving
     devices: Devices
     prompts: FileOption = None
     """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
@@ -142,15 +140,15 @@ def follow(command: Eval) -> None:
     if isinstance(command.task, Perplexity):
         _measured(command.task)
     else:
-        follow_engine(command.task)
+        from ling3.evals.predictions import fingerprint
+
+        command.task.common.source(command.task.model, command.devices).follow(fingerprint)
 
 
 def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]") -> None:
     from ling3.engine.sampling_params import SamplingParams
-    from ling3.evals.predictions import fingerprint
     from ling3.evals.public import STOP
     from ling3.evals.run import PROTOCOL, check_seeds, evaluate, prepare
-    from ling3.serve import Engine
 
     _check(command)
     params = SamplingParams(
@@ -165,17 +163,15 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
     source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
     asked = prepare(tokenizer, questions, command.thinking if command.chat else None)
-    model = source.load(tokenizer)
     console = Console(stderr=True, highlight=False)
-    source.introduce(model, console)
-    with _bar(console) as shown:
+    with command.common.serve(source, tokenizer, settings, console) as served, _bar(console) as shown:
         score = evaluate(
-            Engine(model, tokenizer, settings),
+            served.server,
             asked,
             parse,
             command.out,
             params=params,
-            settings={"weights": fingerprint(model)},
+            settings={"weights": served.fingerprint()},
             limit=command.limit,
             on_start=shown,
             on_answer=shown,
@@ -191,6 +187,7 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
 
 def _check(command: Asking) -> None:
     """ValueError for senseless options, before any work."""
+    command.common.check(command.devices)
     if (command.prompts is None) == (command.questions is None):
         raise ValueError("give either --prompts, questions ready to be asked, or --questions, those of the data set")
     for name in ("examples", "shots"):

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
     from ling3.bench.report import Report
     from ling3.engine.sampling_params import SamplingParams
+    from ling3.engine.settings import EngineSettings
     from ling3.interpret.ablation_report import Report as AblationReport
     from ling3.mesh import Rules
     from ling3.model import CausalLM
+    from ling3.serve import Server
     from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
@@ -244,6 +246,53 @@ class Devices:
         return f"--dp {self._size('dp')} --tp {self._size('tp')}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving(Loading):
+    """Which weights, on how many engines, and how errors are shown."""
+
+    replicas: WholeNumber = None
+    """Share the prompts among so many engines, each in a process of its own (extra: fleet), with the same answers."""
+    ray_address: TextOption = None
+    """With --replicas: the Ray cluster to run them on, as HOST:PORT, or auto for this machine's; without it they run
+    here."""
+
+    def check(self, devices: "Devices") -> None:
+        """ValueError for senseless options, before any work."""
+        if self.replicas is not None and devices.nnodes is not None:
+            raise ValueError("--nnodes is for one model over several machines, and --replicas for many: give one")
+        if self.replicas is not None and self.replicas < 1:
+            raise ValueError(f"--replicas is {self.replicas}, expected at least 1")
+        if self.ray_address is not None and self.replicas is None:
+            raise ValueError("--ray-address is for --replicas")
+
+    @contextlib.contextmanager
+    def serve(
+        self, source: "Source", tokenizer: "Tokenizer", settings: "EngineSettings", console: Console
+    ) -> "Iterator[Served]":
+        """Loads the model, says which it is, and serves it."""
+        from ling3.evals.predictions import fingerprint
+        from ling3.serve import Engine
+
+        if self.replicas is None:
+            model = source.load(tokenizer)
+            source.introduce(model, console)
+            yield Served(Engine(model, tokenizer, settings), lambda: fingerprint(model))
+            return
+        from ling3.fleet import Fleet
+
+        with Fleet(source, self.replicas, settings=settings, address=self.ray_address) as fleet:
+            source.say(fleet.parameters, fleet.dtype, f"{self.replicas} × {fleet.platform}", console)
+            yield Served(fleet, lambda: fleet.fingerprint)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What answers prompts, and how the model that it has is identified."""
+
+    server: "Server"
+    fingerprint: Callable[[], str]
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Where a command's model and tokenizer come from, both of one commit."""
@@ -312,24 +361,31 @@ class Source:
             )
         return init(config, key=jax.random.key(seed), dtype=dtype, mesh=mesh, rules=rules)
 
-    def follow(self) -> None:
-        """This process's part in what the first one does with the model."""
+    def follow(self, before: "Callable[[CausalLM], Any] | None" = None) -> None:
+        """This process's part in what the first one does with the model, `before` it asks the engine anything."""
         from ling3.serve import Engine
 
         try:
             tokenizer = self.tokenizer()
         except FileNotFoundError:
             tokenizer = None
-        Engine(self.load(tokenizer), tokenizer).follow()
+        model = self.load(tokenizer)
+        engine = Engine(model, tokenizer)
+        if before is not None:
+            before(model)
+        engine.follow()
 
     def introduce(self, model: "CausalLM", console: Console) -> None:
         """Says which model runs where."""
         import jax
 
         size = sum(leaf.size for leaf in jax.tree.leaves(model))
+        self.say(size, model.dtype.name, jax.default_backend(), console)
+
+    def say(self, parameters: int, dtype: str, where: str, console: Console) -> None:
+        """Says how large the model is."""
         kind = "parameters" if self.seed is None else "random parameters"
-        facts = f"{self.name}: {count(size)} {kind}, {model.dtype.name}, on {jax.default_backend()}"
-        console.print(Text(facts, "bold"), soft_wrap=True)
+        console.print(Text(f"{self.name}: {count(parameters)} {kind}, {dtype}, on {where}", "bold"), soft_wrap=True)
 
 
 def follow(command: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 
 from ling3.layers.linear import Matrix
 from ling3.leaves import Leaf
@@ -107,6 +107,15 @@ class Share:
 
     def _sized(self, whole: tuple[int, ...], size: int) -> tuple[int, ...]:
         return whole if self.axis is None else (*whole[: self.axis], size, *whole[self.axis + 1 :])
+
+    def places(self, index: tuple[Int[np.ndarray, " n"], ...]) -> tuple[Int[np.ndarray, " n"], ...]:
+        """Where numbers of the array that is cut, at an index for each axis, are among all parts side by side."""
+        if self.axis is None:
+            return index
+        begins = np.asarray([begin for begin, _ in self.spans])
+        part = np.searchsorted(begins, begins[np.searchsorted(begins, index[self.axis], side="right") - 1])
+        own = index[self.axis] - begins[part] + part * self.width
+        return (*index[: self.axis], own, *index[self.axis + 1 :])
 
     def number(self, index: tuple[slice, ...]) -> int:
         """The number of the part at such a place in `stored`."""
