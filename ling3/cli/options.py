@@ -16,11 +16,13 @@ from rich.text import Text
 from ling3.cli.terminal import count, print_json
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
     from jaxtyping import DTypeLike
 
     from ling3.bench.report import Report
     from ling3.engine.sampling_params import SamplingParams
     from ling3.interpret.ablation_report import Report as AblationReport
+    from ling3.mesh import Rules
     from ling3.model import CausalLM
     from ling3.text.tokenizer import Tokenizer
 
@@ -135,6 +137,64 @@ class Loading(Common):
         elif self.weights_seed is not None:
             raise ValueError("--weights-seed is for --random-weights")
         return Source(model, path, hub.pin(path, self.revision), self.dtype, seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Over how many devices the model lies; on one without these."""
+
+    tp: WholeNumber = None
+    """Devices that share the heads, channels and vocabulary of every layer; 1 without it."""
+    dp: WholeNumber = None
+    """Groups of so many devices, each with its own requests; 1 without it."""
+    ep: WholeNumber = None
+    """Devices that share the experts: --tp of them, all of --dp times --tp, or --dp where each has all heads; as many
+    as --tp without it. With 1 the channels of every expert are shared instead."""
+
+    @property
+    def count(self) -> int:
+        """How many devices these are."""
+        return self._size("dp") * self._size("tp")
+
+    def mesh(self) -> "tuple[Mesh, Rules] | None":
+        """The first devices as a mesh of ("data", "tensor"), and what is cut along its axes; None without options.
+
+        ValueError for senseless numbers, and for more devices than there are.
+        """
+        import jax
+
+        if (self.tp, self.dp, self.ep) == (None, None, None):
+            return None
+        rules, devices = self.rules(), jax.devices()
+        if self.count > len(devices):
+            on_cpus = f"; XLA_FLAGS=--xla_force_host_platform_device_count={self.count} makes a CPU as many, for trials"
+            raise ValueError(
+                f"{self._named()} are {self.count} devices, and there are {len(devices)} "
+                f"({devices[0].platform}){on_cpus if devices[0].platform == 'cpu' else ''}"
+            )
+        sizes = (self._size("dp"), self._size("tp"))
+        return jax.make_mesh(sizes, ("data", "tensor"), devices=devices[: self.count]), rules
+
+    def rules(self) -> "Rules":
+        """What is cut along which axis; ValueError if no axes have --ep devices."""
+        from ling3.mesh import Rules
+
+        dp, tp = self._size("dp"), self._size("tp")
+        shared = {dp * tp: ("data", "tensor"), dp: "data", 1: None, tp: "tensor"}
+        ep = tp if self.ep is None else self._size("ep")
+        if ep not in shared:
+            fits = ", ".join(map(str, sorted(shared)))
+            raise ValueError(f"--ep is {ep}, expected one of {fits}, which are axes of {self._named()}")
+        return Rules(experts=shared[ep])
+
+    def _size(self, name: str) -> int:
+        size = getattr(self, name)
+        if size is not None and size < 1:
+            raise ValueError(f"--{name} is {size}, expected at least 1")
+        return 1 if size is None else size
+
+    def _named(self) -> str:
+        return f"--dp {self._size('dp')} --tp {self._size('tp')}"
 
 
 @dataclasses.dataclass(frozen=True)
