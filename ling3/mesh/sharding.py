@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -48,6 +49,15 @@ class Layout:
             part = read(share, number)
             arrays += [jax.device_put(part, device) for device in devices]
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+    def structure(self, tree: CausalLM) -> CausalLM:
+        """The model with the shape, dtype and place of each array instead of its numbers."""
+        arrays = [
+            jax.ShapeDtypeStruct(share.stored(x.shape), x.dtype, sharding=sharding)
+            for share, x, sharding in zip(self.shares, jax.tree.leaves(tree), self.shardings, strict=True)
+        ]
+        traced = eqx.filter_eval_shape(lambda arrays: self.model(tree, arrays), arrays)
+        return jax.tree.unflatten(jax.tree.structure(traced), arrays)
 
     def model(self, tree: CausalLM, arrays: Sequence[jax.Array]) -> CausalLM:
         """The model of such arrays; `tree` has its structure."""
