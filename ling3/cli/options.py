@@ -6,7 +6,7 @@ import json
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -156,16 +156,16 @@ class Devices:
         """How many devices these are."""
         return self._size("dp") * self._size("tp")
 
-    def mesh(self) -> "tuple[Mesh, Rules] | None":
-        """The first devices as a mesh of ("data", "tensor"), and what is cut along its axes; None without options.
+    def mesh(self, devices: Sequence[Any] | None = None) -> "tuple[Mesh, Rules] | None":
+        """The first of `devices` (JAX's own without them) as a mesh of ("data", "tensor"), and what is cut along it.
 
-        ValueError for senseless numbers, and for more devices than there are.
+        None without options. ValueError for senseless numbers, and for more devices than there are.
         """
         import jax
 
-        if (self.tp, self.dp, self.ep) == (None, None, None):
+        if self == Devices():
             return None
-        rules, devices = self.rules(), jax.devices()
+        rules, devices = self.rules(), jax.devices() if devices is None else devices
         if self.count > len(devices):
             on_cpus = f"; XLA_FLAGS=--xla_force_host_platform_device_count={self.count} makes a CPU as many, for trials"
             raise ValueError(
@@ -195,6 +195,15 @@ class Devices:
 
     def _named(self) -> str:
         return f"--dp {self._size('dp')} --tp {self._size('tp')}"
+
+
+def fake_devices(count: int) -> None:
+    """Makes the CPU as many devices, and JAX's default; only before JAX has looked for devices."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(RuntimeError):  # it has: `Devices.mesh` says if there are too few
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 @dataclasses.dataclass(frozen=True)

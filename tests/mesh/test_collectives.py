@@ -50,7 +50,7 @@ def compiled_step(model):
     step = jax.jit(lambda model, tokens, cache: model.step(tokens, cache, execution=PLAIN))
     cache = eqx.filter_eval_shape(lambda model: model.init_cache(ROWS, 32), model)
     lowered = step.lower(model, jax.ShapeDtypeStruct((ROWS, 1), jnp.int32), cache)
-    return collectives(lowered.compile().as_text(), model.placement.mesh.shape)
+    return collectives(lowered.compile().as_text() or "", model.placement.mesh.shape)
 
 
 def engines_decode(shapes):
@@ -61,7 +61,7 @@ def engines_decode(shapes):
     runner = Runner(model, shapes, PLAIN)
     [(_, *call)] = [call for call in runner._empty_calls() if call[0] == f"decode of {ROWS // groups}"]
     function, inputs, *how = call
-    return collectives(runner._compiler(function, inputs, how)().as_text(), model.placement.mesh.shape)
+    return collectives(function.lower(*inputs, runner.pool, *how).compile().as_text(), model.placement.mesh.shape)
 
 
 def listed(found):
