@@ -15,7 +15,7 @@ WORKERS := -n 2 --dist worksteal
 APART := --ignore=tests/parity --ignore=tests/site --ignore=tests/fleet/test_replicas.py \
 	--ignore=tests/fleet/test_nodes.py
 
-.PHONY: demo test lint types harness fleet parity slow coverage notebooks docs clean
+.PHONY: demo test lint types harness fleet parity slow coverage notebooks docs plan clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
@@ -46,6 +46,10 @@ docs: .venv/installed-docs notebooks
 	cp notebooks/[0-9]*.ipynb docs/notebooks/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m pytest tests/site
+
+# The tables of docs/mesh.md: compiles the published models for 16 devices, which takes some minutes.
+plan: .venv/installed
+	$(BIN)/python docs/plan.py
 
 parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"

@@ -89,7 +89,7 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
     import tyro
 
     from ling3.cli import ablate, bench, chat, eval, generate, inspect
-    from ling3.cli.options import follow
+    from ling3.cli.options import Machines, follow
 
     command = tyro.cli(
         generate.Generate | chat.Chat | bench.Bench | eval.Eval | ablate.Ablate | inspect.Inspect,
@@ -104,7 +104,7 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
     if before is not None:
         before("--debug" in argv)
     module, devices = sys.modules[type(command).__module__], getattr(command, "devices", None)
-    if devices is not None and devices.connect():
+    if isinstance(devices, Machines) and devices.connect():
         getattr(module, "follow", follow)(command)
     else:
         module.run(command)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from ling3.cli.options import Command, Devices, FileOption, Loading, Model, Output, Source, WholeNumber
+from ling3.cli.options import Command, FileOption, Loading, Machines, Model, Output, Source, WholeNumber
 from ling3.engine.settings import EngineSettings
 
 # ruff: noqa: PLC0415
@@ -50,7 +50,7 @@ class Bench(Command):
     model: Model
     """A checkpoint directory, a hub id, "nano", or a config.json for a model of random weights."""
     common: Loading
-    devices: Devices
+    devices: Machines
     num_prompts: WholeNumber = None
     """How many requests; 64 without it, or as many as --prompts has."""
     input_len: Annotated[str, LENGTH] = "128"

@@ -12,8 +12,8 @@ from ling3.cli import interruption
 from ling3.cli.conversation import Conversation, Unanswered, changed, written
 from ling3.cli.options import (
     Command,
-    Devices,
     Loading,
+    Machines,
     Sampling,
     TextOption,
     Thinking,
@@ -48,7 +48,7 @@ class Chat(Command):
     """
 
     common: Loading
-    devices: Devices
+    devices: Machines
     system: TextOption = None
     """The system's message, which begins the conversation."""
     thinking: Thinking = "auto"

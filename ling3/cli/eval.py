@@ -10,9 +10,9 @@ from rich.console import Console
 
 from ling3.cli.options import (
     Command,
-    Devices,
     FileOption,
     Loading,
+    Machines,
     Serving,
     Thinking,
     WholeNumber,
@@ -36,7 +36,7 @@ class Asking(Command):
     """Options of both examinations."""
 
     common: Serving
-    devices: Devices
+    devices: Machines
     prompts: FileOption = None
     """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
     questions: FileOption = None
@@ -94,7 +94,7 @@ class Perplexity(Command):
     """
 
     common: Loading
-    devices: Devices
+    devices: Machines
     text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """The file of the text, in UTF-8; - for standard input."""
     context: WholeNumber = None
@@ -116,7 +116,7 @@ class Eval:
     )
 
     @property
-    def devices(self) -> Devices:
+    def devices(self) -> Machines:
         """Over how many the model lies."""
         return self.task.devices
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ling3.cli.options import (
     Command,
-    Devices,
+    Machines,
     Sampling,
     Serving,
     TextOption,
@@ -47,7 +47,7 @@ class Generate(Command):
     """
 
     common: Serving
-    devices: Devices
+    devices: Machines
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(aliases=["-p"], metavar="TEXT")] = ()
     """A text to continue; may be given several times. Without one, standard input is the prompt."""
     chat: bool = False

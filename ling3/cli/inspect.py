@@ -1,13 +1,19 @@
-"""`ling3 inspect`: a checkpoint's module tree, layers and memory."""
+"""`ling3 inspect`: a checkpoint's module tree, layers and memory, and what it takes of many devices."""
 
 import dataclasses
+import importlib.util
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ling3.cli.options import Command, Common, Model
+from ling3.cli.options import Command, Common, Devices, Model, TextOption, WholeNumber, compiling, fake_devices
 from ling3.cli.terminal import print_json
+
+if TYPE_CHECKING:
+    from ling3.interpret.inspect import Report
+    from ling3.interpret.plan import Plan
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -17,22 +23,79 @@ WIDE = 160
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Planning:
+    """An engine on many devices, on paper: needs none of them."""
+
+    plan: bool = False
+    """Lower and compile an engine's programs for so many devices, in bfloat16 unless weights are stored otherwise: the
+    bytes of each device, what they send each other, and the least time by published rates. The devices are fake ones
+    on the CPU."""
+    topology: TextOption = None
+    """Compile for a slice of TPUs instead, such as v6e:4x4, by their own compiler: pip install libtpu."""
+    max_running_requests: int = 64
+    """Requests that run at once."""
+    max_model_len: WholeNumber = None
+    """Tokens of each, prompt and output; without it 8,192, or the model's context if that is less."""
+    chunked_prefill_size: int = 512
+    """Prompt tokens of a prefill call."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect(Command):
-    """Show a checkpoint's module tree, layers and memory; reads no weights."""
+    """Show a checkpoint's module tree, layers and memory; reads no weights.
+
+    ling3 inspect config.json --tp 16 --plan
+    """
 
     model: Model
     """A checkpoint directory, a config.json, a hub id, or "nano" for the checkpoint in the package."""
     common: Common
     json: bool = False
     """Print one JSON object."""
+    devices: Devices
+    planning: Planning
 
 
 def run(command: Inspect) -> None:
-    """Prints the report."""
+    """Prints the report, or the plan."""
+    planning = command.planning
+    if not planning.plan and (command.devices != Devices() or planning.topology is not None):
+        raise ValueError("--tp, --dp, --ep and --topology are for --plan: give it too")
+    if planning.plan:
+        fake_devices(command.devices.count)
     from ling3.interpret import inspect
 
     report = inspect.report(command.model, revision=command.common.revision)
+    shown: Report | Plan = _plan(command, report) if planning.plan else report
     if command.json:
-        print_json(report.to_dict())
+        print_json(shown.to_dict())
     else:
-        Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE).print(report)
+        Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE).print(shown)
+
+
+def _plan(command: Inspect, report: "Report") -> "Plan":
+    from ling3.interpret import plan
+
+    planning = command.planning
+    topology = None if planning.topology is None else _tpus(planning.topology)
+    found = (Devices(tp=1) if command.devices == Devices() else command.devices).mesh(topology)
+    assert found is not None, "with an option there is a mesh"
+    context, compiler = planning.max_model_len, plan.FOR_CPUS if topology is None else f"libtpu for {planning.topology}"
+    if context is None:
+        context = min(plan.Workload().max_model_len, report.config.max_position_embeddings)
+    work = plan.Workload(planning.max_running_requests, context, planning.chunked_prefill_size)
+    with compiling(Console(stderr=True)):
+        return plan.report(report.model, *found, work, compiler=compiler)
+
+
+def _tpus(name: str) -> list[Any]:
+    """The devices of a slice, for their compiler alone."""
+    from jax.experimental import topologies
+
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("--topology needs libtpu, the TPUs' compiler: pip install libtpu, or leave --topology out")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # it would ask Google's cloud which machine this is
+    try:
+        return list(topologies.get_topology_desc(name, "tpu").devices)
+    except Exception as error:
+        raise ValueError(f"--topology is {name!r}, which libtpu does not know: {error}") from error

@@ -6,7 +6,7 @@ import json
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -146,12 +146,70 @@ class Devices:
     """Over how many devices the model lies; on one without these."""
 
     tp: WholeNumber = None
-    """Devices that share the heads, channels and vocabulary of every layer; 1 without it, with --nnodes all."""
+    """Devices that share the heads, channels and vocabulary of every layer; 1 without it."""
     dp: WholeNumber = None
     """Groups of so many devices, each with its own requests; 1 without it."""
     ep: WholeNumber = None
     """Devices that share the experts: --tp of them, all of --dp times --tp, or --dp where each has all heads; as many
     as --tp without it. With 1 the channels of every expert are shared instead."""
+
+    def slots(self, requests: int) -> int:
+        """So many requests at once, or a few more, that each group of devices has as many."""
+        groups = self._size("dp")
+        return -(-requests // groups) * groups
+
+    @property
+    def count(self) -> int:
+        """How many devices these are."""
+        return self._size("dp") * self._size("tp")
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> "tuple[Mesh, Rules] | None":
+        """The first of `devices` (JAX's own without them) as a mesh of ("data", "tensor"), and what is cut along it.
+
+        None without options. ValueError for senseless numbers, and for more devices than there are.
+        """
+        import jax
+
+        if self == type(self)():
+            return None
+        rules, devices = self.rules(), jax.devices() if devices is None else devices
+        if self.count > len(devices):
+            on_cpus = f"; XLA_FLAGS=--xla_force_host_platform_device_count={self.count} makes a CPU as many, for trials"
+            raise ValueError(
+                f"{self._named()} are {self.count} devices, and there are {len(devices)} "
+                f"({devices[0].platform}){on_cpus if devices[0].platform == 'cpu' else ''}"
+            )
+        sizes = (self._size("dp"), self._size("tp"))
+        return jax.make_mesh(sizes, ("data", "tensor"), devices=devices[: self.count]), rules
+
+    def rules(self) -> "Rules":
+        """What is cut along which axis; ValueError if no axes have --ep devices."""
+        from ling3.mesh import Rules
+
+        dp, tp = self._size("dp"), self._size("tp")
+        shared = {dp * tp: ("data", "tensor"), dp: "data", 1: None, tp: "tensor"}
+        ep = tp if self.ep is None else self._size("ep")
+        if ep not in shared:
+            fits = ", ".join(map(str, sorted(shared)))
+            raise ValueError(f"--ep is {ep}, expected one of {fits}, which are axes of {self._named()}")
+        return Rules(experts=shared[ep])
+
+    def _size(self, name: str) -> int:
+        size = getattr(self, name)
+        if size is not None and size < 1:
+            raise ValueError(f"--{name} is {size}, expected at least 1")
+        return 1 if size is None else size
+
+    def _named(self) -> str:
+        return f"--dp {self._size('dp')} --tp {self._size('tp')}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machines(Devices):
+    """Over how many devices the model lies, and in how many processes; on one device without these."""
+
+    tp: WholeNumber = None
+    """Devices that share the heads, channels and vocabulary of every layer; 1 without it, with --nnodes all."""
     nnodes: WholeNumber = None
     """Processes that run this command together, each with its own devices. The first one prints and writes."""
     node_rank: WholeNumber = None
@@ -187,63 +245,22 @@ class Devices:
             raise ValueError(f"--nnodes is {self.nnodes}, and the cluster has started {jax.process_count()} processes")
         return jax.process_index() > 0
 
-    @property
-    def count(self) -> int:
-        """How many devices these are."""
-        return self._size("dp") * self._size("tp")
-
-    def slots(self, requests: int) -> int:
-        """So many requests at once, or a few more, that each group of devices has as many."""
-        groups = self._size("dp")
-        return -(-requests // groups) * groups
-
-    def mesh(self) -> "tuple[Mesh, Rules] | None":
-        """The first devices as a mesh of ("data", "tensor"), and what is cut along its axes; None without options.
-
-        ValueError for senseless numbers, and for more devices than there are.
-        """
+    def mesh(self, devices: Sequence[Any] | None = None) -> "tuple[Mesh, Rules] | None":
+        """The same; of several processes all devices are to be used."""
         import jax
 
-        if (self.tp, self.dp, self.ep, self.nnodes) == (None, None, None, None):
-            return None
-        rules, devices = self.rules(), jax.devices()
-        if self.count > len(devices):
-            on_cpus = f"; XLA_FLAGS=--xla_force_host_platform_device_count={self.count} makes a CPU as many, for trials"
+        if self.nnodes is not None and self.count < len(found := jax.devices()):
             raise ValueError(
-                f"{self._named()} are {self.count} devices, and there are {len(devices)} "
-                f"({devices[0].platform}){on_cpus if devices[0].platform == 'cpu' else ''}"
+                f"{self._named()} are {self.count} devices, and {self.nnodes} processes have {len(found)}: use all"
             )
-        if self.nnodes is not None and self.count < len(devices):
-            raise ValueError(
-                f"{self._named()} are {self.count} devices, and {self.nnodes} processes have {len(devices)}: use all"
-            )
-        sizes = (self._size("dp"), self._size("tp"))
-        return jax.make_mesh(sizes, ("data", "tensor"), devices=devices[: self.count]), rules
-
-    def rules(self) -> "Rules":
-        """What is cut along which axis; ValueError if no axes have --ep devices."""
-        from ling3.mesh import Rules
-
-        dp, tp = self._size("dp"), self._size("tp")
-        shared = {dp * tp: ("data", "tensor"), dp: "data", 1: None, tp: "tensor"}
-        ep = tp if self.ep is None else self._size("ep")
-        if ep not in shared:
-            fits = ", ".join(map(str, sorted(shared)))
-            raise ValueError(f"--ep is {ep}, expected one of {fits}, which are axes of {self._named()}")
-        return Rules(experts=shared[ep])
+        return super().mesh(devices)
 
     def _size(self, name: str) -> int:
-        size = getattr(self, name)
-        if size is not None and size < 1:
-            raise ValueError(f"--{name} is {size}, expected at least 1")
-        if size is None and name == "tp" and self.nnodes is not None:
+        if name == "tp" and self.tp is None and self.nnodes is not None:
             import jax
 
             return max(1, len(jax.devices()) // self._size("dp"))
-        return 1 if size is None else size
-
-    def _named(self) -> str:
-        return f"--dp {self._size('dp')} --tp {self._size('tp')}"
+        return super()._size(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,7 +273,7 @@ class Serving(Loading):
     """With --replicas: the Ray cluster to run them on, as HOST:PORT, or auto for this machine's; without it they run
     here."""
 
-    def check(self, devices: "Devices") -> None:
+    def check(self, devices: "Machines") -> None:
         """ValueError for senseless options, before any work."""
         if self.replicas is not None and devices.nnodes is not None:
             raise ValueError("--nnodes is for one model over several machines, and --replicas for many: give one")
@@ -291,6 +308,15 @@ class Served:
 
     server: "Server"
     fingerprint: Callable[[], str]
+
+
+def fake_devices(count: int) -> None:
+    """Makes the CPU as many devices, and JAX's default; only before JAX has looked for devices."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(RuntimeError):  # it has: `Devices.mesh` says if there are too few
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -51,6 +52,15 @@ class Layout:
             number = share.number(index)
             parts.setdefault(share.spans[number] if share.spans else None, (number, []))[1].append(device)
         return dict(parts.values())
+
+    def structure(self, tree: CausalLM) -> CausalLM:
+        """The model with the shape, dtype and place of each array instead of its numbers."""
+        arrays = [
+            jax.ShapeDtypeStruct(share.stored(x.shape), x.dtype, sharding=sharding)
+            for share, x, sharding in zip(self.shares, jax.tree.leaves(tree), self.shardings, strict=True)
+        ]
+        traced = eqx.filter_eval_shape(lambda arrays: self.model(tree, arrays), arrays)
+        return jax.tree.unflatten(jax.tree.structure(traced), arrays)
 
     def model(self, tree: CausalLM, arrays: Sequence[jax.Array]) -> CausalLM:
         """The model of such arrays; `tree` has its structure."""

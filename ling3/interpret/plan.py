@@ -1,0 +1,388 @@
+"""What `ling3 inspect --plan` shows: an engine's programs on a mesh, from the compiler, without any weights."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import DTypeLike
+from rich.console import Console, ConsoleOptions
+from rich.table import Table
+from rich.text import Text
+
+from ling3.cache import pages_of, slots_of
+from ling3.engine.pool import Pool, Rows, decode, new_memory, prefill
+from ling3.engine.sampling import Adjustments, Sampling
+from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
+from ling3.execution import PLAIN
+from ling3.interpret import ablate
+from ling3.interpret.chips import CHIPS, Chip
+from ling3.layers.linear import Matrix
+from ling3.leaves import Leaf, leaves
+from ling3.mesh import Rules, sharding
+from ling3.mesh.collectives import Collective, by_source, collectives
+from ling3.mesh.rules import Share
+from ling3.model import CausalLM
+from ling3.ops.exchange import Spread
+
+FOR_CPUS = "XLA for CPUs"
+"""The compiler of fake devices."""
+PLATFORMS = ("cpu", "tpu", "cuda")
+"""Those for which a program is lowered, whether or not their compiler is there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What an engine is asked to do, by the names of its settings."""
+
+    max_running_requests: int = 64
+    """Over all groups of devices."""
+    max_model_len: int = 8192
+    """Tokens of each request, for which there are pages."""
+    chunked_prefill_size: int = 512
+    """Of one request in each group."""
+    page_size: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a compiler says of a program, on each device."""
+
+    compiler: str
+    temporaries: int
+    """Bytes that it takes while it runs, besides weights, state and results."""
+    results: int
+    """Bytes of its results that are not written over its inputs."""
+    collectives: tuple[Collective, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One of the engine's programs, and what each device has to do in it at least."""
+
+    name: str
+    tokens: int
+    """Of all groups of devices, in one run (or one step of decode)."""
+    collectives: tuple[Collective, ...]
+    """As the program has them, before any compiler: in the dtypes that accelerators exchange."""
+    read: int
+    """Bytes of weights and state that are read or written."""
+    flops: int
+    """In products with weights."""
+    lowered: dict[str, str]
+    """For each platform "yes", or why it cannot be."""
+    compiled: Compiled | None = None
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends."""
+        return sum(each.times * each.sent for each in self.collectives)
+
+    def seconds(self, chip: Chip) -> dict[str, float]:
+        """The least times on such chips, each for itself: of memory, products and links."""
+        count, hardware = sum(each.times for each in self.collectives), chip.hardware
+        links = sum(each.times * each.sent / chip.link(each.devices) for each in self.collectives)
+        return {
+            "memory": self.read / hardware.memory_bandwidth,
+            "products": self.flops / hardware.flops,
+            "links": links + count * hardware.link_latency,
+        }
+
+    def bound(self, chip: Chip) -> float:
+        """Seconds below which it cannot be: nothing is exchanged while products wait for it."""
+        own = self.seconds(chip)
+        return max(own["memory"], own["products"]) + own["links"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A model on a mesh: the bytes of each device, and the engine's decode step and prefill call."""
+
+    sizes: dict[str, int]
+    """The axes of the mesh."""
+    workload: Workload
+    layers: int
+    weights: int
+    """Bytes on each device."""
+    whole: int
+    """Of these, bytes of matrices of which every device has the whole."""
+    all_weights: int
+    """Bytes of the model."""
+    slots: int
+    """Bytes of state that does not grow: KDA's, on each device."""
+    pages: int
+    """Bytes of pages: MLA's latents."""
+    adjustments: int
+    """Bytes of the requests' logit biases and token counts."""
+    programs: tuple[Program, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain values, for JSON."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        programs = [
+            dataclasses.asdict(program)
+            | {
+                "collectives": [_row(each) for each in by_source(program.collectives)],
+                "sent": round(program.sent),
+                "least_seconds": {chip.name: program.seconds(chip) | {"all": program.bound(chip)} for chip in CHIPS},
+            }
+            | ({} if program.compiled is None else {"compiled": _compiled_dict(program.compiled)})
+            for program in self.programs
+        ]
+        return own | {"workload": dataclasses.asdict(self.workload), "programs": programs}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
+        work, facts = self.workload, Table.grid(padding=(0, 2))
+        axes = " x ".join(f"{size} {name}" for name, size in self.sizes.items())
+        facts.add_row("mesh", f"{math.prod(self.sizes.values())} devices: {axes}")
+        facts.add_row("weights", f"{_mb(self.weights)} a device, of {_mb(self.all_weights)}")
+        facts.add_row("", f"{_mb(self.whole)} of it in matrices that every device has whole")
+        facts.add_row("state", f"{_mb(self.slots)} a device for {work.max_running_requests} requests")
+        facts.add_row("pages", f"{_mb(self.pages)} a device for {work.max_model_len:,} tokens of each")
+        facts.add_row("adjustments", f"{_mb(self.adjustments)} a device: logit biases and token counts")
+        yield facts
+        for program in self.programs:
+            yield Text(f"\n{program.name}", style="bold")
+            yield from self._program(program)
+        yield Text(
+            "\nBounds from published rates: the slower of memory and products, and then the links, with a latency for "
+            "each collective.\nMemory is weights and state once, products are those with weights, and rings carry "
+            "collectives. Real times are longer."
+        )
+        if any(program.compiled and program.compiled.compiler == FOR_CPUS for program in self.programs):
+            yield Text(
+                f"{FOR_CPUS} multiplies and sums bfloat16 as float32, so an accelerator's temporaries are others: "
+                "--topology v6e:4x4\nhas those of TPUs."
+            )
+
+    def _program(self, program: Program) -> Iterator[Text | Table]:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for name in ("collective", "of", "result", "devices", "times", "sent by a device"):
+            table.add_column(name, justify="right" if name in ("devices", "times", "sent by a device") else "left")
+        for each in by_source(program.collectives):
+            cells = (each.kind, each.source or "-", each.result, str(each.devices), str(each.times))
+            table.add_row(*cells, f"{each.times * each.sent:,.0f}")
+        yield table
+        a_token = program.sent * self.sizes.get("data", 1) / program.tokens
+        yield Text(
+            f"{program.sent:,.0f} bytes sent by a device, {a_token:,.0f} for each token, "
+            f"{program.sent / self.layers:,.0f} for each layer"
+        )
+        if (made := program.compiled) is not None:
+            temporaries, results = _mb(made.temporaries), _mb(made.results)
+            yield Text(f"by {made.compiler}: {temporaries} of temporaries and {results} of results a device")
+        if program.lowered:
+            yield Text("lowered: " + ", ".join(f"{name} {said}" for name, said in program.lowered.items()))
+        bounds = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for name in ("chip", "memory", "products", "links", "at least"):
+            bounds.add_column(name, justify="left" if name == "chip" else "right")
+        for chip in CHIPS:
+            own = program.seconds(chip)
+            bounds.add_row(
+                chip.name, *(f"{1e3 * own[part]:.2f} ms" for part in own), f"{1e3 * program.bound(chip):.2f} ms"
+            )
+        yield bounds
+
+
+def report(
+    model: CausalLM,
+    mesh: Mesh,
+    rules: Rules | None = None,
+    workload: Workload | None = None,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    compiler: str | None = FOR_CPUS,
+    platforms: Sequence[str] = PLATFORMS,
+) -> Plan:
+    """What an engine of a model (its structure is enough) takes and does on a mesh; allocates nothing.
+
+    Caches are counted in `dtype`. The programs are compiled for the devices of the mesh; `compiler` says in words by
+    what, and with None they are not. Whether they can be lowered is tried for each of `platforms`. Raises MeshError for
+    a model that cannot be cut so, and ValueError for requests that cannot be dealt out evenly.
+    """
+    work, layout = Workload() if workload is None else workload, sharding.plan(model, mesh, rules)
+    placed, groups = layout.structure(model), layout.placement.row_groups
+    requests, chunk = work.max_running_requests, work.chunked_prefill_size
+    if requests % groups:
+        raise ValueError(f"{requests} requests cannot be dealt to {groups} groups of devices: give a multiple of that")
+    pool = _pool(placed, work, dtype)
+    slots, pages = (sum(map(_on_a_device, jax.tree.leaves(part(pool.layers)))) for part in (slots_of, pages_of))
+    used = _Used.of(model, placed, layout)
+    columns = -(-work.max_model_len // work.page_size)
+    step = _inputs(placed, lambda: (_rows(requests, columns, True), jnp.zeros((), jnp.int32)))
+    call = _inputs(
+        placed,
+        lambda: (
+            _rows(groups, columns, requests == groups),
+            jnp.zeros((groups, chunk), jnp.int32),
+            jnp.zeros(groups, jnp.int32),
+            jnp.zeros(groups, bool),
+        ),
+    )
+    own = requests // groups
+    programs = (
+        _Traced("one step of decode", decode.trace(placed, *step, pool, PLAIN), requests, 2 * slots + pages),
+        _Traced(
+            "one prefill call", prefill.trace(placed, *call, pool, PLAIN), groups * chunk, (2 * slots + pages) // own
+        ),
+    )
+    costs = used.cost(own, requests, own), used.cost(chunk, groups * chunk, 1)
+    adjustments = pool.sampling.adjustments
+    return Plan(
+        sizes=dict(mesh.shape),
+        workload=work,
+        layers=len(model.model.layers),
+        weights=sum(map(_on_a_device, jax.tree.leaves(placed))),
+        whole=sum(size for size, leaf, share in used.arrays if share.axis is None and isinstance(leaf.module, Matrix)),
+        all_weights=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model)),
+        slots=slots,
+        pages=pages,
+        adjustments=sum(map(_on_a_device, jax.tree.leaves(adjustments))),
+        programs=tuple(
+            each.program(cost, compiler, platforms, layout.placement.mesh)
+            for each, cost in zip(programs, costs, strict=True)
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A program before any compiler."""
+
+    name: str
+    traced: Any
+    tokens: int
+    state: int
+    """Bytes of it that a device reads or writes."""
+
+    def program(self, cost: tuple[int, int], compiler: str | None, platforms: Sequence[str], mesh: Mesh) -> Program:
+        """What JAX and the compiler say of it; `cost` has the bytes of weights and the operations."""
+        lowered, (weights, flops) = self.traced.lower(), cost
+        found = collectives(lowered.as_text("hlo", debug_info=True), mesh.shape)
+        said = {platform: self._lowered(platform) for platform in platforms}
+        made = None
+        if compiler is not None:
+            program = lowered.compile()
+            memory, parts = program.memory_analysis(), collectives(program.as_text(), mesh.shape)
+            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            made = Compiled(compiler, memory.temp_size_in_bytes, results, parts)
+        return Program(self.name, self.tokens, found, weights + self.state, flops, said, made)
+
+    def _lowered(self, platform: str) -> str:
+        try:
+            self.traced.lower(lowering_platforms=(platform,))
+        except Exception as error:  # whatever it is that the platform has no form for
+            return f"no ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        return "yes"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Used:
+    """What a device reads and multiplies of its weights."""
+
+    arrays: tuple[tuple[int, Leaf, Share], ...]
+    """Each with its bytes on a device."""
+    embedding: str
+    """The path of a table of which rows are looked up; empty if it is the head too."""
+    experts: dict[str, float]
+    """By the beginning of their paths, the share of them that a token chooses."""
+    together: bool
+    """True if experts see the tokens of all groups of devices."""
+
+    @staticmethod
+    def of(model: CausalLM, placed: CausalLM, layout: sharding.Layout) -> "_Used":
+        sizes = map(_on_a_device, jax.tree.leaves(placed))
+        chosen = {
+            f"model.layers.{i}.mlp.experts.": router.top_k / router.weight.shape[0]
+            for i, router in ablate.having(model, "experts per token").items()
+        }
+        return _Used(
+            tuple(zip(sizes, leaves(model), layout.shares, strict=True)),
+            "" if model.lm_head is None else "model.word_embeddings.",
+            chosen,
+            any(isinstance(each, Spread) and each.rows for each in layout.exchanges.values()),
+        )
+
+    def cost(self, tokens: int, everyones: int, scored: int) -> tuple[int, int]:
+        """Bytes read and operations for `tokens` of this device (and `everyones`), of which `scored` get logits.
+
+        Experts are chosen evenly.
+        """
+        read, flops = 0.0, 0.0
+        for size, leaf, _ in self.arrays:
+            numbers = size / leaf.value.dtype.itemsize if isinstance(leaf.module, Matrix) else 0
+            share = next((share for path, share in self.experts.items() if leaf.path.startswith(path)), None)
+            if share is not None:
+                seen = everyones if self.together else tokens
+                read += size * (1 - (1 - share) ** seen)
+                flops += 2 * numbers * seen * share
+            elif not (self.embedding and leaf.path.startswith(self.embedding)):
+                head = leaf.path.startswith("lm_head." if self.embedding else "model.word_embeddings.")
+                read += size
+                flops += 2 * numbers * (scored if head else tokens)
+        return round(read), round(flops)
+
+
+def _inputs(placed: CausalLM, made: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """What the host hands to a program: the whole on every device."""
+    assert placed.placement is not None, "a model on a mesh"
+    where = placed.placement.sharding(PartitionSpec())
+    shapes = eqx.filter_eval_shape(made)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+
+
+def _rows(rows: int, columns: int, in_place: bool) -> Rows:
+    return Rows(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, columns), jnp.int32), in_place)
+
+
+def _pool(placed: CausalLM, work: Workload, dtype: DTypeLike) -> Pool:
+    """The engine's memory, without its numbers."""
+    slots, vocab = work.max_running_requests, placed.config.vocab_size
+    pages = slots * -(-work.max_model_len // work.page_size)
+
+    def empty(model: CausalLM) -> Pool:
+        zeros, counts = jnp.zeros(slots), jnp.zeros(slots, jnp.int32)
+        no, table = jnp.zeros(slots, bool), jnp.zeros((slots, vocab))
+        adjustments = Adjustments(no, zeros, zeros, zeros, table, table.astype(jnp.int32))
+        rows = [(SamplingParams(), 0, 0, ())] * slots
+        put = lambda columns: jax.tree.map(jnp.asarray, columns)  # noqa: E731
+        sampling = Sampling.build(rows, vocab, MAX_STOP_IDS, adjustments, put)
+        layers = new_memory(model, slots, pages, work.page_size, dtype)
+        pool = Pool(layers, counts, counts, counts, no, sampling, model.placement)
+        specs.extend(jax.tree.leaves(pool.specs))
+        return pool
+
+    specs: list[PartitionSpec] = []
+    pool = eqx.filter_eval_shape(empty, placed)
+    assert placed.placement is not None, "a model on a mesh"
+    where = map(placed.placement.sharding, specs)
+    arrays = zip(jax.tree.leaves(pool), where, strict=True)
+    placed_arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in arrays]
+    return jax.tree.unflatten(jax.tree.structure(pool), placed_arrays)
+
+
+def _on_a_device(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes of a device's part of an array."""
+    assert x.sharding is not None, "an array on a mesh"
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def _row(each: Collective) -> dict[str, Any]:
+    return dataclasses.asdict(each) | {"sent": round(each.sent)}
+
+
+def _compiled_dict(made: Compiled) -> dict[str, Any]:
+    return dataclasses.asdict(made) | {"collectives": [_row(each) for each in by_source(made.collectives)]}
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"

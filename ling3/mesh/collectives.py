@@ -1,0 +1,173 @@
+"""What the devices of a mesh exchange in a program: every collective in its HLO text."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+SENT = {
+    "all-gather": lambda result, devices: result * (devices - 1) / devices,
+    "all-reduce": lambda result, devices: 2 * result * (devices - 1) / devices,
+    "all-to-all": lambda result, devices: result * (devices - 1) / devices,
+    "ragged-all-to-all": lambda result, devices: result * (devices - 1) / devices,
+    "reduce-scatter": lambda result, devices: result * (devices - 1),
+    "collective-permute": lambda result, devices: result,
+    "collective-broadcast": lambda result, devices: result,
+}
+"""The kinds, and the bytes that a device sends in a ring for a result of so many: no algorithm needs fewer."""
+
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<result>.*?) (?P<op>[a-z][a-z\-]*)\((?P<rest>.*)$")
+CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+CALLED_ONE_OF = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+NAME = re.compile(r'op_name="([^"]*)"')
+OF_NO_MODULE = re.compile(r"shard_map|while|body|cond|branch_\d+_fun|closed_call|.*\(.*|")
+"""Parts of an operation's name that are transformations, and not the name of a module."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program."""
+
+    kind: str
+    """all-gather, all-reduce, …"""
+    source: str
+    """The module in which it stands, `layers.0.attention.o_proj`; empty for one outside all modules.
+
+    Several that the compiler has joined stand with a plus.
+    """
+    result: str
+    """Type and shape of what each device gets: `bf16[64,1,2048]`."""
+    bytes: int
+    """Of the result."""
+    devices: int
+    """How many exchange something with each other."""
+    axes: tuple[str, ...]
+    """Along these axes of the mesh; none if their groups are those of no axes."""
+    times: int
+    """How often, where each loop of unknown length is run once."""
+    loops: int = 0
+    """Loops of unknown length around it."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends each time, and receives: those of a ring."""
+        return SENT[self.kind](self.bytes, self.devices)
+
+
+def collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+    """The collectives of a program on a mesh of such sizes, as its HLO text has them, in the order of execution.
+
+    `hlo` is `compiled.as_text()`, or `lowered.as_text("hlo", debug_info=True)` for the program before the compiler.
+    One that is started and waited for (`all-gather-start`) counts once, one in a branch as if that were taken, and one
+    among the devices of an axis of one not at all.
+    """
+    computations, entry = _computations(hlo)
+    return tuple(_of(computations, entry, mesh, 1, 0))
+
+
+def by_source(found: tuple[Collective, ...]) -> tuple[Collective, ...]:
+    """The same, with those of several layers that are alike as one: `layers.*.attention.o_proj`, so many times."""
+    alike: dict[Collective, int] = {}
+    for each in found:
+        source = re.sub(r"\blayers\.\d+", "layers.*", each.source)
+        key = dataclasses.replace(each, source=source, times=0)
+        alike[key] = alike.get(key, 0) + each.times
+    return tuple(dataclasses.replace(key, times=times) for key, times in alike.items())
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[re.Match[str]]], str]:
+    """The instructions of each computation, and the name of the one where a program begins."""
+    found: dict[str, list[re.Match[str]]] = {}
+    entry, own = "", []
+    for line in hlo.splitlines():
+        if (head := COMPUTATION.match(line)) is not None:
+            own = found[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif (instruction := INSTRUCTION.match(line)) is not None:
+            own.append(instruction)
+    if entry not in found:
+        raise ValueError("hlo has no ENTRY computation, expected the text of an HLO module")
+    return found, entry
+
+
+def _of(
+    computations: dict[str, list[re.Match[str]]], name: str, mesh: Mapping[str, int], times: int, loops: int
+) -> Iterator[Collective]:
+    """Those of one computation and of all that it calls."""
+    for instruction in computations[name]:
+        op, rest = instruction["op"], instruction["rest"]
+        if op.endswith(("-done", "-update")):
+            continue
+        if (kind := op.removesuffix("-start")) in SENT:
+            found = _collective(kind, instruction["result"], rest, mesh, times, loops, op != kind)
+            if found.devices > 1:
+                yield found
+            continue
+        trips = TRIPS.search(rest)
+        inner = (times * int(trips[1]), loops) if trips else (times, loops + (op == "while"))
+        called = [*CALLED.findall(rest), *(each for some in CALLED_ONE_OF.findall(rest) for each in some.split(","))]
+        for each in called:
+            yield from _of(computations, each.strip(" %"), mesh, *inner)
+
+
+def _collective(
+    kind: str, result: str, rest: str, mesh: Mapping[str, int], times: int, loops: int, started: bool
+) -> Collective:
+    arrays = ARRAY.findall(result)
+    if started and kind in ("all-gather", "collective-permute"):  # its type has the operands first, and a context last
+        arrays = [array for array in arrays if array != ("u32", "")]
+        arrays = arrays[len(arrays) // 2 :]
+    groups = _groups(rest, math.prod(mesh.values()))
+    devices = len(groups[0]) if kind != "collective-permute" else len({device for pair in groups for device in pair})
+    shown = ", ".join(f"{dtype}[{shape}]" for dtype, shape in arrays)
+    size = sum(_bytes(dtype, shape) for dtype, shape in arrays)
+    return Collective(kind, _source(rest), shown, size, devices, _axes(groups, mesh), times, loops)
+
+
+def _source(rest: str) -> str:
+    name = NAME.search(rest)
+    outer, _, joined = name[1].rpartition("/(") if name else ("", "", "")
+    # Several that the compiler has joined are named `layers.0/mlp/(experts/psum:shared_experts/down_proj/psum)`.
+    names = [f"{outer}/{part}" for part in joined.removesuffix(")").split(":")] if outer else [joined]
+    modules = ([part for part in each.split("/")[:-1] if not OF_NO_MODULE.fullmatch(part)] for each in names)
+    return " + ".join(dict.fromkeys(".".join(module) for module in modules))
+
+
+def _bytes(dtype: str, shape: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return math.prod(_numbers(shape)) * (int(bits[0]) if bits else 8) // 8  # pred has none, and takes a byte
+
+
+def _groups(rest: str, devices: int) -> list[list[int]]:
+    """The devices that exchange with each other, or pairs of source and target."""
+    if (iota := IOTA.search(rest)) is not None:
+        shape, whole, order = (_numbers(numbers or "") for numbers in iota.groups())
+        numbers = np.arange(math.prod(whole)).reshape(whole)
+        return (numbers.transpose(order) if order else numbers).reshape(shape).tolist()
+    listed = GROUPS.search(rest)
+    groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])] if listed else []
+    return groups or [[*range(devices)]]
+
+
+def _axes(groups: list[list[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The fewest axes of the mesh within which all groups stay."""
+    place = np.stack(np.unravel_index(np.arange(math.prod(mesh.values())), tuple(mesh.values())), axis=1)
+    names = [*mesh]
+    for count in range(len(names) + 1):
+        for axes in itertools.combinations(range(len(names)), count):
+            others = [axis for axis in range(len(names)) if axis not in axes]
+            if all(len({tuple(place[device][others]) for device in group}) == 1 for group in groups):
+                return tuple(names[axis] for axis in axes)
+    return ()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
