@@ -33,6 +33,8 @@ class Placement:
     """That along which the rows of a batch lie, with their memory."""
     specs: tuple[PartitionSpec, ...]
     """Of the model's arrays, in the order of `jax.tree.leaves`."""
+    shares: tuple[Any, ...]
+    """What each device has of them, a `ling3.mesh.rules.Share` each."""
     rules: Any
     """The `ling3.mesh.Rules` by which they are cut."""
 

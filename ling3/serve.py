@@ -361,7 +361,7 @@ class Engine:
     def __repr__(self) -> str:
         # Read as they are, without a message: the engine's thread may be compiling.
         runner, scheduler = self._loop.runner, self._loop.scheduler
-        size = sum(leaf.size for leaf in jax.tree.leaves(runner.model))
+        size = runner.model.parameters
         return (
             f"<Engine: {size:,} parameters, {len(scheduler.running)} of {scheduler.slots} slots running, "
             f"{scheduler.waiting} waiting, {scheduler.pages - scheduler.free_pages} of {scheduler.pages} pages in use>"

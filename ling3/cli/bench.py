@@ -75,7 +75,6 @@ class Bench(Command):
 
 def run(command: Bench) -> None:
     """Measures, and prints the table."""
-    import jax
 
     from ling3.bench import measure as bench
     from ling3.serve import Engine
@@ -109,7 +108,7 @@ def run(command: Bench) -> None:
         temperature=command.temperature,
         about={
             "model": command.model,
-            "parameters": sum(leaf.size for leaf in jax.tree.leaves(model)),
+            "parameters": model.parameters,
             "dtype": model.dtype.name,
             "command": shlex.join(["ling3", *sys.argv[1:]]),
         },

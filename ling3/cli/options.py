@@ -405,8 +405,7 @@ class Source:
         """Says which model runs where."""
         import jax
 
-        size = sum(leaf.size for leaf in jax.tree.leaves(model))
-        self.say(size, model.dtype.name, jax.default_backend(), console)
+        self.say(model.parameters, model.dtype.name, jax.default_backend(), console)
 
     def say(self, parameters: int, dtype: str, where: str, console: Console) -> None:
         """Says how large the model is."""

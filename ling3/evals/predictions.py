@@ -15,8 +15,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, ArrayLike, Int32, Shaped
 
-from ling3.checkpoint.names import structure
-from ling3.mesh import plan
 from ling3.mesh.rules import WHOLE
 from ling3.model import CausalLM
 from ling3.runtime import strict_json
@@ -144,10 +142,9 @@ def fingerprint(model: CausalLM) -> str:
     digest = hashlib.sha256(repr(model.config).encode())
     found, shares, read = jax.tree.leaves(model), itertools.repeat(WHOLE), _elements
     if (placement := model.placement) is not None:
-        shares = plan(structure(model.config), placement.mesh, placement.rules).shares
-        read = jax.jit(_elements, out_shardings=placement.sharding(PartitionSpec()))
-    for leaf, share in zip(found, shares, strict=placement is not None):
-        whole = share.unstored(leaf.shape) or (1,)
+        shares, read = placement.shares, jax.jit(_elements, out_shardings=placement.sharding(PartitionSpec()))
+    for leaf, share, shape in zip(found, shares, model.shapes):
+        whole = shape or (1,)
         size = math.prod(whole)
         places = np.unravel_index(np.linspace(0, size - 1, min(SAMPLE, size)).astype(np.int64), whole)
         sample = read(leaf, tuple(axis.astype(np.int32) for axis in share.places(places)))

@@ -159,7 +159,7 @@ class Replica:
                 "device": self._engine.device_kind,
                 "settings": dataclasses.replace(settings, num_pages=None),
             },
-            sum(leaf.size for leaf in jax.tree.leaves(model)),
+            model.parameters,
             model.dtype.name,
             platform,
         )

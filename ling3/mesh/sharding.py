@@ -86,7 +86,7 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
                 exchanges[path] = _spread(around, share, exchange, rules.batch) or exchanges.get(path)
     memory = None if rules.same_bits else rules.heads
     batch, heads = (axis if axis in sizes else None for axis in (rules.batch, memory))
-    placement = Placement(automatic(mesh), heads, batch, tuple(share.spec for share in shares), rules)
+    placement = Placement(automatic(mesh), heads, batch, tuple(share.spec for share in shares), tuple(shares), rules)
     return Layout(placement, tuple(shares), exchanges)
 
 
