@@ -83,6 +83,7 @@ def test_logits_are_those_of_one_device(name, tensor, data, rules):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["tiny", "flash"])
 def test_bits_are_those_of_one_device_where_asked(name, tensor):
