@@ -85,7 +85,7 @@ def test_logits_are_those_of_one_device(name, tensor, data, rules):
 @pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["tiny", "flash"])
+@pytest.mark.parametrize("name", ["tiny", "flash", "nano"])
 def test_bits_are_those_of_one_device_where_asked(name, tensor):
     for found, own in zip(forward(placed(name, tensor, 1, Rules(same_bits=True))), expected(name), strict=True):
         assert np.array_equal(found, own)
