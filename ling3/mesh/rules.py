@@ -33,10 +33,10 @@ class Rules:
     device, whatever carries the messages, and no row's bits depend on its place in a batch.
 
     XLA may still order the sums within fewer heads otherwise than within all. With `same_bits` each device has what all
-    heads remember and does the arithmetic between their projections for all, as one device does: answers in float32 then
-    have the same bits on any number of devices (in bfloat16 if XLA may not keep float32 in between, with
-    `XLA_FLAGS=--xla_allow_excess_precision=false`). The weights are cut as without it, but for those that attention reads as numbers
-    (MLA's `kv_b_proj`).
+    heads remember and does the arithmetic between their projections for all, as one device does: answers in float32
+    then have the same bits on any number of devices. (In bfloat16 if XLA may not keep float32 between operations, with
+    `XLA_FLAGS=--xla_allow_excess_precision=false`.) The weights are cut as without it, but for those that attention
+    reads as numbers (MLA's `kv_b_proj`).
     """
 
     batch: str | None = "data"
