@@ -217,6 +217,7 @@ class Scheduler:
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Frees a running sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
+        assert sequence.slot is not None, "only a running sequence has a slot and pages"
         self.running.remove(sequence)
         self.group_of(sequence).release(sequence, spoiled)
 
