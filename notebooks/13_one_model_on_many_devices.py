@@ -140,7 +140,7 @@ for count in COUNTS:
 
 question = tok.encode("Question: Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?\nAnswer:")
 tokens = jnp.asarray([question, question[::-1]], jnp.int32)
-logits = {name: np.asarray(model(tokens)) for name, model in models.items()}
+logits = {name: np.asarray(models[name](tokens)) for name in (1, 2, 8, "8, sums")}
 for name, found in logits.items():
     apart = np.abs(found - logits[1]).max() / np.abs(logits[1]).max()
     print(f"{name!s:>7} devices: logits within {apart:.1e} of one device's")
@@ -252,7 +252,7 @@ plt.show()
 # %%
 def mine(model):
     """The states of the first two layers on the first device: KDA's matrices, MLA's latents."""
-    kda, mla, *_ = model.init_cache(2, 256).layers
+    kda, mla, *_ = eqx.filter_jit(lambda model: model.init_cache(2, 256).layers)(model)
     assert isinstance(kda, KDAState) and isinstance(mla, Paged)
     return kda.recurrent.addressable_shards[0].data, mla.entries.addressable_shards[0].data
 
