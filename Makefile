@@ -12,9 +12,13 @@ QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 WORKERS := -n 2 --dist worksteal
 
 # What the other targets leave out: a target of its own runs it.
-APART := --ignore=tests/parity --ignore=tests/site
+APART := --ignore=tests/parity --ignore=tests/site --ignore=tests/fleet/test_replicas.py \
+	--ignore=tests/fleet/test_nodes.py
 
-.PHONY: demo test lint types harness parity slow coverage notebooks docs plan clean
+# Slow tests of many devices, which `make mesh` runs.
+MESH := tests/mesh tests/interpret/test_plan.py tests/train/test_fsdp.py
+
+.PHONY: demo test lint types harness fleet mesh parity slow coverage notebooks docs plan clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
@@ -31,6 +35,13 @@ types: .venv/installed-dev
 
 harness: .venv/installed-evals
 	$(BIN)/python -m pytest tests/evals/test_harness.py
+
+fleet: .venv/installed-fleet
+	$(QUICKLY) $(BIN)/python -m pytest --durations=5 tests/fleet
+
+mesh: .venv/installed-test
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized" --durations=10 $(MESH)
+	$(BIN)/python -m pytest $(WORKERS) -m optimized $(MESH)
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/jupytext --quiet --to ipynb notebooks/[0-9]*.py
@@ -53,8 +64,8 @@ parity: .venv/installed-parity
 	$(BIN)/python -m pytest $(TABLES)
 
 slow: .venv/installed-test
-	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized" $(APART)
-	$(BIN)/python -m pytest $(WORKERS) -m optimized $(APART)
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized" $(APART) $(MESH:%=--ignore=%)
+	$(BIN)/python -m pytest $(WORKERS) -m optimized $(APART) $(MESH:%=--ignore=%)
 
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART) -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90
@@ -79,6 +90,10 @@ clean:
 
 .venv/installed-evals: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,evals]"
+	touch $@ .venv/installed .venv/installed-test
+
+.venv/installed-fleet: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,fleet]"
 	touch $@ .venv/installed .venv/installed-test
 
 .venv/installed-notebooks: pyproject.toml | .venv/bin/python

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ling3.execution import Execution
     from ling3.families import Family, init, register_family
     from ling3.families.ling3_config import ConfigError, Ling3Config
+    from ling3.fleet import Fleet, FleetError
     from ling3.generate import generate
     from ling3.interpret import ablate
     from ling3.interpret.trace import Trace, trace
@@ -38,6 +39,8 @@ __all__ = [
     "EngineSettings",
     "Execution",
     "Family",
+    "Fleet",
+    "FleetError",
     "KDAState",
     "Ling3Config",
     "Logprob",
@@ -71,6 +74,7 @@ _MODULES = {
     "families.ling3_config": ("ConfigError", "Ling3Config"),
     "execution": ("Execution",),
     "families": ("Family", "init", "register_family"),
+    "fleet": ("Fleet", "FleetError"),
     "generate": ("generate",),
     "model": ("CausalLM", "Decoder", "DecoderLayer", "Mixer"),
     "engine.outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),

@@ -199,6 +199,19 @@ class CausalLM(eqx.Module):
         return self.model.word_embeddings.dtype
 
     @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of its arrays, in the order of `jax.tree.leaves`; on a mesh of the whole ones."""
+        found = [leaf.shape for leaf in jax.tree.leaves(self)]
+        if self.placement is not None:
+            found = [share.unstored(shape) for share, shape in zip(self.placement.shares, found, strict=True)]
+        return tuple(found)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it has."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
     def page_multiple(self) -> int:
         """What the tokens of a page are a multiple of: as many as each compressed entry stands for."""
         return math.lcm(*(getattr(mixer, "page_multiple", 1) for mixer in self.model.attentions))
@@ -305,8 +318,13 @@ class CausalLM(eqx.Module):
         states, where = placement.states(cache.layers, rows), PartitionSpec(rows)
 
         def continued(
-            part: CausalLM, tokens: Array, layers: tuple[State, ...], start: Array, table: Array, length: Array
-        ) -> tuple[Array, tuple[State, ...]]:
+            part: CausalLM,
+            tokens: Int[Array, "rows seq"],
+            layers: tuple[State, ...],
+            start: Int32[Array, " rows"],
+            table: Int32[Array, "rows columns"],
+            length: Int32[Array, " rows"],
+        ) -> tuple[Float32[Array, "rows out vocab"], tuple[State, ...]]:
             for paged in pages_of(layers)[:1]:
                 table = here(table, paged.entries.shape[0], rows)
             logits, cache = part.step(tokens, Cache(layers, start, table), length, last=last, execution=execution)

@@ -33,11 +33,16 @@ class Placement:
     """That along which the rows of a batch lie, with their memory."""
     specs: tuple[PartitionSpec, ...]
     """Of the model's arrays, in the order of `jax.tree.leaves`."""
+    shares: tuple[Any, ...]
+    """What each device has of them, a `ling3.mesh.rules.Share` each."""
+    rules: Any
+    """The `ling3.mesh.Rules` by which they are cut."""
 
     def run(self, function: Callable[..., Any], inputs: tuple[Any, ...], where: Any, out: Any, part: eqx.Module) -> Any:
         """`function(part, *inputs)` on every device, with its own parts of the model and of the inputs.
 
-        `where` are the specs of the inputs and `out` those of the results: prefixes of their trees. Not differentiable.
+        `where` are the specs of the inputs and `out` those of the results: prefixes of their trees. Not differentiable:
+        without `check_vma`, JAX would transpose what devices exchange into wrong sums. NotImplementedError for that.
         """
         arrays, statics = eqx.partition(part, eqx.is_array)
         leaves, tree = jax.tree.flatten(arrays)
@@ -47,7 +52,7 @@ class Placement:
 
         specs = (list(self.specs), *where)
         mapped = jax.shard_map(on_a_device, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
-        return mapped(leaves, *inputs)
+        return mapped(*_without_derivative((leaves, *inputs)))
 
     def rows(self, batch: int) -> str | None:
         """The axis over which so many rows lie; None if each device has all of them, as they cannot be dealt evenly."""
@@ -82,6 +87,19 @@ class Placement:
         """Arrays of a program that lie there from now on."""
         return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, self.sharding(spec)), tree, specs)
 
+    def fetch(self, tree: Tree) -> Tree:
+        """What this process's devices have of some arrays, on the host, for `back`."""
+        return jax.tree.map(_Parts.of, tree)
+
+    def back(self, tree: Tree) -> Tree:
+        """The arrays of which `fetch` has taken the parts."""
+        return jax.tree.map(_Parts.array, tree, is_leaf=lambda node: isinstance(node, _Parts))
+
+    @property
+    def processes(self) -> int:
+        """How many processes have devices of the mesh."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
     @property
     def sharers(self) -> int:
         """How many devices share the memory of a sequence's heads."""
@@ -91,6 +109,37 @@ class Placement:
     def row_groups(self) -> int:
         """How many groups of devices have different rows."""
         return 1 if self.batch is None else self.mesh.shape[self.batch]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The parts of an array that lie on this process's devices, each once."""
+
+    like: jax.ShapeDtypeStruct
+    parts: dict[str, np.ndarray]
+
+    @staticmethod
+    def of(x: jax.Array) -> "_Parts":
+        shards = {str(shard.index): shard.data for shard in x.addressable_shards}
+        return _Parts(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), jax.device_get(shards))
+
+    def array(self) -> jax.Array:
+        places = self.like.sharding.addressable_devices_indices_map(self.like.shape)
+        arrays = [jax.device_put(self.parts[str(index)], device) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(self.like.shape, self.like.sharding, arrays)
+
+
+@jax.custom_jvp
+def _without_derivative(arrays: Any) -> Any:
+    return arrays
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    raise NotImplementedError(
+        "a model that ling3.mesh.place has put on a mesh is for inference and has no gradients: take those of the "
+        "model that `place` was given, or train that one with ling3.train.train(model, ..., mesh=mesh)"
+    )
 
 
 def here(numbers: Int32[Array, "*shape"], count: int, axis: str | None) -> Int32[Array, "*shape"]:

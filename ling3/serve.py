@@ -4,17 +4,18 @@ What runs when is `loop.py`'s affair, and the device `runner.py`'s; here request
 """
 
 import asyncio
+import atexit
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
 import os
 import queue
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 
@@ -22,23 +23,63 @@ from ling3 import checkpoint
 from ling3.checkpoint import hub
 from ling3.engine.actor import Actor, Reader, join_abandoned, result
 from ling3.engine.intake import Intake, Truncate, listed
+from ling3.engine.journal import Journal, follow, shared
 from ling3.engine.loop import Loop, QueueFull
 from ling3.engine.outputs import Delta, RequestOutput, Stats
 from ling3.engine.pool import Passes
 from ling3.engine.request import Request
 from ling3.engine.runner import Runner
 from ling3.engine.sampling_params import SamplingParams
-from ling3.engine.settings import EngineSettings
+from ling3.engine.settings import EngineSettings, changed
 from ling3.engine.shapes import settle
 from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
+from ling3.runtime.processes import Wire
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown
 from ling3.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Engine", "QueueFull"]
+__all__ = ["Engine", "QueueFull", "Server"]
+
+
+@runtime_checkable
+class Server(Protocol):
+    """What answers many prompts: an engine, or a fleet of them."""
+
+    @property
+    def settings(self) -> EngineSettings:
+        """What it runs with, every None replaced by its number."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """What it runs on, as JAX names it."""
+        ...
+
+    def warmup(self, first_token: bool = False) -> None:
+        """Compiles what is needed, or what a first token needs."""
+        ...
+
+    def stream_all(
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        truncate: Truncate = None,
+    ) -> Generator[tuple[int, Delta], None, None]:
+        """What is new of the answers as it comes, each with the index of its prompt."""
+        ...
+
+    def stats(self) -> Stats:
+        """The counts at this moment."""
+        ...
 
 
 class Engine:
@@ -87,10 +128,16 @@ class Engine:
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab_size)
         execution = Execution.default() if execution is None else execution
-        settings, shapes = settle(_changed(settings, changes), model, execution)
+        settings = changed(settings, changes)
+        self._wire = Wire() if model.placement is not None and model.placement.processes > 1 else None
+        self._leads = self._wire is None or jax.process_index() == 0
+        if self._wire is not None:
+            settings = shared(settings, self._wire, self._leads)
+        settings, shapes = settle(settings, model, execution)
         length = settings.max_model_len
         assert length is not None, "settled"
         self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, length
+        self.device_kind = jax.devices()[0].device_kind
         self._intake = Intake(
             tokenizer=tokenizer,
             vocab=config.vocab_size,
@@ -102,8 +149,12 @@ class Engine:
             max_queue=settings.max_queue,
         )
         runner = Runner(model, shapes, execution, settings.cache_dtype, passes)
-        chunk = settings.chunked_prefill_size
-        self._loop = Loop(runner, chunk, settings.decode_steps, settings.max_queue, overlap=settings.overlap)
+        how = (settings.chunked_prefill_size, settings.decode_steps, settings.max_queue, settings.overlap)
+        journal = Journal(self._wire) if self._wire is not None and self._leads else None
+        self._loop = Loop(runner, *how, journal)
+        if journal is not None:
+            weakref.finalize(self, journal.close).atexit = False
+            atexit.register(journal.close)  # before JAX's own end, which waits for the others
         self._actor = Actor(self._loop, owner=self)
         self._ids = itertools.count()
         self._outbox: deque[Delta] = deque()
@@ -123,7 +174,7 @@ class Engine:
 
         `dtype` and `revision` are `ling3.load`'s; the others are the constructor's.
         """
-        settings = _changed(settings, changes)
+        settings = changed(settings, changes)
         commit = hub.pin(path, revision)
         tokenizer = load_tokenizer(path, revision=commit)
         return cls(checkpoint.load(path, dtype, revision=commit), tokenizer, settings, execution=execution)
@@ -279,18 +330,29 @@ class Engine:
         """
         shapes = self._loop.runner.shapes
         total = len(shapes.buckets) + (1 if first_token else len(shapes.rows) + 4)
-        programs = self._loop.runner.warmup(first_token)
-        close = self._actor.last_message(lambda _: programs.close())
+        self._check_leads()
+        self._actor.call(Loop.begin_warmup, first_token)
+        end = self._actor.last_message(Loop.end_warmup)
         with progress("compiling", total) as advance:
             try:
-                while self._actor.ask(Loop.compile_next, programs) is not None:
+                while self._actor.ask(Loop.compile_next) is not None:
                     advance(1)
             finally:
-                close()
+                end()
 
     def forget_prefixes(self) -> None:
         """Frees all known prefixes but those in use: later prompts are computed anew, with the same bits."""
         self._actor.call(Loop.forget_prefixes)
+
+    def follow(self) -> None:
+        """This process's part in what the first one has this engine do, until that one's engine ends.
+
+        For a model over the devices of several processes: all make the same engine, and all but the first then follow.
+        Raises RuntimeError in the first process, and whatever fails here.
+        """
+        if self._wire is None or self._leads:
+            raise RuntimeError("only an engine over several processes is followed, by all of them but the first")
+        follow(self._loop, self._intake, self._wire)
 
     def stats(self) -> Stats:
         """The counts at this moment."""
@@ -299,7 +361,7 @@ class Engine:
     def __repr__(self) -> str:
         # Read as they are, without a message: the engine's thread may be compiling.
         runner, scheduler = self._loop.runner, self._loop.scheduler
-        size = sum(leaf.size for leaf in jax.tree.leaves(runner.model))
+        size = runner.model.parameters
         return (
             f"<Engine: {size:,} parameters, {len(scheduler.running)} of {scheduler.slots} slots running, "
             f"{scheduler.waiting} waiting, {scheduler.pages - scheduler.free_pages} of {scheduler.pages} pages in use>"
@@ -308,16 +370,22 @@ class Engine:
     def _request(self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str) -> Request:
         """The checked request, not yet in the queue."""
         refuse_fork()
+        self._check_leads()
         return self._intake.request(next(self._ids), prompt, params, truncate, name)
+
+    def _check_leads(self) -> None:
+        if not self._leads:
+            raise RuntimeError(
+                f"this is process {jax.process_index()} of {jax.process_count()}, and the first one asks the engine: "
+                "call engine.follow() here"
+            )
 
     def _requests(
         self, prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None, truncate: Truncate
     ) -> list[Request]:
         """The checked requests, not yet in the queue."""
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
-        return [self._request(prompts[i], own, truncate, f"prompt {i}") for i, own in enumerate(each)]
+        refuse_fork()
+        return self._intake.requests(self._ids, prompts, params, truncate)
 
     def _deltas(
         self, requests: Sequence[Request], times: Iterable[float], *, whole: bool = False, queued: bool = False
@@ -352,14 +420,3 @@ class Engine:
                 raise reader.fault
         finally:
             leave()
-
-
-def _changed(settings: EngineSettings | None, changes: dict[str, Any]) -> EngineSettings:
-    """The settings with some of them changed; TypeError for a name that none of them has."""
-    if settings is not None and not isinstance(settings, EngineSettings):
-        raise TypeError(f"settings is {shown(settings)}, expected EngineSettings; give single ones by name")
-    names = [field.name for field in dataclasses.fields(EngineSettings)]
-    unknown = [name for name in changes if name not in names]
-    if unknown:
-        raise TypeError(f"no engine setting is called {', '.join(unknown)}; there are {', '.join(names)}")
-    return dataclasses.replace(settings or EngineSettings(), **changes)

@@ -22,6 +22,7 @@ from ling3.execution import PLAIN
 from ling3.families.ling3 import kda_config, mla_config, moe_config
 from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.rope import Rope
+from ling3.mesh import plan
 from ling3.ops.packed_kv import ENTRIES, KEYS
 
 ROOT = pathlib.Path(ling3.__file__).parent
@@ -190,15 +191,17 @@ def cache(module):
 
 def model(module):
     real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
-    layers = tuple(
-        module.DecoderLayer(layer.input_layernorm, layer.attention, layer.post_attention_layernorm, layer.mlp)
-        for layer in real.model.layers
-    )
-    body = module.Decoder(real.model.word_embeddings, layers, real.model.norm)
-    own = module.CausalLM(body, real.lm_head, SHORT)
     tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
-    own(tokens)
-    own.step(tokens, own.init_cache(BATCH, PAGE), WHOLE.length, last=True)
+    mesh = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])
+    for one in (real, plan(real, mesh).model(real, jax.tree.leaves(real))):
+        layers = tuple(
+            module.DecoderLayer(layer.input_layernorm, layer.attention, layer.post_attention_layernorm, layer.mlp)
+            for layer in one.model.layers
+        )
+        body = module.Decoder(one.model.word_embeddings, layers, one.model.norm)
+        own = module.CausalLM(body, one.lm_head, SHORT, one.placement)
+        own(tokens)
+        own.step(tokens, own.init_cache(BATCH, PAGE), WHOLE.length, last=True)
 
 
 def pool(module):

@@ -240,7 +240,7 @@ class TestReading:
         monkeypatch.setattr(copying, "BLOCK", 10)
         begun = []
 
-        def broken(self, name, start, out):
+        def broken(self, name, start, out, stride):
             begun.append(name)
             raise CheckpointError(f"{name} at {start}")
 

@@ -36,6 +36,7 @@ FLOORS = (
     {"afd"},
     {"train"},
     {"evals"},
+    {"fleet"},
     {"bench"},
     {"interpret"},
     {"cli", "__main__"},

@@ -10,7 +10,7 @@ import ling3
 from ling3.runtime import checks
 
 # What only some of a user's commands need, and what takes long to import.
-LATER = ("huggingface_hub", "matplotlib", "optax", "rich", "torch", "transformers", "tyro")
+LATER = ("huggingface_hub", "matplotlib", "optax", "ray", "rich", "torch", "transformers", "tyro")
 # What takes long to import and is not needed for `ling3 --help`.
 ARRAYS = ("beartype", "equinox", "jax", "jaxtyping", "numpy", "tokenizers")
 

@@ -103,7 +103,7 @@ def transformers(setting: Setting) -> Trial:
     return Trial(sides, unit="s", tokens=sum(request.max_tokens for request in requests), about=about)
 
 
-def together(engine: ling3.Engine, requests: Sequence[SampleRequest]) -> Tokens:
+def together(engine: ling3.Engine | ling3.Fleet, requests: Sequence[SampleRequest]) -> Tokens:
     """All requests at once."""
     outputs = engine.generate([request.prompt for request in requests], [_params(request) for request in requests])
     return [list(output.token_ids) for output in outputs]

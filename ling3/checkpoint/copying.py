@@ -23,20 +23,26 @@ _EXPONENTS = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np
 
 
 class Copy(NamedTuple):
-    """One tensor of a file, or a part of one, and the array that receives it."""
+    """Rows of numbers of a tensor of a file, and the array that receives them; one row, if they are contiguous."""
 
     file: SafetensorsFile
     name: str
-    target: Shaped[np.ndarray, " numbers"]
-    start: int = 0
+    target: Shaped[np.ndarray, "rows columns"]
+    start: int
     """Numbers of the tensor that come before those that are copied."""
+    stride: int
+    """Numbers of the tensor from the begin of one row to that of the next."""
     quantized: Quantized | None = None
-    """How it is stored, if not number by number."""
+    """How it is stored, if not number by number; the rows are then the matrix's own, or some columns of these."""
 
-    @property
-    def block(self) -> int:
-        """Numbers of a block: of a quantized tensor, whole rows."""
-        return BLOCK if self.quantized is None else -(-BLOCK // self.quantized.columns) * self.quantized.columns
+    def blocks(self) -> Iterator[tuple[int, int, Shaped[np.ndarray, "rows columns"]]]:
+        """Where a block begins, by row and column, and its place; of a quantized tensor it has whole rows."""
+        rows, columns = self.target.shape
+        across = min(columns, BLOCK) if self.quantized is None else columns
+        down = max(1, BLOCK // max(1, across))
+        for row in range(0, rows, down):
+            for column in range(0, columns, max(1, across)):
+                yield row, column, self.target[row : row + down, column : column + across]
 
 
 class Copied(NamedTuple):
@@ -72,25 +78,26 @@ class Copier:
 
         Raises CheckpointError if a file cannot be read: of several errors, that of the first block.
         """
-        blocks = [(copy, start) for copy in copies for start in range(0, copy.target.size, copy.block)]
+        blocks = [(copy, *block) for copy in copies for block in copy.blocks()]
         return self._threads.map(self._block, *zip(*blocks, strict=True)) if blocks else iter(())
 
-    def _block(self, copy: Copy, start: int) -> Copied:
-        target = copy.target[start : start + copy.block]
+    def _block(self, copy: Copy, row: int, column: int, target: Shaped[np.ndarray, "rows columns"]) -> Copied:
+        start = copy.start + row * copy.stride + column
         if copy.quantized is not None:
             return self._decoded(copy, copy.quantized, start, target)
         stored = copy.file.tensors[copy.name].dtype
         dtype, exponent = DTYPES[stored], _EXPONENTS.get(stored)
         if exponent is None:
-            own = target if target.dtype == dtype else np.empty(target.size, dtype)
-            copy.file.read(copy.name, copy.start + start, own)
+            own = target if target.dtype == dtype else np.empty(target.shape, dtype)
+            copy.file.read(copy.name, start, own, copy.stride)
             if own is not target:  # wider integers: what does not fit is as wrong as any number out of bounds
                 info = np.iinfo(target.dtype)
                 target[:] = np.clip(own, info.min, info.max)
             return Copied(copy, own.nbytes, True)
-        read, masked = (scratch[: target.size] for scratch in self._of_this_thread(exponent.dtype))
+        scratches = self._of_this_thread(exponent.dtype)
+        read, masked = (scratch[: target.size].reshape(target.shape) for scratch in scratches)
         bits = target.view(exponent.dtype) if target.dtype == dtype else read
-        copy.file.read(copy.name, copy.start + start, bits)
+        copy.file.read(copy.name, start, bits, copy.stride)
         if stored == "BF16" and target.dtype == np.float32:
             # A bfloat16 is the upper half of the float32 of the same value; on integers numpy lets other threads run.
             np.left_shift(bits, 16, out=target.view(np.uint32), dtype=np.uint32)
@@ -99,9 +106,11 @@ class Copier:
         finite = not self.check_finite or bool(np.bitwise_and(bits, exponent, out=masked).max() < exponent)
         return Copied(copy, bits.nbytes, finite)
 
-    def _decoded(self, copy: Copy, quantized: Quantized, start: int, target: Shaped[np.ndarray, " numbers"]) -> Copied:
-        columns = quantized.columns
-        numbers = quantized.read(start // columns, target.size // columns).reshape(-1)
+    def _decoded(
+        self, copy: Copy, quantized: Quantized, start: int, target: Shaped[np.ndarray, "rows columns"]
+    ) -> Copied:
+        first, left = divmod(start, quantized.columns)
+        numbers = quantized.read(first, target.shape[0], left, target.shape[1])
         target[:] = numbers
         finite = not self.check_finite or bool(np.isfinite(numbers).all())
         return Copied(copy, quantized.bytes(target.size), finite)

@@ -41,20 +41,20 @@ class Quantized(NamedTuple):
         """What so many numbers take in the file, without their scales."""
         return numbers // 2 if self.packed else numbers
 
-    def read(self, first: int, rows: int) -> Float[np.ndarray, "{rows} {self.columns}"]:
-        """The numbers of some rows, float32. Raises CheckpointError if a file cannot be read."""
-        stored = np.empty((rows, self.bytes(self.columns)), np.int8)
-        self.file.read(self.name, first * stored.shape[1], stored.reshape(-1))
-        side = GROUP if self.packed else BLOCK
-        across, above = -(-self.columns // side), 1 if self.packed else BLOCK
-        begin = first // above
-        scales = np.empty((-(-(first + rows) // above) - begin, across), self._scales_dtype)
-        self.scales_file.read(self.scales, begin * across, scales.reshape(-1))
-        row = np.arange(first, first + rows) // above - begin
-        wide = np.repeat(scales.astype(np.float32), side, axis=1)[row, : self.columns]
-        return self._numbers(stored) * wide
+    def read(self, first: int, rows: int, left: int, columns: int) -> Float[np.ndarray, "{rows} {columns}"]:
+        """The numbers of the rows and columns from `first` and `left` on. CheckpointError if a file cannot be read."""
+        width, right, pair = self.bytes(self.columns), left + columns, 2 if self.packed else 1
+        stored = np.empty((rows, -(-right // pair) - left // pair), np.int8)
+        self.file.read(self.name, first * width + left // pair, stored, width)
+        above, side = (1, GROUP) if self.packed else (BLOCK, BLOCK)
+        across, begin, before = -(-self.columns // side), first // above, left // side
+        scales = np.empty((-(-(first + rows) // above) - begin, -(-right // side) - before), self._scales_dtype)
+        self.scales_file.read(self.scales, begin * across + before, scales, across)
+        row, column = np.arange(first, first + rows) // above - begin, left - before * side
+        wide = np.repeat(scales.astype(np.float32), side, axis=1)[row, column : column + columns]
+        return self._numbers(stored)[:, left % pair : left % pair + columns] * wide
 
-    def _numbers(self, stored: Shaped[np.ndarray, "rows bytes"]) -> Float[np.ndarray, "rows {self.columns}"]:
+    def _numbers(self, stored: Shaped[np.ndarray, "rows bytes"]) -> Float[np.ndarray, "rows numbers"]:
         if not self.packed:
             return stored.view(DTYPES["F8_E4M3"]).astype(np.float32)
         codes = stored.view(np.uint8)

@@ -1,14 +1,18 @@
 """From a published checkpoint to the module tree; `save` goes the other way."""
 
+import functools
+import hashlib
 import math
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
 from ling3 import families
@@ -18,6 +22,9 @@ from ling3.checkpoint.dequantizing import QUANTIZED, Quantized, misfit, scales_o
 from ling3.checkpoint.names import Leaf, Parts, Weight, stored_parts, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import save
+from ling3.mesh.agreement import Together
+from ling3.mesh.rules import WHOLE, Rules, Share
+from ling3.mesh.sharding import Layout, check, plan, processes
 from ling3.model import CausalLM
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.progress import progress
@@ -31,6 +38,8 @@ def load(
     path: str | os.PathLike[str],
     dtype: DTypeLike | None = None,
     *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
     revision: str | None = None,
     check_finite: bool = True,
 ) -> CausalLM:
@@ -49,42 +58,83 @@ def load(
     accelerator: at its largest array on the host); a progress bar goes to stderr when that takes over two seconds.
     `check_finite` looks at every weight for NaN and infinity.
 
+    With a `mesh` the model lies on it, cut by the `rules` as in `ling3.mesh.place`. All processes of the mesh call this
+    at once. Each reads the bytes of its own devices' parts, every one once (of a tied `lm_head` also its share of the
+    comparison), and its memory peaks at these parts. What fails in one process fails in all: the others raise a
+    CheckpointError that names the process, its host and its error.
+
     Raises CheckpointError for files that are damaged or do not fit, ConfigError for a configuration of no known family,
-    and `hub.resolve`'s errors where there is no checkpoint.
+    `hub.resolve`'s errors where there is no checkpoint, MeshError for a model that cannot be cut so, and ValueError for
+    rules without a mesh, or a mesh without a device of this process.
     """
     refuse_fork()
+    check(mesh, rules)
     wanted = None if dtype is None else np.dtype(dtype)
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
-    directory = hub.resolve(path, PATTERNS, revision)
-    version = _version(directory)
-    config = families.read_config(directory)
-    files = shards.open_all(directory)
-    if _version(directory) != version:
-        raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
-    tree = structure(config)
-    parts = stored_parts(tree, files)
-    _account(directory, config, parts, files, wanted)
+    with Together(mesh, CheckpointError) as together:
+        directory = hub.resolve(path, PATTERNS, revision)
+        version = _version(directory)
+        config = families.read_config(directory)
+        files = shards.open_all(directory)
+        if _version(directory) != version:
+            raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
+        tree = structure(config)
+        parts = stored_parts(tree, files)
+        _account(directory, config, parts, files, wanted, mesh)
+        dtypes = [_target_dtype(leaf, weights, files, wanted) for leaf, weights in parts]
+        layout = None if mesh is None else plan(tree, mesh, rules)
+        together.check(same=hashlib.sha256(repr((config, dtypes)).encode()).hexdigest())
 
-    arrays: list[jax.Array] = []
+        arrays = _read(directory, parts, dtypes, files, layout, check_finite)
+        together.check()
+        model = jax.tree.unflatten(jax.tree.structure(tree), arrays) if layout is None else layout.model(tree, arrays)
+        if wrong := list(families.family_of(config).misfits(model)):
+            kind = "numbers that mean nothing; fetch the file again"
+            raise CheckpointError(shards.complaint(directory, [(kind, wrong)]))
+    return model
+
+
+def _read(
+    directory: pathlib.Path,
+    parts: Parts,
+    dtypes: list[np.dtype],
+    files: dict[str, SafetensorsFile],
+    layout: Layout | None,
+    check_finite: bool,
+) -> list[jax.Array]:
+    """The arrays: all of each without a layout, else what this process has of it."""
     infinite: dict[str, None] = {}
-    total = sum(_stored_bytes(weight, files) for _, weights in parts for weight in weights)
-    with progress(f"loading {directory.name}", total) as advance, Copier(check_finite) as copier:
-        for leaf, weights in parts:
-            array = _aligned(leaf.value.shape, _target_dtype(leaf, weights, files, wanted))
-            for copy, nbytes, finite in copier.run([_copy(weight, files, array) for weight in weights]):
-                advance(nbytes)
-                if not finite:
-                    infinite[f"{copy.name}, in {copy.file.path.name}"] = None
-            # Zero-copy on the CPU: the buffer is aligned, and nobody else has it.
-            arrays.append(jax.device_put(array))
+
+    def total(i: int) -> int:
+        leaf, weights = parts[i]
+        if layout is None:
+            return _stored_bytes(leaf, weights, files, WHOLE, 0)
+        share, own = layout.shares[i], layout.local(i, leaf.value.shape)
+        return sum(_stored_bytes(leaf, weights, files, share, number) for number in own)
+
+    def read(i: int, share: Share, number: int) -> np.ndarray:
+        leaf, weights = parts[i]
+        array = _aligned(share.shape(leaf.value.shape), dtypes[i])
+        for copy, nbytes, finite in copier.run(list(_copies(leaf, weights, files, array, share, number))):
+            advance(nbytes)
+            if not finite:
+                infinite[f"{copy.name}, in {copy.file.path.name}"] = None
+        return array
+
+    def placed(i: int) -> jax.Array:
+        # Zero-copy on the CPU: the buffer is aligned, and nobody else has it.
+        if layout is None:
+            return jax.device_put(read(i, WHOLE, 0))
+        return layout.array(i, parts[i][0].value.shape, functools.partial(read, i))
+
+    every = range(len(parts))
+    with progress(f"loading {directory.name}", sum(map(total, every))) as advance, Copier(check_finite) as copier:
+        arrays = [placed(i) for i in every]
     if infinite:
         kind = "weights that are NaN or infinite; fetch the file again, or load with check_finite=False"
         raise CheckpointError(shards.complaint(directory, [(kind, list(infinite))]))
-    model = jax.tree.unflatten(jax.tree.structure(tree), arrays)
-    if wrong := list(families.family_of(config).misfits(model)):
-        raise CheckpointError(shards.complaint(directory, [("numbers that mean nothing; fetch the file again", wrong)]))
-    return model
+    return arrays
 
 
 def _version(directory: pathlib.Path) -> tuple[int, int] | None:
@@ -102,10 +152,11 @@ def _account(
     parts: Parts,
     files: dict[str, SafetensorsFile],
     wanted: np.dtype | None,
+    mesh: Mesh | None,
 ) -> None:
     """Every name, shape and dtype in the headers against what the configuration asks for, in both directions.
 
-    Then copies of tensors (a tied `lm_head`) against their originals.
+    Then copies of tensors (a tied `lm_head`) against their originals, of which each process of a mesh compares a part.
     """
     missing, shapes, dtypes, mixed, quantized = [], [], [], [], []
     expected, family = set(), families.family_of(config)
@@ -151,23 +202,25 @@ def _account(
     if differing := [
         f"{name}, in {files[name].path.name}: differs from {original}"
         for name, original in copies.items()
-        if not _equal(files[name], name, files[original], original)
+        if not _equal(files[name], name, files[original], original, mesh)
     ]:
         kind = "tensors that the configuration ties to another one and that differ from it; correct tie_word_embeddings"
         raise CheckpointError(shards.complaint(directory, [(kind, differing)]))
 
 
-def _equal(file: SafetensorsFile, name: str, other_file: SafetensorsFile, other: str) -> bool:
-    """True if two tensors are of one shape and dtype, and have the same bytes."""
+def _equal(file: SafetensorsFile, name: str, other_file: SafetensorsFile, other: str, mesh: Mesh | None) -> bool:
+    """True if two tensors are of one shape and dtype, and have the same bytes, of which each process compares some."""
     info, known = file.tensors[name], other_file.tensors[other]
     if (info.dtype, info.shape) != (known.dtype, known.shape):
         return False
-    mine, theirs = np.empty((2, BLOCK), DTYPES[info.dtype])
-    size = math.prod(info.shape)
-    for start in range(0, size, BLOCK):
-        here, there = mine[: size - start], theirs[: size - start]
-        file.read(name, start, here)
-        other_file.read(other, start, there)
+    mine, theirs = np.empty((2, 1, BLOCK), DTYPES[info.dtype])
+    sharers = [0] if mesh is None else processes(mesh)
+    size, own = math.prod(info.shape), 0 if mesh is None else sharers.index(jax.process_index())
+    end = size * (own + 1) // len(sharers)
+    for start in range(size * own // len(sharers), end, BLOCK):
+        here, there = mine[:, : end - start], theirs[:, : end - start]
+        file.read(name, start, here, size)
+        other_file.read(other, start, there, size)
         if not np.array_equal(here.view(np.uint8), there.view(np.uint8)):
             return False
     return True
@@ -196,23 +249,75 @@ def _target_dtype(
     return np.dtype(np.float32) if leaf.value.dtype == jnp.float32 else wanted
 
 
-def _copy(weight: Weight, files: dict[str, SafetensorsFile], array: np.ndarray) -> Copy:
-    """A weight's way into its leaf, or into its expert's row of it."""
-    target = (array if weight.expert is None else array[weight.expert]).reshape(-1)
-    file = files[weight.name]
+def _copies(
+    leaf: Leaf,
+    weights: tuple[Weight, ...],
+    files: dict[str, SafetensorsFile],
+    array: np.ndarray,
+    share: Share,
+    number: int,
+) -> Iterator[Copy]:
+    """What fills `array`, one part of a leaf: of each of its tensors the rows, or columns, that the part has."""
+    if share.axis is None:
+        for weight in weights:
+            yield from _rows(weight, files, array if weight.expert is None else array[weight.expert])
+        return
+    first, end = share.spans[number]
+    array[(slice(None),) * share.axis + (slice(end - first, None),)] = 0
+    for weight in weights:
+        if weight.expert is None:
+            yield from _rows(weight, files, array, leaf.value.shape, share.axis, first, end)
+        elif share.axis > 0:
+            yield from _rows(weight, files, array[weight.expert], leaf.value.shape[1:], share.axis - 1, first, end)
+        elif first <= weight.expert < end:
+            yield from _rows(weight, files, array[weight.expert - first])
+
+
+def _rows(
+    weight: Weight,
+    files: dict[str, SafetensorsFile],
+    target: np.ndarray,
+    shape: tuple[int, ...] = (),
+    axis: int = 0,
+    first: int = 0,
+    end: int = 0,
+) -> Iterator[Copy]:
+    """A weight's way into its target: all of it, or along an axis of the `shape` that it has there a part of it."""
+    rows, stride, start, columns = 1, weight.size, 0, weight.size
+    if shape:
+        inner = math.prod(shape[axis + 1 :])
+        rows, stride = math.prod(shape[:axis]), shape[axis] * inner
+        start, columns = first * inner, (end - first) * inner
+    file, start = files[weight.name], weight.start + start
+    target = target.reshape(rows, -1)[:, :columns]
+    if columns == stride and target.flags.c_contiguous:
+        target, stride = target.reshape(1, -1), weight.size
     stored = file.tensors[weight.name].dtype
-    if stored not in QUANTIZED or array.dtype == DTYPES[stored]:
-        return Copy(file, weight.name, target, weight.start)
-    scales = scales_of(weight.name, files)
+    if stored not in QUANTIZED or target.dtype == DTYPES[stored]:
+        yield Copy(file, weight.name, target, start, stride)
+        return
+    scales, width = scales_of(weight.name, files), weight.shape[-1]
     assert scales is not None, "every quantized tensor has its scales"
-    quantized = Quantized(file, weight.name, files[scales], scales, weight.shape[-1])
-    return Copy(file, weight.name, target, quantized=quantized)
+    quantized = Quantized(file, weight.name, files[scales], scales, width)
+    if columns % width:  # some columns of each row
+        yield Copy(file, weight.name, target, start, stride, quantized)
+        return
+    for i, row in enumerate(target):
+        yield Copy(file, weight.name, row.reshape(-1, width), start + i * stride, width, quantized)
 
 
-def _stored_bytes(weight: Weight, files: dict[str, SafetensorsFile]) -> int:
-    """What a weight takes in its file."""
-    info = files[weight.name].tensors[weight.name]
-    return info.nbytes * weight.size // max(1, math.prod(info.shape if weight.whole else weight.shape))
+def _stored_bytes(
+    leaf: Leaf, weights: tuple[Weight, ...], files: dict[str, SafetensorsFile], share: Share, number: int
+) -> int:
+    """What the tensors of a part of a leaf take in their files."""
+    first, end = (0, 1) if share.axis is None else share.spans[number]
+    experts = share.axis == 0 and weights[0].expert is not None
+    total = 0
+    for weight in weights:
+        if weight.expert is None or not experts or first <= weight.expert < end:
+            info = files[weight.name].tensors[weight.name]
+            total += info.nbytes * weight.size // max(1, math.prod(info.shape if weight.whole else weight.shape))
+    return total if experts or share.axis is None else total * (end - first) // leaf.value.shape[share.axis]
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

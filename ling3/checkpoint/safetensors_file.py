@@ -101,17 +101,23 @@ class SafetensorsFile:
             if name != "__metadata__"
         }
 
-    def read(self, name: str, start: int, out: Shaped[np.ndarray, " numbers"]) -> None:
-        """Fills `out` with the numbers `[start, start + out.size)` of the tensor `name`, in row-major order.
+    def read(self, name: str, start: int, out: Shaped[np.ndarray, "rows columns"], stride: int) -> None:
+        """Fills the rows of `out` with the numbers of the tensor `name` from `start`, `start + stride`, … on.
 
-        `out` is contiguous and of the tensor's dtype, or of another one of that size: the stored bytes are copied.
-        Safe to call from several threads. Raises CheckpointError if the file has been cut since it was opened.
+        Numbers are counted in row-major order. The rows of `out` are contiguous, and of the tensor's dtype, or of
+        another one of that size: the stored bytes are copied. Safe to call from several threads. Raises CheckpointError
+        if the file has been cut since it was opened.
         """
-        info = self.tensors[name]
+        info, (rows, columns) = self.tensors[name], out.shape
         itemsize = DTYPES[info.dtype].itemsize
-        assert out.itemsize == itemsize and start + out.size <= math.prod(info.shape), "no such part of the tensor"
-        left = out.view(np.uint8).data
-        offset = info.start + start * itemsize
+        end = start + (rows - 1) * stride + columns
+        assert out.itemsize == itemsize and end <= math.prod(info.shape), "no such part of the tensor"
+        if columns == stride and out.flags.c_contiguous:
+            out = out.reshape(1, -1)
+        for i, row in enumerate(out):
+            self._fill(row.view(np.uint8).data, info.start + (start + i * stride) * itemsize, name)
+
+    def _fill(self, left: memoryview, offset: int, name: str) -> None:
         while left:
             try:
                 count = os.preadv(self._file, [left], offset)
@@ -137,6 +143,11 @@ class SafetensorsFile:
             ) from error
 
 
+def in_order(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> list[str]:
+    """The names as `write` asks for them."""
+    return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+
+
 def write(
     path: pathlib.Path,
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
@@ -146,7 +157,7 @@ def write(
 
     The data is on the disk when this returns. Wider types come first, so that every tensor is aligned to its own size.
     """
-    names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+    names = in_order(tensors)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:

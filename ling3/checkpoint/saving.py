@@ -8,13 +8,15 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from ling3.checkpoint import hub, replacing, safetensors_file, shards
@@ -22,7 +24,13 @@ from ling3.checkpoint.names import Leaf, Weight, leaves, structure
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
 from ling3.families import family_of, read_config
 from ling3.families.ling3_config import ConfigError
+from ling3.mesh import sharding
+from ling3.mesh.agreement import Together
+from ling3.mesh.gathering import gathered
+from ling3.mesh.rules import WHOLE, Share
+from ling3.mesh.sharding import check, processes
 from ling3.model import CausalLM
+from ling3.placement import Placement
 from ling3.runtime import regular_file
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown
@@ -76,27 +84,54 @@ def save(
     Atomic: everything is written to a hidden directory, in `path` or beside it, and takes its place at the end; on an
     error all is as it was. If the process is killed just then, the next `load` or `save` completes or undoes it.
 
+    A model on a mesh is saved as the same files. All processes of the mesh call this at once; the first one writes, and
+    has one array at a time in its memory. What fails in one process fails in all, as in `load`.
+
     Raises CheckpointError when `path` is taken, another process saves there, or the model does not fit its
     configuration or is not finite, and OSError when the files cannot be written.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes: found {max_shard_bytes}; expected at least 1")
     target = pathlib.Path(path).expanduser().resolve()
-    if target.is_dir():
-        replacing.settle(target)
-    _replaced(target, overwrite, ())
-    found = _checked_leaves(model)
-    if check_finite:
-        _check_finite(found)
-    plan = _plan(found, max_shard_bytes)
-    tokenizer = {} if tokenizer_from is None else _tokenizer_files(tokenizer_from)
+    mesh = None if model.placement is None else model.placement.mesh
+    check(mesh, None)
+    with Together(mesh, CheckpointError) as together:
+        writes = mesh is None or processes(mesh)[0] == jax.process_index()
+        if writes:
+            if target.is_dir():
+                replacing.settle(target)
+            _replaced(target, overwrite, ())
+        found = _checked_arrays(model)
+        tokenizer = {} if tokenizer_from is None or not writes else _tokenizer_files(tokenizer_from)
+        together.check()
+        if check_finite:
+            _check_finite(found)
+        plan = _plan([array.leaf for array in found], max_shard_bytes)
+        reader = _Reader(found, together)
+        if writes:
+            _replace(target, model, plan, reader.tensor, tokenizer, overwrite)
+        else:
+            for shard in plan:
+                for name in safetensors_file.in_order(_specs(shard)):
+                    reader.whole(shard[name][0])
+
+
+def _replace(
+    target: pathlib.Path,
+    model: CausalLM,
+    plan: list[dict[str, tuple[Leaf, Weight]]],
+    read: Callable[[Leaf, Weight], np.ndarray],
+    tokenizer: dict[str, bytes],
+    overwrite: bool,
+) -> None:
+    """Writes everything, and puts it in the place of what is there."""
     total = sum(weight.size * _stored_dtype(leaf).itemsize for shard in plan for leaf, weight in shard.values())
     try:
         with replacing.workspace(target) as new:
             old, foreign = _replaced(target, overwrite, TOKENIZER_FILES if tokenizer else ())
             for name, content in tokenizer.items():
                 _write(new / name, content)
-            _write_shards(new, plan, total, indexed=len(plan) > 1 or foreign)
+            _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign)
             config = family_of(model.config).without_skipped(model.config)
             raw = config.to_dict() | {"torch_dtype": str(model.dtype)}
             _write(new / CONFIG, _json(raw))
@@ -139,9 +174,32 @@ def _replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...])
     return old, any(name.endswith(".safetensors") for name in there.difference(old))
 
 
-def _checked_leaves(model: CausalLM) -> list[Leaf]:
-    found = list(leaves(model))
+class _Stored(NamedTuple):
+    """An array of the model that is saved."""
+
+    leaf: Leaf
+    """With the shape and dtype of the whole array."""
+    value: jax.Array
+    share: Share
+    placement: Placement | None
+
+    def whole(self) -> np.ndarray:
+        """All of it, in the process that writes, and nothing in others."""
+        if self.placement is not None:
+            return gathered(self.value, self.share, self.placement.mesh)
+        # A copy, as a JAX array keeps the host's version of itself once it was asked for it.
+        return np.asarray(jnp.array(self.value, copy=True))
+
+
+def _checked_arrays(model: CausalLM) -> list[_Stored]:
+    found, placement = list(leaves(model)), model.placement
     built = structure(model.config)
+    wholes, shares = [leaf.value for leaf in leaves(built)], [WHOLE] * len(found)
+    if placement is not None:
+        layout = sharding.plan(built, placement.mesh, placement.rules)
+        shapes = [share.stored(value.shape) for share, value in zip(layout.shares, wholes, strict=True)]
+        parts = [jax.ShapeDtypeStruct(shape, value.dtype) for shape, value in zip(shapes, wholes, strict=True)]
+        built, shares = eqx.filter_eval_shape(functools.partial(layout.model, built), parts), layout.shares
     expected = {leaf.path: leaf.value for leaf in leaves(built)}
     wrong = []
     for leaf in found:
@@ -165,7 +223,11 @@ def _checked_leaves(model: CausalLM) -> list[Leaf]:
             ("fields that do not fit its configuration, as after an ablation that it has no word for", other),
         ]
         raise CheckpointError(shards.complaint("the model", kinds))
-    return found
+    arrays = []
+    for leaf, whole, share in zip(found, wholes, shares, strict=True):
+        shaped = dataclasses.replace(leaf, value=jax.ShapeDtypeStruct(whole.shape, leaf.value.dtype))
+        arrays.append(_Stored(shaped, leaf.value, share, placement))
+    return arrays
 
 
 def _statics(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -182,23 +244,26 @@ def _statics(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield own, value
 
 
-def _check_finite(found: list[Leaf]) -> None:
+def _check_finite(found: list[_Stored]) -> None:
     infinite = []
-    for leaf in found:
+    for leaf, value, share, placement in found:
         if leaf.value.dtype not in _DTYPES:  # integers
             continue
         weights = tuple(leaf.weights())
-        # An expert is a row of its leaf.
-        finite = np.asarray(_are_finite(leaf.value, len(weights)))
-        infinite += [weight.name for weight, is_finite in zip(weights, finite) if not is_finite]
+        by_expert = weights[0].expert is not None  # a row of its leaf
+        where = None if placement is None else placement.sharding(PartitionSpec())
+        finite = np.asarray(_are_finite(value, by_expert, where))
+        finite = share.whole(finite) if by_expert and share.axis == 0 else finite
+        infinite += [weight.name for weight, well in zip(weights, finite.reshape(-1), strict=True) if not well]
     if infinite:
         kind = "weights that are NaN or infinite; mend them, or save with check_finite=False"
         raise CheckpointError(shards.complaint("the model", [(kind, infinite)]))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _are_finite(stack: Float[Array, "..."], rows: int) -> Bool[Array, " {rows}"]:
-    return jnp.isfinite(stack).reshape(rows, -1).all(axis=1)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _are_finite(stack: Float[Array, "..."], by_row: bool, where: NamedSharding | None) -> Bool[Array, "..."]:
+    finite = jnp.isfinite(stack).all(axis=tuple(range(int(by_row), stack.ndim)))
+    return finite if where is None else lax.with_sharding_constraint(finite, where)
 
 
 def _plan(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf, Weight]]]:
@@ -248,33 +313,51 @@ def _json(value: Mapping[str, object]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
+def _specs(shard: dict[str, tuple[Leaf, Weight]]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    return {name: (_stored_dtype(leaf), weight.shape) for name, (leaf, weight) in shard.items()}
+
+
 def _write_shards(
-    directory: pathlib.Path, plan: list[dict[str, tuple[Leaf, Weight]]], total: int, indexed: bool
+    directory: pathlib.Path,
+    plan: list[dict[str, tuple[Leaf, Weight]]],
+    read: Callable[[Leaf, Weight], np.ndarray],
+    total: int,
+    indexed: bool,
 ) -> None:
     weight_map = {}
     with progress("saving", total) as advance:
         for i, shard in enumerate(plan):
             name = shards.SINGLE if len(plan) == 1 else f"model-{i + 1:05}-of-{len(plan):05}.safetensors"
             weight_map |= dict.fromkeys(shard, name)
-            specs = {key: (_stored_dtype(leaf), weight.shape) for key, (leaf, weight) in shard.items()}
-            safetensors_file.write(directory / name, specs, _reader(shard, advance))
+
+            def tensor(name: str, shard: dict[str, tuple[Leaf, Weight]] = shard) -> np.ndarray:
+                array = read(*shard[name])
+                advance(array.nbytes)
+                return array
+
+            safetensors_file.write(directory / name, _specs(shard), tensor)
     if indexed:
         _write(directory / shards.INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
-def _reader(shard: dict[str, tuple[Leaf, Weight]], advance: Callable[[int], None]) -> Callable[[str], np.ndarray]:
-    """The arrays of `shard` by name, with at most one leaf in the host's memory."""
-    held: tuple[str, np.ndarray] | None = None
+class _Reader:
+    """The tensors of a model, with at most one array in the host's memory; all processes ask for them in one order."""
 
-    def read(name: str) -> np.ndarray:
-        nonlocal held
-        leaf, weight = shard[name]
-        if held is None or held[0] != leaf.path:
-            # A copy, as a JAX array keeps the host's version of itself once it was asked for it.
-            held = (leaf.path, np.asarray(jnp.array(leaf.value, copy=True)))
-        array = (held[1] if weight.expert is None else held[1][weight.expert]).reshape(weight.shape)
-        array = array.astype(_stored_dtype(leaf), copy=False)
-        advance(array.nbytes)
-        return array
+    def __init__(self, found: list[_Stored], together: Together):
+        self._found = {array.leaf.path: array for array in found}
+        self._together = together
+        self._held = "", np.empty(0)
 
-    return read
+    def whole(self, leaf: Leaf) -> np.ndarray:
+        """An array, in the process that writes, and nothing in others."""
+        if self._held[0] != leaf.path:
+            self._held = "", np.empty(0)
+            self._together.check()
+            self._held = leaf.path, self._found[leaf.path].whole()
+        return self._held[1]
+
+    def tensor(self, leaf: Leaf, weight: Weight) -> np.ndarray:
+        """A tensor as it is stored."""
+        whole = self.whole(leaf)
+        array = (whole if weight.expert is None else whole[weight.expert]).reshape(weight.shape)
+        return array.astype(_stored_dtype(leaf), copy=False)

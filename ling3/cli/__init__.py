@@ -89,6 +89,7 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
     import tyro
 
     from ling3.cli import ablate, bench, chat, eval, generate, inspect
+    from ling3.cli.options import Machines, follow
 
     command = tyro.cli(
         generate.Generate | chat.Chat | bench.Bench | eval.Eval | ablate.Ablate | inspect.Inspect,
@@ -102,7 +103,23 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
     )
     if before is not None:
         before("--debug" in argv)
-    sys.modules[type(command).__module__].run(command)
+    module, devices = sys.modules[type(command).__module__], getattr(command, "devices", None)
+    if isinstance(devices, Machines) and devices.nnodes is not None:
+        _keep_stdout()
+    if isinstance(devices, Machines) and devices.connect():
+        getattr(module, "follow", follow)(command)
+    else:
+        module.run(command)
+
+
+def _keep_stdout() -> None:
+    """Leaves stdout to Python alone: libraries that connect processes write to its descriptor, and now to stderr."""
+    try:
+        own, descriptor = sys.stdout, sys.stdout.fileno()
+    except (AttributeError, io.UnsupportedOperation):  # no file
+        return
+    sys.stdout = open(os.dup(descriptor), "w", encoding=own.encoding, errors=own.errors)  # noqa: SIM115, PTH123
+    os.dup2(sys.stderr.fileno(), descriptor)
 
 
 def _failed(code: int, message: str) -> int:

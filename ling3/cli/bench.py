@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from ling3.cli.options import Command, FileOption, Loading, Model, Output, WholeNumber
+from ling3.cli.options import Command, FileOption, Loading, Machines, Model, Output, Source, WholeNumber
 from ling3.engine.settings import EngineSettings
 
 # ruff: noqa: PLC0415
@@ -50,6 +50,7 @@ class Bench(Command):
     model: Model
     """A checkpoint directory, a hub id, "nano", or a config.json for a model of random weights."""
     common: Loading
+    devices: Machines
     num_prompts: WholeNumber = None
     """How many requests; 64 without it, or as many as --prompts has."""
     input_len: Annotated[str, LENGTH] = "128"
@@ -74,7 +75,6 @@ class Bench(Command):
 
 def run(command: Bench) -> None:
     """Measures, and prints the table."""
-    import jax
 
     from ling3.bench import measure as bench
     from ling3.serve import Engine
@@ -84,10 +84,7 @@ def run(command: Bench) -> None:
     lengths = _bounds(command.input_len, "--input-len"), _bounds(command.output_len, "--output-len")
     command.output.check()
     settings = command.engine.settings()
-    common, path = command.common, pathlib.Path(command.model)
-    if path.suffix == ".json" and path.is_file():
-        common = dataclasses.replace(common, random_weights=True)
-    source = common.source(command.model)
+    source = _source(command)
     _check_sizes(command, source.config().max_position_embeddings, *lengths)
     try:
         tokenizer = source.tokenizer()
@@ -111,12 +108,24 @@ def run(command: Bench) -> None:
         temperature=command.temperature,
         about={
             "model": command.model,
-            "parameters": sum(leaf.size for leaf in jax.tree.leaves(model)),
+            "parameters": model.parameters,
             "dtype": model.dtype.name,
             "command": shlex.join(["ling3", *sys.argv[1:]]),
         },
     )
     command.output.write(report, 100)
+
+
+def follow(command: Bench) -> None:
+    """The part of a process that is not the first."""
+    _source(command).follow()
+
+
+def _source(command: Bench) -> Source:
+    common, path = command.common, pathlib.Path(command.model)
+    if path.suffix == ".json" and path.is_file():
+        common = dataclasses.replace(common, random_weights=True)
+    return common.source(command.model, command.devices)
 
 
 def _count(command: Bench) -> int:

@@ -13,6 +13,7 @@ from ling3.cli.conversation import Conversation, Unanswered, changed, written
 from ling3.cli.options import (
     Command,
     Loading,
+    Machines,
     Sampling,
     TextOption,
     Thinking,
@@ -47,6 +48,7 @@ class Chat(Command):
     """
 
     common: Loading
+    devices: Machines
     system: TextOption = None
     """The system's message, which begins the conversation."""
     thinking: Thinking = "auto"
@@ -67,7 +69,7 @@ def run(command: Chat) -> None:
 
     most = CONTEXT if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed)
-    source = command.common.source(command.model)
+    source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
     chat_ids(tokenizer, [{"role": "user", "content": ""}], command.thinking)  # without a template, an error at once
     model = source.load(tokenizer)
@@ -79,7 +81,11 @@ def run(command: Chat) -> None:
         model,
         tokenizer,
         EngineSettings(
-            max_running_requests=1, max_model_len=context, token_paddings=(128, 512), decode_rows=2, decode_steps=4
+            max_running_requests=command.devices.slots(1),
+            max_model_len=context,
+            token_paddings=(128, 512),
+            decode_rows=2,
+            decode_steps=4,
         ),
     )
     if command.max_tokens is None:

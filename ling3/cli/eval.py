@@ -12,6 +12,8 @@ from ling3.cli.options import (
     Command,
     FileOption,
     Loading,
+    Machines,
+    Serving,
     Thinking,
     WholeNumber,
     check_directory,
@@ -21,6 +23,7 @@ from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from ling3.evals.answers import Parser
+    from ling3.evals.perplexity import Perplexity as Measured
     from ling3.evals.prompts import Question
     from ling3.evals.run import Score
 
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 class Asking(Command):
     """Options of both examinations."""
 
-    common: Loading
+    common: Serving
+    devices: Machines
     prompts: FileOption = None
     """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
     questions: FileOption = None
@@ -90,6 +94,7 @@ class Perplexity(Command):
     """
 
     common: Loading
+    devices: Machines
     text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """The file of the text, in UTF-8; - for standard input."""
     context: WholeNumber = None
@@ -110,6 +115,11 @@ class Eval:
         | Annotated[Perplexity, tyro.conf.subcommand("perplexity")]
     )
 
+    @property
+    def devices(self) -> Machines:
+        """Over how many the model lies."""
+        return self.task.devices
+
 
 def run(command: Eval) -> None:
     """Prints the result; its last line is the score."""
@@ -125,12 +135,20 @@ def run(command: Eval) -> None:
         _ask(task, answers.choice, public.from_mmlu_pro)
 
 
+def follow(command: Eval) -> None:
+    """The part of a process that is not the first: of a text, all compute the same."""
+    if isinstance(command.task, Perplexity):
+        _measured(command.task)
+    else:
+        from ling3.evals.predictions import fingerprint
+
+        command.task.common.source(command.task.model, command.devices).follow(fingerprint)
+
+
 def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]") -> None:
     from ling3.engine.sampling_params import SamplingParams
-    from ling3.evals.predictions import fingerprint
     from ling3.evals.public import STOP
     from ling3.evals.run import PROTOCOL, check_seeds, evaluate, prepare
-    from ling3.serve import Engine
 
     _check(command)
     params = SamplingParams(
@@ -142,20 +160,18 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
     settings = dataclasses.replace(PROTOCOL, max_running_requests=command.max_running_requests, overlap=command.overlap)
     questions = _questions(command, parse, build)
     check_seeds(command.seed, len(questions[: command.limit]))
-    source = command.common.source(command.model)
+    source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
     asked = prepare(tokenizer, questions, command.thinking if command.chat else None)
-    model = source.load(tokenizer)
     console = Console(stderr=True, highlight=False)
-    source.introduce(model, console)
-    with _bar(console) as shown:
+    with command.common.serve(source, tokenizer, settings, console) as served, _bar(console) as shown:
         score = evaluate(
-            Engine(model, tokenizer, settings),
+            served.server,
             asked,
             parse,
             command.out,
             params=params,
-            settings={"weights": fingerprint(model)},
+            settings={"weights": served.fingerprint()},
             limit=command.limit,
             on_start=shown,
             on_answer=shown,
@@ -171,6 +187,7 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
 
 def _check(command: Asking) -> None:
     """ValueError for senseless options, before any work."""
+    command.common.check(command.devices)
     if (command.prompts is None) == (command.questions is None):
         raise ValueError("give either --prompts, questions ready to be asked, or --questions, those of the data set")
     for name in ("examples", "shots"):
@@ -218,14 +235,7 @@ def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
 
 
 def _perplexity(command: Perplexity) -> None:
-    from ling3.evals.perplexity import perplexity
-
-    text = read_text(command.text)
-    source = command.common.source(command.model)
-    tokenizer = source.tokenizer()
-    model = source.load(tokenizer)
-    source.introduce(model, Console(stderr=True, highlight=False))
-    found = perplexity(model, tokenizer, text, command.context, command.stride)
+    found = _measured(command, Console(stderr=True, highlight=False))
     if command.json:
         names = ("nats_per_token", "bits_per_byte", "perplexity")
         print_json({**dataclasses.asdict(found), **{name: getattr(found, name) for name in names}})
@@ -234,3 +244,15 @@ def _perplexity(command: Perplexity) -> None:
     print(f"nats per token: {found.nats_per_token:.4f}")
     print(f"bits per byte: {found.bits_per_byte:.4f}")
     print(f"perplexity: {found.perplexity:.4f}")
+
+
+def _measured(command: Perplexity, console: Console | None = None) -> "Measured":
+    from ling3.evals.perplexity import perplexity
+
+    text = read_text(command.text)
+    source = command.common.source(command.model, command.devices)
+    tokenizer = source.tokenizer()
+    model = source.load(tokenizer)
+    if console is not None:
+        source.introduce(model, console)
+    return perplexity(model, tokenizer, text, command.context, command.stride)

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from ling3.cli.options import (
     Command,
-    Loading,
+    Machines,
     Sampling,
+    Serving,
     TextOption,
     Thinking,
     WholeNumber,
@@ -23,7 +24,7 @@ from ling3.cli.terminal import print_json, show
 
 if TYPE_CHECKING:
     from ling3.engine.outputs import Completion, Delta
-    from ling3.serve import Engine
+    from ling3.engine.settings import EngineSettings
     from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
@@ -45,7 +46,8 @@ class Generate(Command):
     ling3 generate nano --chat -p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
     """
 
-    common: Loading
+    common: Serving
+    devices: Machines
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(aliases=["-p"], metavar="TEXT")] = ()
     """A text to continue; may be given several times. Without one, standard input is the prompt."""
     chat: bool = False
@@ -87,60 +89,55 @@ def run(command: Generate) -> None:
     """Prints each prompt's continuation; FloatingPointError, after all of them, for those that ended in an error."""
     from ling3.engine.sampling_params import check_prompt, check_room
 
+    command.common.check(command.devices)
     if command.logprobs is not None and not command.json:
         raise ValueError("--logprobs is for --json")
     most = MAX_TOKENS if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed, logprobs=command.logprobs)
     prompts = command.prompt or (_from_stdin(),)
-    source = command.common.source(command.model)
+    source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
     names = [f"prompt {i + 1}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
     rows = [_Row(name, prompt, _encode(tokenizer, prompt, command)) for name, prompt in zip(names, prompts)]
-    model = source.load(tokenizer)
-    context, longest = model.config.max_position_embeddings, max(len(row.ids) for row in rows)
+    config = source.config()
+    context, longest = config.max_position_embeddings, max(len(row.ids) for row in rows)
     if command.max_tokens is None:
         params = dataclasses.replace(params, max_tokens=max(1, min(MAX_TOKENS, context - longest)))
     for row in rows:
-        check_prompt(row.ids, model.config.vocab_size, row.name)
+        check_prompt(row.ids, config.vocab_size, row.name)
         check_room(row.ids, params.max_tokens, context, row.name)
 
     console = Console(stderr=True, highlight=False)
-    source.introduce(model, console)
-    with compiling(console):
-        engine = _engine(model, tokenizer, len(rows), longest, params.max_tokens)
-    clock = _Clock(engine.stats().compile_seconds)
+    settings = _settings(command.devices.slots(min(len(rows), MOST_SLOTS)), longest, params.max_tokens)
     own = [dataclasses.replace(params, seed=command.seed + i) for i in range(len(rows))]
-    current = 0
-    _head(rows, current, console, command)
-    for index, delta in engine.stream_all([row.ids for row in rows], own):
-        clock.take(delta)
-        rows[index].take(delta)
-        current = _show(rows, current, console, command)
-    console.print(Text(clock.summary(engine.stats().compile_seconds), "dim"), soft_wrap=True)
+    with command.common.serve(source, tokenizer, settings, console) as served:
+        server, current = served.server, 0
+        with compiling(console):
+            server.warmup(first_token=True)
+        clock = _Clock(server.stats().compile_seconds)
+        _head(rows, current, console, command)
+        for index, delta in server.stream_all([row.ids for row in rows], own):
+            clock.take(delta)
+            rows[index].take(delta)
+            current = _show(rows, current, console, command)
+        console.print(Text(clock.summary(server.stats().compile_seconds), "dim"), soft_wrap=True)
     broken = [f"{row.name}: {row.completion.error}" for row in rows if row.completion and row.completion.error]
     if broken:
         raise FloatingPointError("; ".join(broken))
 
 
-def _engine(model: Any, tokenizer: "Tokenizer", prompts: int, longest: int, max_tokens: int) -> "Engine":
-    """An engine of just the size for these prompts, compiled as far as the first token needs it."""
+def _settings(prompts: int, longest: int, max_tokens: int) -> "EngineSettings":
+    """An engine of just the size for so many prompts at once."""
     from ling3.engine.settings import EngineSettings
-    from ling3.serve import Engine
 
     width = next(width for width in WIDTHS if width >= min(longest, WIDTHS[-1]))
-    engine = Engine(
-        model,
-        tokenizer,
-        EngineSettings(
-            max_running_requests=min(prompts, MOST_SLOTS),
-            chunked_prefill_size=width,
-            token_paddings=(width,),
-            max_model_len=longest + max_tokens,
-            decode_rows=max(FEWEST_ROWS, prompts) if prompts < MOST_ROWS else None,
-        ),
+    return EngineSettings(
+        max_running_requests=prompts,
+        chunked_prefill_size=width,
+        token_paddings=(width,),
+        max_model_len=longest + max_tokens,
+        decode_rows=max(FEWEST_ROWS, prompts) if prompts < MOST_ROWS else None,
     )
-    engine.warmup(first_token=True)
-    return engine
 
 
 def _show(rows: list[_Row], current: int, console: Console, command: Generate) -> int:

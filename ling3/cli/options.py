@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
     from ling3.bench.report import Report
     from ling3.engine.sampling_params import SamplingParams
+    from ling3.engine.settings import EngineSettings
     from ling3.interpret.ablation_report import Report as AblationReport
     from ling3.mesh import Rules
     from ling3.model import CausalLM
+    from ling3.serve import Server
     from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
@@ -123,7 +125,7 @@ class Loading(Common):
     weights_seed: WholeNumber = None
     """With --random-weights: what they are drawn from; 0 without it."""
 
-    def source(self, model: str) -> "Source":
+    def source(self, model: str, devices: "Devices | None" = None) -> "Source":
         """Where MODEL and its tokenizer come from; a branch of the hub is resolved to a commit now."""
         from ling3.checkpoint import hub
 
@@ -136,7 +138,7 @@ class Loading(Common):
             path = str(file.parent) if file.is_file() else path
         elif self.weights_seed is not None:
             raise ValueError("--weights-seed is for --random-weights")
-        return Source(model, path, hub.pin(path, self.revision), self.dtype, seed)
+        return Source(model, path, hub.pin(path, self.revision), self.dtype, seed, devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,11 @@ class Devices:
     """Devices that share the experts: --tp of them, all of --dp times --tp, or --dp where each has all heads; as many
     as --tp without it. With 1 the channels of every expert are shared instead."""
 
+    def slots(self, requests: int) -> int:
+        """So many requests at once, or a few more, that each group of devices has as many."""
+        groups = self._size("dp")
+        return -(-requests // groups) * groups
+
     @property
     def count(self) -> int:
         """How many devices these are."""
@@ -163,7 +170,7 @@ class Devices:
         """
         import jax
 
-        if self == Devices():
+        if self == type(self)():
             return None
         rules, devices = self.rules(), jax.devices() if devices is None else devices
         if self.count > len(devices):
@@ -197,6 +204,112 @@ class Devices:
         return f"--dp {self._size('dp')} --tp {self._size('tp')}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machines(Devices):
+    """Over how many devices the model lies, and in how many processes; on one device without these."""
+
+    tp: WholeNumber = None
+    """Devices that share the heads, channels and vocabulary of every layer; 1 without it, with --nnodes all."""
+    nnodes: WholeNumber = None
+    """Processes that run this command together, each with its own devices. The first one prints and writes."""
+    node_rank: WholeNumber = None
+    """With --nnodes: this process's number, from 0 on; NODE_RANK without it."""
+    dist_init_addr: TextOption = None
+    """With --nnodes: HOST:PORT of the first process; DIST_INIT_ADDR without it. If neither is set, both are found from
+    Slurm, Open MPI, Kubernetes or a TPU pod."""
+
+    def connect(self) -> bool:
+        """Connects this process with the others, if there are any; True if it is not the first.
+
+        ValueError for options that do not fit together.
+        """
+        import os
+
+        if self.nnodes is None:
+            for name in ("node_rank", "dist_init_addr"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--{name.replace('_', '-')} is for --nnodes: say how many processes there are")
+            return False
+        import jax
+
+        from ling3.runtime.processes import connect
+
+        rank, address = self.node_rank, self.dist_init_addr or os.environ.get("DIST_INIT_ADDR")
+        if rank is None and "NODE_RANK" in os.environ:
+            rank = _whole(os.environ["NODE_RANK"])
+        if (rank is None) != (address is None):
+            missing = "--node-rank (or NODE_RANK)" if rank is None else "--dist-init-addr (or DIST_INIT_ADDR)"
+            raise ValueError(f"--nnodes is {self.nnodes}, and {missing} is missing: give both, or neither on a cluster")
+        connect(self.nnodes if rank is not None else None, rank, address)
+        if jax.process_count() != self.nnodes:
+            raise ValueError(f"--nnodes is {self.nnodes}, and the cluster has started {jax.process_count()} processes")
+        return jax.process_index() > 0
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> "tuple[Mesh, Rules] | None":
+        """The same; of several processes all devices are to be used."""
+        import jax
+
+        if self.nnodes is not None and self.count < len(found := jax.devices()):
+            raise ValueError(
+                f"{self._named()} are {self.count} devices, and {self.nnodes} processes have {len(found)}: use all"
+            )
+        return super().mesh(devices)
+
+    def _size(self, name: str) -> int:
+        if name == "tp" and self.tp is None and self.nnodes is not None:
+            import jax
+
+            return max(1, len(jax.devices()) // self._size("dp"))
+        return super()._size(name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving(Loading):
+    """Which weights, on how many engines, and how errors are shown."""
+
+    replicas: WholeNumber = None
+    """Share the prompts among so many engines, each in a process of its own (extra: fleet), with the same answers."""
+    ray_address: TextOption = None
+    """With --replicas: the Ray cluster to run them on, as HOST:PORT, or auto for this machine's; without it they run
+    here."""
+
+    def check(self, devices: "Machines") -> None:
+        """ValueError for senseless options, before any work."""
+        if self.replicas is not None and devices.nnodes is not None:
+            raise ValueError("--nnodes is for one model over several machines, and --replicas for many: give one")
+        if self.replicas is not None and self.replicas < 1:
+            raise ValueError(f"--replicas is {self.replicas}, expected at least 1")
+        if self.ray_address is not None and self.replicas is None:
+            raise ValueError("--ray-address is for --replicas")
+
+    @contextlib.contextmanager
+    def serve(
+        self, source: "Source", tokenizer: "Tokenizer", settings: "EngineSettings", console: Console
+    ) -> "Iterator[Served]":
+        """Loads the model, says which it is, and serves it."""
+        from ling3.evals.predictions import fingerprint
+        from ling3.serve import Engine
+
+        if self.replicas is None:
+            model = source.load(tokenizer)
+            source.introduce(model, console)
+            yield Served(Engine(model, tokenizer, settings), lambda: fingerprint(model))
+            return
+        from ling3.fleet import Fleet
+
+        with Fleet(source, self.replicas, settings=settings, address=self.ray_address) as fleet:
+            source.say(fleet.parameters, fleet.dtype, f"{self.replicas} × {fleet.platform}", console)
+            yield Served(fleet, lambda: fleet.fingerprint)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What answers prompts, and how the model that it has is identified."""
+
+    server: "Server"
+    fingerprint: Callable[[], str]
+
+
 def fake_devices(count: int) -> None:
     """Makes the CPU as many devices, and JAX's default; only before JAX has looked for devices."""
     import jax
@@ -219,6 +332,8 @@ class Source:
     dtype: str
     seed: int | None
     """What random weights are drawn from; None for the checkpoint's own."""
+    devices: Devices | None = None
+    """Where the model lies; None for one device."""
 
     def config(self) -> Any:
         """The model's configuration, without its weights."""
@@ -243,15 +358,16 @@ class Source:
 
         compilation_cache.switch_on()
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
+        mesh, rules = (None if self.devices is None else self.devices.mesh()) or (None, None)
         if self.seed is None:
-            model = checkpoint.load(self.path, dtype, revision=self.revision)
+            model = checkpoint.load(self.path, dtype, revision=self.revision, mesh=mesh, rules=rules)
         else:
-            model = self._random(self.seed, jnp.dtype(jnp.bfloat16) if dtype is None else dtype)
+            model = self._random(self.seed, jnp.dtype(jnp.bfloat16) if dtype is None else dtype, mesh, rules)
         if tokenizer is not None:
             tokenizer.check_fits(model.config.vocab_size)
         return model
 
-    def _random(self, seed: int, dtype: "DTypeLike") -> "CausalLM":
+    def _random(self, seed: int, dtype: "DTypeLike", mesh: "Mesh | None", rules: "Rules | None") -> "CausalLM":
         """A model of random weights; ValueError if they do not fit into the free memory."""
         import jax
 
@@ -269,16 +385,37 @@ class Source:
                 f"{dtype} takes {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free: give a smaller "
                 "config.json, or a narrower --dtype"
             )
-        return init(config, key=jax.random.key(seed), dtype=dtype)
+        return init(config, key=jax.random.key(seed), dtype=dtype, mesh=mesh, rules=rules)
+
+    def follow(self, before: "Callable[[CausalLM], Any] | None" = None) -> None:
+        """This process's part in what the first one does with the model, `before` it asks the engine anything."""
+        from ling3.serve import Engine
+
+        try:
+            tokenizer = self.tokenizer()
+        except FileNotFoundError:
+            tokenizer = None
+        model = self.load(tokenizer)
+        engine = Engine(model, tokenizer)
+        if before is not None:
+            before(model)
+        engine.follow()
 
     def introduce(self, model: "CausalLM", console: Console) -> None:
         """Says which model runs where."""
         import jax
 
-        size = sum(leaf.size for leaf in jax.tree.leaves(model))
+        self.say(model.parameters, model.dtype.name, jax.default_backend(), console)
+
+    def say(self, parameters: int, dtype: str, where: str, console: Console) -> None:
+        """Says how large the model is."""
         kind = "parameters" if self.seed is None else "random parameters"
-        facts = f"{self.name}: {count(size)} {kind}, {model.dtype.name}, on {jax.default_backend()}"
-        console.print(Text(facts, "bold"), soft_wrap=True)
+        console.print(Text(f"{self.name}: {count(parameters)} {kind}, {dtype}, on {where}", "bold"), soft_wrap=True)
+
+
+def follow(command: Any) -> None:
+    """The part of a process that is not the first in a command."""
+    command.common.source(command.model, command.devices).follow()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Checks prompts and settings before any work is done, and makes requests of prompts."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 from ling3.engine.request import Request, TokenSequence, draw_seed
@@ -53,6 +53,19 @@ class Intake:
                 TokenSequence(request, index, -1, seed + index, ends, decoder, StopStrings(params.stop))
             )
         return request
+
+    def requests(
+        self,
+        ids: Iterator[int],
+        prompts: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        truncate: Truncate,
+    ) -> list[Request]:
+        """A checked request for each prompt; `params` are for all of them, or one for each."""
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
+        return [self.request(next(ids), prompts[i], own, truncate, f"prompt {i}") for i, own in enumerate(each)]
 
     def _encoded(self, prompt: Any, name: str) -> Any:
         """A text or a chat as ids; anything else as it is."""

@@ -17,11 +17,12 @@ of a sequence are bit for bit the same in any company, at any time, and after be
 import dataclasses
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import no_type_check
 
 import numpy as np
 
+from ling3.engine.journal import Journal, told
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
 from ling3.engine.request import Request, TokenSequence
 from ling3.engine.runner import Runner
@@ -50,10 +51,20 @@ class Loop:
     """The requests of an engine, from the queue to their ends.
 
     `max_queue` sequences may wait. With `overlap` the host reads the results of a turn while the device works on the
-    next; without it, each turn waits for its own results. Either way the answers have the same bits.
+    next; without it, each turn waits for its own results. Either way the answers have the same bits. With a `journal`,
+    the loops of other processes take the same steps.
     """
 
-    def __init__(self, runner: Runner, chunk: int, decode_steps: int, max_queue: int, overlap: bool = True):
+    def __init__(
+        self,
+        runner: Runner,
+        chunk: int,
+        decode_steps: int,
+        max_queue: int,
+        overlap: bool = True,
+        journal: Journal | None = None,
+    ):
+        self.journal, self._broken = journal, None
         self.runner, self.chunk, self.decode_steps = runner, chunk, decode_steps
         self.max_queue, self.overlap = max_queue, overlap
         self.scheduler = _scheduler(runner.shapes)
@@ -61,6 +72,7 @@ class Loop:
         self.in_flight: list[Call] = []
         self._backlog: deque[Request] = deque()
         self._raised: list[BaseException] = []
+        self._programs: Generator[str, None, None] = (name for name in ())
         self._order = itertools.count()
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
@@ -74,6 +86,7 @@ class Loop:
         """True if the queue has room for a request."""
         return self.scheduler.waiting + request.params.n <= self.max_queue
 
+    @told
     def enqueue(self, request: Request) -> None:
         """Puts a request's sequences in the queue; raises QueueFull if there is no room."""
         if not self.has_room(request):
@@ -88,11 +101,13 @@ class Loop:
             self.scheduler.enqueue(sequence)
         self._counts["submitted"] += len(request.sequences)
 
+    @told
     def enqueue_all(self, requests: Iterable[Request]) -> None:
         """Puts requests in the queue in their order, each as soon as there is room for it."""
         self._backlog.extend(requests)
         self._refill()
 
+    @told
     def abort(self, request: Request) -> bool:
         """Ends what is unfinished of a request with `abort`; True if anything was."""
         aborted = False
@@ -108,6 +123,7 @@ class Loop:
         request = self.requests.get(request_id)
         return request is not None and self.abort(request)
 
+    @told
     def give_up(self, sequence: TokenSequence, error: Exception) -> None:
         """Ends a request whose callback raised: this sequence in `error`, even if it was finished, and the others."""
         request, text = sequence.request, f"the callback for its deltas raised {error!r}"
@@ -120,11 +136,14 @@ class Loop:
             if other.completion is None:
                 self._settle(other, other.fail(text))
 
+    @told
     def launch(self) -> list[Call]:
         """Dispatches a turn's work; returns the calls to read.
 
         It waits for the previous turn only where there is no room otherwise.
         """
+        if self._broken is not None:
+            raise self._broken
         self._counts["steps"] += 1
         self._refill()
         self._make_room()
@@ -140,6 +159,7 @@ class Loop:
             before, self.in_flight = before + self.in_flight, []
         return before
 
+    @told
     def read(self, calls: Sequence[Call]) -> None:
         """Takes in the results of calls, waiting for them if need be."""
         for call in calls:
@@ -166,24 +186,40 @@ class Loop:
                         sequence.order >= 0
                     )  # `submitted` counts it only once it was in the queue
                     sequence.slot, sequence.pages = None, []
-                    self._hand_out(request, sequence.finish("error", error=f"the engine failed: {error!r}"))
+                    self.deliver(request, sequence.finish("error", error=f"the engine failed: {error!r}"))
+        if self.journal is not None:  # the other processes are amid the step that failed
+            self._broken = error
+            return error
         try:
             self.runner.reset()
         except Exception as second:
             return second
         return error
 
+    @told
     def forget_prefixes(self) -> None:
         """Frees the pages and snapshots of all known prefixes but those that running sequences use."""
         for prefixes in self.scheduler.prefixes:
             prefixes.evict(self.scheduler.pages)
 
-    def compile_next(self, programs: Iterator[str]) -> str | None:
+    @told
+    def begin_warmup(self, first_token: bool) -> None:
+        """Begins to compile every program, or with `first_token` what a request's first token needs."""
+        self.end_warmup()
+        self._programs = self.runner.warmup(first_token)
+
+    @told
+    def compile_next(self) -> str | None:
         """The name of the next program of a warm-up once it is compiled; None after the last."""
         try:
-            return next(programs, None)
+            return next(self._programs, None)
         except Exception as error:
             raise self.fail(error) from None
+
+    @told
+    def end_warmup(self) -> None:
+        """Leaves out the programs that are not begun."""
+        self._programs.close()
 
     def take_raised(self) -> BaseException | None:
         """What a callback has raised that does not end its request, such as KeyboardInterrupt; None if nothing."""
@@ -254,8 +290,9 @@ class Loop:
     def _fill(self, sequence: TokenSequence, known: int) -> None:
         """Fills a sequence's slot; of its prompt, so many tokens were in known prefixes before."""
         self.runner.swap_in(sequence)
-        if sequence.cached > known:
-            self.scheduler.group_of(sequence).prefixes.settled(sequence)
+        prefixes = self.scheduler.group_of(sequence).prefixes
+        if prefixes is not None and sequence.cached > known:
+            prefixes.settled(sequence)
             self._counts["cached_tokens"] += sequence.cached - known
 
     def _prefill(self) -> list[Call]:
@@ -361,7 +398,14 @@ class Loop:
             self.give_up(sequence, error)
 
     def _hand_out(self, request: Request, delta: Delta) -> Exception | None:
-        """Delivers a delta; returns the exception if that raised one, and keeps others for `take_raised`."""
+        """Delivers a delta, with a journal after the step under way."""
+        if self.journal is None:
+            return self.deliver(request, delta)
+        self.journal.later(request, delta)
+        return None
+
+    def deliver(self, request: Request, delta: Delta) -> Exception | None:
+        """Calls a request's callback; returns the exception if it raised one, and keeps others for `take_raised`."""
         try:
             request.deliver(delta)
         except Exception as error:

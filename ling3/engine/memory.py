@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,6 +14,7 @@ from ling3.engine.prefixes import Grid
 from ling3.engine.settings import EngineSettings
 from ling3.model import CausalLM
 from ling3.placement import Placement
+from ling3.runtime.processes import least
 
 # Where Linux says what memory there is.
 MEMORY = pathlib.Path("/proc/meminfo")
@@ -91,11 +94,17 @@ def _of_a_device(model: CausalLM, states: State) -> int:
 
 
 def free_bytes(placement: Placement | None = None) -> int:
-    """What the default device has free, or on a mesh the fullest device of this process.
+    """What the default device has free, or on a mesh the fullest device, of whichever process.
 
     For the CPU, what the machine has, with the files that it would forget.
     """
-    devices = jax.local_devices()[:1] if placement is None else placement.mesh.local_devices
+    if placement is None:
+        return _free(jax.local_devices()[:1])
+    own = _free(placement.mesh.local_devices)
+    return own if placement.processes == 1 else least(own)
+
+
+def _free(devices: Sequence[Any]) -> int:
     known = [device.memory_stats() for device in devices]
     if all(stats is not None and "bytes_limit" in stats for stats in known):
         return min(stats["bytes_limit"] - stats["bytes_in_use"] for stats in known)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -76,12 +76,15 @@ class Pool(eqx.Module):
     ) -> "Pool":
         """A pool with a free slot for each row of `sampling`."""
         slots = sampling.temperature.shape[0]
-        length, token, until = (jnp.asarray(np.zeros(slots, np.int32)) for _ in range(3))
         layers = new_memory(model, slots, pages, page_size, dtype, packed)
-        pool = Pool(layers, length, token, until, jnp.asarray(np.ones(slots, bool)), sampling, model.placement)
-        if pool.placement is None:
-            return pool
-        return dataclasses.replace(pool.placement.put(pool.part, pool.specs), placement=pool.placement)
+
+        def put(x: np.ndarray) -> Any:
+            return jnp.asarray(x) if model.placement is None else model.placement.everywhere(x)
+
+        length, token, until = (put(np.zeros(slots, np.int32)) for _ in range(3))
+        done = put(np.ones(slots, bool))
+        pool = Pool(layers, length, token, until, done, sampling, model.placement)
+        return pool if model.placement is None else _settled(pool)
 
     @property
     def axis(self) -> str | None:
@@ -165,6 +168,11 @@ class Pool(eqx.Module):
             jnp.where(chosen, done, self.done),
             counted(self.sampling, token, chosen),
         )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _settled(pool: Pool) -> Pool:
+    return pool.settled
 
 
 class SlotContents(eqx.Module):

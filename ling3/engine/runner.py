@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Shaped
+from jaxtyping import Array
 
 from ling3.cache import State, pages_of, slots_of
 from ling3.engine.pool import (
@@ -43,7 +43,7 @@ class Saved:
     """The states and pages of a preempted sequence, on the host."""
 
     states: tuple[State, ...]
-    pages: tuple[tuple[Shaped[np.ndarray, "moved _page ..."], ...], ...]
+    pages: tuple[tuple[Any, ...], ...]
 
 
 class Runner:
@@ -58,7 +58,11 @@ class Runner:
         passes: Passes | None = None,
     ):
         self.model, self.shapes = model, shapes
-        self._put = jax.device_put if model.placement is None else model.placement.everywhere
+        placement = model.placement
+        self._put: Callable[[Any], Any] = jax.device_put if placement is None else placement.everywhere
+        # To the host and back, which on a mesh is each process's own.
+        self._fetch: Callable[[Any], Any] = jax.device_get if placement is None else placement.fetch
+        self._restore: Callable[[Any], Any] = jax.device_put if placement is None else placement.back
         self.passes = Passes() if passes is None else passes
         self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # waited for, by calls and `warmup`
@@ -80,7 +84,7 @@ class Runner:
         """Fills the sequence's slot and pages: from what was saved of it if it was swapped out, or a known prefix."""
         saved, snapshot = sequence.saved, sequence.snapshot
         states = self._fresh if snapshot is None else snapshot.states
-        states = states if saved is None else self._put(saved.states)
+        states = states if saved is None else self._restore(saved.states)
         newest = sequence.token_ids[-1] if sequence.token_ids else 0
         sampling = Sampling.build(
             [(sequence.params, sequence.seed, len(sequence.prompt), sequence.ends)],
@@ -93,7 +97,7 @@ class Runner:
         slot, held, newest, until, done = self._put((*numbers, np.asarray(not sequence.decoding)))
         self.pool = swap_in(slot, SlotContents(states, held, newest, until, done, sampling), self.pool)
         for pages, entries in zip(self._moves(sequence.pages), () if saved is None else saved.pages, strict=False):
-            self.pool = write_pages(pages, self._put(entries), self.pool)
+            self.pool = write_pages(pages, self._restore(entries), self.pool)
         sequence.saved = None
         copies = sequence.pages[: len(sequence.copied)]
         for source, own in zip(self._moves(sequence.copied), self._moves(copies), strict=True):
@@ -107,8 +111,8 @@ class Runner:
     def swap_out(self, sequence: TokenSequence) -> Saved:
         """The states and pages of a sequence, copied to the host; waits for the device."""
         used = sequence.pages[: -(-sequence.held // self.shapes.page_size) - sequence.first_page]
-        states = jax.device_get(swap_out(self._int(sequence.slot), self.pool))
-        return Saved(states, tuple(jax.device_get(read_pages(pages, self.pool)) for pages in self._moves(used)))
+        states = self._fetch(swap_out(self._int(sequence.slot), self.pool))
+        return Saved(states, tuple(self._fetch(read_pages(pages, self.pool)) for pages in self._moves(used)))
 
     def scrub(self, slot: int, pages: Sequence[int]) -> None:
         """Zeros a slot and pages, so that no NaN stays in them."""
@@ -235,8 +239,8 @@ class Runner:
         row = (SamplingParams(), 0, 0, ())
         vocab = self.model.config.vocab_size
         sampling = Sampling.build([row], vocab, MAX_STOP_IDS, self._unadjusted, self._put)
-        numbers = (np.asarray(0, np.int32) for _ in range(3))
-        return SlotContents(self._fresh, *self._put((*numbers, np.asarray(True))), sampling)
+        zero, done = self._int(0), self._put(np.asarray(True))
+        return SlotContents(self._fresh, zero, zero, zero, done, sampling)
 
     def _moves(self, pages: Sequence[int]) -> Iterator[Array]:
         for start in range(0, len(pages), PAGES_MOVED):

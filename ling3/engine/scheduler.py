@@ -96,6 +96,7 @@ class Group:
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Frees a sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
+        assert sequence.slot is not None, "only a running sequence has a slot and pages"
         self.free_slots.append(sequence.slot)
         sequence.slot = None
         if self.prefixes is None:
@@ -138,9 +139,9 @@ class Scheduler:
         groups: int = 1,
     ):
         self.slots, self.pages, self.page_size = slots, pages, page_size
-        parts = ((range(i * n // groups, (i + 1) * n // groups) for n in (slots, pages)) for i in range(groups))
+        own_slots, own_pages = (_dealt(count, groups) for count in (slots, pages))
         how = (page_size, window, most_pages, grid)
-        self.groups = [Group(i, *part, *how) for i, part in enumerate(parts)]
+        self.groups = [Group(i, own_slots[i], own_pages[i], *how) for i in range(groups)]
         self.running: list[TokenSequence] = []  # the oldest first
         self._waiting: list[tuple[int, int, TokenSequence]] = []
         self._ticket = itertools.count()
@@ -216,7 +217,6 @@ class Scheduler:
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Frees a running sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
-        assert sequence.slot is not None, "only a running sequence has a slot and pages"
         self.running.remove(sequence)
         self.group_of(sequence).release(sequence, spoiled)
 
@@ -231,3 +231,8 @@ class Scheduler:
         assert all(sequence.slot is None and not sequence.pages for sequence in self.queued()), (
             "a waiting sequence holds memory"
         )
+
+
+def _dealt(count: int, groups: int) -> list[range]:
+    """Numbers from 0 on in equal ranges, one for each group."""
+    return [range(i * count // groups, (i + 1) * count // groups) for i in range(groups)]

@@ -160,5 +160,16 @@ class EngineSettings:
         return dataclasses.asdict(self)[name]
 
 
+def changed(settings: EngineSettings | None, changes: dict[str, Any]) -> EngineSettings:
+    """The settings with some of them changed; TypeError for a name that none of them has."""
+    if settings is not None and not isinstance(settings, EngineSettings):
+        raise TypeError(f"settings is {shown(settings)}, expected EngineSettings; give single ones by name")
+    names = [field.name for field in dataclasses.fields(EngineSettings)]
+    unknown = [name for name in changes if name not in names]
+    if unknown:
+        raise TypeError(f"no engine setting is called {', '.join(unknown)}; there are {', '.join(names)}")
+    return dataclasses.replace(settings or EngineSettings(), **changes)
+
+
 def _is_within(value: Any, most: int) -> bool:
     return is_whole(value) and 1 <= operator.index(value) <= most

@@ -1,7 +1,9 @@
 """The predictions file: a JSON line for each question, written as it is answered, so that a run can be resumed."""
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,10 @@ from typing import Any, BinaryIO
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, ArrayLike, Int32, Shaped
 
+from ling3.mesh.rules import WHOLE
 from ling3.model import CausalLM
 from ling3.runtime import strict_json
 from ling3.runtime.interrupts import held_back
@@ -130,14 +135,26 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def fingerprint(model: CausalLM) -> str:
-    """A short hash that identifies a model: of its config, and of elements spread over every array."""
+    """A short hash that identifies a model: of its config, and of elements spread over every array.
+
+    On a mesh it is the same, and its processes call this at once.
+    """
     digest = hashlib.sha256(repr(model.config).encode())
-    for leaf in map(jnp.atleast_1d, jax.tree.leaves(model)):
-        places = np.linspace(0, leaf.size - 1, min(SAMPLE, leaf.size)).astype(np.int64)
-        # By an index for each axis: flattening would copy the experts.
-        sample = leaf[tuple(axis.astype(np.int32) for axis in np.unravel_index(places, leaf.shape))]
-        digest.update(f"{leaf.shape} {leaf.dtype.name}".encode() + np.asarray(sample).tobytes())
+    found, shares, read = jax.tree.leaves(model), itertools.repeat(WHOLE), _elements
+    if (placement := model.placement) is not None:
+        shares, read = placement.shares, jax.jit(_elements, out_shardings=placement.sharding(PartitionSpec()))
+    for leaf, share, shape in zip(found, shares, model.shapes):
+        whole = shape or (1,)
+        size = math.prod(whole)
+        places = np.unravel_index(np.linspace(0, size - 1, min(SAMPLE, size)).astype(np.int64), whole)
+        sample = read(leaf, tuple(axis.astype(np.int32) for axis in share.places(places)))
+        digest.update(f"{whole} {leaf.dtype.name}".encode() + np.asarray(sample).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _elements(x: Shaped[Array, "..."], places: tuple[Int32[ArrayLike, " sample"], ...]) -> Shaped[Array, " sample"]:
+    """By an index for each axis: flattening would copy the experts."""
+    return jnp.atleast_1d(x)[places]
 
 
 def _lock(file: BinaryIO) -> None:

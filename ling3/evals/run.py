@@ -1,4 +1,4 @@
-"""Asks an engine questions and counts the right answers."""
+"""Asks an engine, or a fleet of them, questions and counts the right answers."""
 
 import contextlib
 import dataclasses
@@ -8,15 +8,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
-
 from ling3.engine.outputs import RequestOutput
 from ling3.engine.sampling_params import MAX_SEED, SamplingParams, check_prompt
 from ling3.engine.settings import EngineSettings
 from ling3.evals.answers import Parser
 from ling3.evals.predictions import Predictions
 from ling3.evals.prompts import Question
-from ling3.serve import Engine
+from ling3.serve import Server
 from ling3.text.tokenizer import Tokenizer
 from ling3.version import __version__
 
@@ -100,7 +98,7 @@ def prepare(tokenizer: Tokenizer, questions: Sequence[Question], chat: Chat | No
 
 
 def evaluate(
-    engine: Engine,
+    engine: Server,
     asked: Sequence[Asked],
     parse: Parser,
     out: str | os.PathLike[str],
@@ -170,7 +168,7 @@ def check_seeds(seed: int | None, count: int) -> None:
 
 
 def _settings(
-    engine: Engine, params: SamplingParams, parse: Parser, others: Mapping[str, Any] | None
+    engine: Server, params: SamplingParams, parse: Parser, others: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What has to be the same for a run to be resumed."""
     return {
@@ -178,7 +176,7 @@ def _settings(
         "parser": parse.__name__,
         "sampling": {"temperature": params.temperature, "max_tokens": params.max_tokens, **_changed(params)},
         "engine": {name: value for name, value in dataclasses.asdict(engine.settings).items() if name not in SCHEDULE},
-        "device": jax.devices()[0].device_kind,
+        "device": engine.device_kind,
         "ling3": __version__,
     }
 

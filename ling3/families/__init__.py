@@ -3,13 +3,20 @@
 import os
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import deepseek_v4, kimi_linear, ling3, llama, mistral, qwen2, qwen3, qwen3_moe
 from ling3.families.config_fields import ConfigError, as_object, found, read_json
 from ling3.families.family import Family, Place
 from ling3.layers.scope import with_names
+from ling3.mesh.making import one_by_one
+from ling3.mesh.rules import Rules
+from ling3.mesh.sharding import check, plan
 from ling3.model import CausalLM
 
 __all__ = ["Family", "Place", "family_of", "init", "read_config", "register_family"]
@@ -44,12 +51,41 @@ def family_of(config: Any) -> Family:
     raise TypeError(f"config is a {type(config).__name__}, expected one of a registered family (ling3.register_family)")
 
 
-def init(config: Any, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> CausalLM:
+def init(
+    config: Any,
+    *,
+    key: PRNGKeyArray,
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> CausalLM:
     """A model of random weights for a config of any family: matrices in `dtype`, norms and the like in float32.
 
+    With a `mesh` it lies on it, cut by the `rules` as in `ling3.mesh.place`: the same numbers, made one array after the
+    other on one device, of which each process then keeps its own parts.
+
     Under `eqx.filter_eval_shape` this is the model's structure, and nothing is allocated.
+
+    Raises MeshError if the model cannot be cut so, and ValueError for rules without a mesh, or a mesh without a device
+    of this process.
     """
-    return with_names(family_of(config).init(config, key=key, dtype=dtype))
+    check(mesh, rules)
+
+    def build(key: PRNGKeyArray) -> CausalLM:
+        return with_names(family_of(config).init(config, key=key, dtype=dtype))
+
+    if mesh is None:
+        return build(key)
+    tree = eqx.filter_eval_shape(build, key)
+    layout = plan(tree, mesh, rules)
+    arrays: dict[int, jax.Array] = {}
+
+    def cut(i: int, value: jax.Array) -> None:
+        whole = np.asarray(value)
+        arrays[i] = layout.array(i, whole.shape, lambda share, number: share.part(whole, number))
+
+    one_by_one(lambda key: jax.tree.leaves(build(key)), key, cut)
+    return layout.model(tree, [arrays[i] for i in range(len(arrays))])
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 
 from ling3.layers.linear import Matrix
 from ling3.leaves import Leaf
@@ -14,6 +14,9 @@ from ling3.ops.exchange import LOCAL, Exchange
 
 WIDTH = 64
 """Outputs that a device computes of a matrix are a multiple of this, so that XLA sums each as it would with all."""
+
+HEADS = ("heads", "kv_heads", "groups")
+"""The logical axes that count heads, or several of them."""
 
 Axes = str | tuple[str, ...] | None
 """One axis of a mesh, several of them (the first varying slowest), or none."""
@@ -28,6 +31,12 @@ class Rules:
     With `sums`, a matrix whose inputs are cut is cut by its columns, and the devices' products are summed. Without, it
     is cut by its rows and gets all inputs: each number is then the sum of the same products in the same order as on one
     device, whatever carries the messages, and no row's bits depend on its place in a batch.
+
+    XLA may still order the sums within fewer heads otherwise than within all. With `same_bits` each device has what all
+    heads remember and does the arithmetic between their projections for all, as one device does: answers in float32
+    then have the same bits on any number of devices. (In bfloat16 if XLA may not keep float32 between operations, with
+    `XLA_FLAGS=--xla_allow_excess_precision=false`.) The weights are cut as without it, but for those that attention
+    reads as numbers (MLA's `kv_b_proj`).
     """
 
     batch: str | None = "data"
@@ -39,6 +48,13 @@ class Rules:
     experts: Axes = "tensor"
     vocab: str | None = "tensor"
     sums: bool = False
+    same_bits: bool = False
+
+    def __post_init__(self):
+        if self.sums and self.same_bits:
+            raise ValueError(
+                "Rules: sums of partial products depend on the number of devices: leave out sums or same_bits"
+            )
 
     def axes_of(self, logical: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh of such sizes along which a logical axis of weights is cut; none if it is not."""
@@ -80,9 +96,27 @@ class Share:
 
     def stored(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of all devices' parts side by side, for an array of shape `whole`."""
+        return self._sized(whole, self.width * len(self.spans))
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """That of one part."""
+        return self._sized(whole, self.width)
+
+    def unstored(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the array that is cut, where all parts side by side have the shape `stored`."""
+        return self._sized(stored, max((end for _, end in self.spans), default=0))
+
+    def _sized(self, whole: tuple[int, ...], size: int) -> tuple[int, ...]:
+        return whole if self.axis is None else (*whole[: self.axis], size, *whole[self.axis + 1 :])
+
+    def places(self, index: tuple[Int[np.ndarray, " n"], ...]) -> tuple[Int[np.ndarray, " n"], ...]:
+        """Where numbers of the array that is cut, at an index for each axis, are among all parts side by side."""
         if self.axis is None:
-            return whole
-        return (*whole[: self.axis], self.width * len(self.spans), *whole[self.axis + 1 :])
+            return index
+        begins = np.asarray([begin for begin, _ in self.spans])
+        part = np.searchsorted(begins, begins[np.searchsorted(begins, index[self.axis], side="right") - 1])
+        own = index[self.axis] - begins[part] + part * self.width
+        return (*index[: self.axis], own, *index[self.axis + 1 :])
 
     def number(self, index: tuple[slice, ...]) -> int:
         """The number of the part at such a place in `stored`."""
@@ -125,23 +159,34 @@ def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, 
     if not isinstance(leaf.module, Matrix):
         return _of_heads(leaf, mesh, rules), LOCAL
     *stack, outer, inner = leaf.module.axes
-    own, weight = len(stack), leaf.module.shape  # `own` is the axis of the outputs, the last one of a bias
-    if stack and (axes := rules.axes_of(stack[0], mesh)):
-        repeats = 1 if stack[0] == "experts" else _repeats(leaf, stack[0], weight[0], axes, mesh)
-        return _cut(0, weight[0], axes, mesh, repeats), LOCAL
-    if axes := rules.axes_of(inner, mesh):
-        return _inputs(leaf, own, axes, mesh, rules.sums or bool(stack))
-    if axes := rules.axes_of(outer, mesh):
-        return _outputs(leaf, own, axes, mesh, rules.sums or bool(stack))
-    return WHOLE, LOCAL
+    own = len(stack)  # the axis of the outputs, the last one of a bias
+    counted, partial = [*stack, outer, inner], rules.sums or bool(stack)
+    over = {axis: rules.axes_of(axis, mesh) for axis in counted}
+    if rules.same_bits and any(over[axis] for axis in counted if axis in (*HEADS, "vocab")):
+        return (WHOLE, LOCAL) if stack else _gathered(leaf, over[outer] or over[inner], mesh)
+    if stack and (axes := over[stack[0]]):
+        size = leaf.module.shape[0]
+        repeats = 1 if stack[0] == "experts" else _repeats(leaf, stack[0], size, axes, mesh)
+        return _cut(0, size, axes, mesh, repeats), LOCAL
+    if axes := over[inner]:
+        return _inputs(leaf, own, axes, mesh, partial)
+    return _outputs(leaf, own, over[outer], mesh, partial) if over[outer] else (WHOLE, LOCAL)
 
 
 def _of_heads(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> Share:
     """Of an array that is no matrix: along its heads, if it has any."""
-    if "heads" not in leaf.axes or not (axes := rules.axes_of("heads", mesh)):
+    if rules.same_bits or "heads" not in leaf.axes or not (axes := rules.axes_of("heads", mesh)):
         return WHOLE
     at = leaf.axes.index("heads")
     return _cut(at, leaf.value.shape[at], axes, mesh, _repeats(leaf, "heads", leaf.units("heads"), axes, mesh))
+
+
+def _gathered(leaf: Leaf, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[Share, Exchange]:
+    """Of a matrix whose inputs and outputs are whole on every device."""
+    (rows, _), [axis], devices = leaf.module.shape, axes, _devices(axes, mesh)
+    if rows % (devices * WIDTH) or leaf.module.axes[1] == "latent":  # attention reads its numbers
+        return WHOLE, LOCAL
+    return Share.even(0, rows, axes, mesh), Exchange(axis, devices, y="gathered")
 
 
 def _outputs(
@@ -180,7 +225,7 @@ def _cut(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], r
 def _repeats(leaf: Leaf, axis: str, units: int, over: tuple[str, ...], mesh: Mapping[str, int]) -> int:
     """How many neighbours have the same part of a logical axis of so many units; MeshError if it cannot be cut so."""
     devices = _devices(over, mesh)
-    if axis not in ("heads", "kv_heads", "groups") or units % devices == 0:
+    if axis not in HEADS or units % devices == 0:
         return 1
     if devices % units:
         fits = ", ".join(str(d) for d in range(1, units + 1) if units % d == 0)

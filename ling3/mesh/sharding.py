@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ling3.layers.linear import Matrix
 from ling3.layers.moe import Experts
-from ling3.leaves import leaves
-from ling3.mesh.rules import Rules, Share, share_of
+from ling3.leaves import Leaf, leaves
+from ling3.mesh.rules import MeshError, Rules, Share, share_of
 from ling3.model import CausalLM
 from ling3.ops.exchange import Exchange, Spread
 from ling3.placement import Placement
@@ -38,17 +38,20 @@ class Layout:
 
         `whole` is the shape of the array that is cut. A part that several devices of this process have is read once.
         """
-        share, sharding = self.shares[i], self.shardings[i]
-        shape, parts = share.stored(whole), {}
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
+        share, arrays = self.shares[i], []
+        for number, devices in self.local(i, whole).items():
+            part = read(share, number)
+            arrays += [jax.device_put(part, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(share.stored(whole), self.shardings[i], arrays)
+
+    def local(self, i: int, whole: tuple[int, ...]) -> dict[int, list[Any]]:
+        """The parts of array i that this process has, and on which devices; equal parts are one."""
+        share, parts = self.shares[i], {}
+        for device, index in self.shardings[i].addressable_devices_indices_map(share.stored(whole)).items():
             assert index is not None, "a sharding over a mesh has a place for each device"
             number = share.number(index)
             parts.setdefault(share.spans[number] if share.spans else None, (number, []))[1].append(device)
-        arrays = []
-        for number, devices in parts.values():
-            part = read(share, number)
-            arrays += [jax.device_put(part, device) for device in devices]
-        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+        return dict(parts.values())
 
     def structure(self, tree: CausalLM) -> CausalLM:
         """The model with the shape, dtype and place of each array instead of its numbers."""
@@ -74,17 +77,49 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
     shares, exchanges = [], {}
     for leaf in leaves(model):
         share, exchange = share_of(leaf, sizes, rules)
+        _check_size(leaf, share)
         shares.append(share)
         if isinstance(leaf.module, Matrix):
             exchanges[leaf.path.rpartition(".")[0]] = exchange
             if isinstance(around := leaf.around[-2], Experts):
                 path = leaf.path.rsplit(".", 2)[0]
                 exchanges[path] = _spread(around, share, exchange, rules.batch) or exchanges.get(path)
-    batch, heads = (axis if axis in sizes else None for axis in (rules.batch, rules.heads))
-    # Arrays are moved to where a function takes them: axes of other types ask the caller to do so.
-    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    placement = Placement(auto, heads, batch, tuple(share.spec for share in shares))
+    memory = None if rules.same_bits else rules.heads
+    batch, heads = (axis if axis in sizes else None for axis in (rules.batch, memory))
+    placement = Placement(automatic(mesh), heads, batch, tuple(share.spec for share in shares), tuple(shares), rules)
     return Layout(placement, tuple(shares), exchanges)
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The mesh with axes over which arrays move to where a function takes them; other types ask the caller to do so."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def check(mesh: Mesh | None, rules: Rules | None) -> None:
+    """ValueError for rules without a mesh, and for a mesh on which this process has no device."""
+    if mesh is None and rules is not None:
+        raise ValueError("rules: found some, and no mesh; give the mesh that they are for, as mesh=")
+    if mesh is not None and jax.process_index() not in processes(mesh):
+        raise ValueError(
+            f"mesh: none of its {mesh.size} devices is one of process {jax.process_index()}; "
+            "call this in the processes of the mesh alone"
+        )
+
+
+def processes(mesh: Mesh) -> list[int]:
+    """The numbers of the processes that have the devices of a mesh."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def _check_size(leaf: Leaf, share: Share) -> None:
+    """MeshError for an array that belongs to a matrix and has other axes than it, along which it would be cut."""
+    shape, size = leaf.value.shape, max((end for _, end in share.spans), default=0)
+    if share.axis is not None and (share.axis >= len(shape) or shape[share.axis] != size):
+        kind = type(leaf.module).__name__
+        raise MeshError(
+            f"{leaf.path}: found {list(shape)}, which cannot be cut along axis {share.axis} in step with its {kind}; "
+            "dequantize the matrix, or leave that axis whole in Rules"
+        )
 
 
 def _spread(experts: Experts, share: Share, exchange: Exchange, batch: str | None) -> Spread | None:

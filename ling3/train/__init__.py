@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ling3.train.balance import BalancedRouter, balanced, excess_load, plain
+    from ling3.train.fsdp import Fsdp
     from ling3.train.loop import Batch, Optimization, Progress, next_token_loss, train
 
 __all__ = [
     "BalancedRouter",
     "Batch",
+    "Fsdp",
     "Optimization",
     "Progress",
     "balanced",
@@ -28,5 +30,6 @@ if not TYPE_CHECKING:
         """A public name, imported when first used: the loop needs the extra `train`, nano's problems do not."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = "balance" if name in ("BalancedRouter", "balanced", "excess_load", "plain") else "loop"
+        balance = dict.fromkeys(("BalancedRouter", "balanced", "excess_load", "plain"), "balance")
+        module = (balance | {"Fsdp": "fsdp"}).get(name, "loop")
         return getattr(import_module(f"ling3.train.{module}"), name)

@@ -29,7 +29,7 @@ class BalancedRouter(eqx.Module):
         chosen, weights = self.router(x, ids)
         bias = self.router.expert_bias
         assert bias is not None, "`balanced` leaves a router without a bias as it is"
-        return chosen, _report(weights, excess_load(chosen, bias.size), bias)
+        return chosen, _report(weights, excess_load(chosen, bias.size).astype(bias.dtype), bias)
 
 
 def excess_load(chosen: Int32[Array, "tokens top_k"], experts: int) -> Float[Array, " experts"]:

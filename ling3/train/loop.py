@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree, Scalar
 
+from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.train.balance import balanced, expert_biases, plain
+from ling3.train.fsdp import DIVISIBLE, Fsdp
 
 
 class Batch(eqx.Module):
@@ -94,25 +97,48 @@ class Progress:
     imbalance: float
 
 
-def next_token_loss(model: CausalLM, batch: Batch) -> Float[Scalar, ""]:
+def next_token_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
     """The weighted mean of -log p(token | tokens before it), in nats."""
-    logits = model(batch.tokens)[:, :-1]
+    logits = model(batch.tokens, execution)[:, :-1]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
     weights = batch.weights[:, 1:]
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
+def loss_and_gradient(model: CausalLM, batch: Batch, fsdp: Fsdp | None = None) -> tuple[Float[Scalar, ""], PyTree]:
+    """`next_token_loss` and its gradient; with `fsdp`, of a model and a batch that lie so, in a compiled program."""
+    if fsdp is None:
+        return eqx.filter_value_and_grad(next_token_loss)(model, batch)
+
+    def on_mesh(model: CausalLM) -> Float[Scalar, ""]:
+        return next_token_loss(fsdp.gathering(model), batch, DIVISIBLE)
+
+    loss, gradient = eqx.filter_value_and_grad(on_mesh)(model)
+    return loss, fsdp.settled(gradient)
+
+
 @eqx.filter_jit(donate="all-except-first")
 def _step(
-    fixed: tuple[optax.GradientTransformation, Batch], model: CausalLM, state: PyTree
+    fixed: tuple[optax.GradientTransformation, Batch, Fsdp | None], model: CausalLM, state: PyTree
 ) -> tuple[CausalLM, PyTree, Float[Scalar, ""], Float[Scalar, ""]]:
-    optimizer, batch = fixed
-    loss, gradient = eqx.filter_value_and_grad(next_token_loss)(model, batch)
+    optimizer, batch, fsdp = fixed
+    loss, gradient = loss_and_gradient(model, batch, fsdp)
     loads = [jnp.max(jnp.abs(load)) for load in expert_biases(gradient)]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # what optax is written for
         updates, state = optimizer.update(gradient, state, eqx.filter(model, eqx.is_inexact_array))
     imbalance = jnp.max(jnp.stack(loads)) if loads else jnp.zeros(())
-    return eqx.apply_updates(model, updates), state, loss, imbalance
+    model = eqx.apply_updates(model, updates)
+    if fsdp is not None:
+        model, state = fsdp.settled((model, state))
+    return model, state, loss, imbalance
+
+
+def first_state(optimizer: optax.GradientTransformation, model: CausalLM, fsdp: Fsdp | None = None) -> PyTree:
+    """The optimizer's state before the first step; with `fsdp`, no device ever has the whole of it."""
+    weights = eqx.filter(model, eqx.is_inexact_array)
+    if fsdp is None:
+        return optimizer.init(weights)
+    return eqx.filter_jit(lambda weights: fsdp.settled(optimizer.init(weights)))(weights)
 
 
 def train(
@@ -122,22 +148,29 @@ def train(
     *,
     every: int = 20,
     report: Callable[[Progress, CausalLM], None] = lambda progress, model: None,
+    mesh: Mesh | None = None,
 ) -> CausalLM:
     """Trains a copy of `model`, in the model's dtype, for `optimization.steps` batches; deterministic.
 
+    With a `mesh`, weights, the optimizer's state and the rows of each batch are cut along its axis `data` (see `fsdp`),
+    and so is the result, which `save` and `ling3.mesh.place` take.
+
     `report` is called every `every` steps and after the last, with a `Progress` and the model so far, whose buffers
-    the next step donates. Each new batch shape compiles a step. Raises ValueError if `batches` runs out, and
-    FloatingPointError if the loss is not finite at a report.
+    the next step donates. Each new batch shape compiles a step. Raises ValueError if `batches` runs out or if the rows
+    of one cannot be dealt to the devices, and FloatingPointError if the loss is not finite at a report.
     """
-    model = balanced(jax.tree.map(lambda leaf: leaf.copy(), model))  # the steps donate their arguments
+    fsdp = None if mesh is None else Fsdp(mesh)
+    # The steps donate their arguments.
+    model = balanced(jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model))
     optimizer = optimization.transformation(model)
-    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    state = first_state(optimizer, model, fsdp)
     stream, losses, tokens, start, imbalance = iter(batches), [], 0, time.monotonic(), jnp.zeros(())
     for step in range(1, optimization.steps + 1):
         batch = next(stream, None)
         if batch is None:
             raise ValueError(f"the batches ran out after {step - 1} of {optimization.steps} steps")
-        model, state, loss, imbalance = _step((optimizer, batch), model, state)
+        batch = batch if fsdp is None else fsdp.rows(batch)
+        model, state, loss, imbalance = _step((optimizer, batch, fsdp), model, state)
         losses.append(loss)
         tokens += batch.tokens.size
         if step % every == 0 or step == optimization.steps:

@@ -46,7 +46,7 @@ def numbers(file, name):
     """All of a tensor, flat."""
     info = file.tensors[name]
     out = np.empty(info.shape, safetensors_file.DTYPES[info.dtype]).reshape(-1)
-    file.read(name, 0, out)
+    file.read(name, 0, out[None], out.size)
     return out
 
 
@@ -84,9 +84,14 @@ def test_writing_asks_for_one_array_at_a_time_and_checks_it(tmp_path):
 def test_reading_a_part(tmp_path):
     array = np.arange(100, dtype=np.float32).reshape(4, 25)
     safetensors.numpy.save_file({"a": array[0], "b": array}, tmp_path / "x.safetensors")
-    part = np.empty(30, np.float32)
-    SafetensorsFile(tmp_path / "x.safetensors").read("b", 20, part)
-    np.testing.assert_array_equal(part, np.arange(20, 50))
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+    part = np.empty((1, 30), np.float32)
+    file.read("b", 20, part, 100)
+    np.testing.assert_array_equal(part[0], np.arange(20, 50))
+    columns = np.zeros((3, 9), np.float32)
+    file.read("b", 25 + 4, columns[:, :7], 25)
+    np.testing.assert_array_equal(columns[:, :7], array[1:, 4:11])
+    assert not columns[:, 7:].any()
 
 
 def test_a_file_that_is_cut_while_it_is_open(tmp_path):

@@ -14,11 +14,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from scripted_engine import ScriptedEngine
 
 import ling3
 from ling3 import cli
 from ling3.checkpoint import load
-from ling3.cli import generate
 from ling3.cli.terminal import print_json
 from ling3.engine.sampling_params import SamplingParams
 from ling3.text.tokenizer import load_tokenizer
@@ -376,14 +376,9 @@ def test_any_exception_is_one_line(directory, capsys, monkeypatch, error, code, 
 
 def test_what_takes_long_to_compile_is_said(directory, scripted, capsys, monkeypatch):
     monkeypatch.setattr("ling3.cli.options.PATIENCE", 0.0)
-    monkeypatch.setattr("ling3.cli.generate._engine", lambda *arguments, made=generate._engine: slow(made, *arguments))
+    monkeypatch.setattr(ScriptedEngine, "warmup", lambda engine, first_token: time.sleep(0.2))
     scripted("x")
     assert "compiling (first time)…" in run(capsys, directory, "-p", "hello")[2]
-
-
-def slow(function, *arguments):
-    time.sleep(0.2)
-    return function(*arguments)
 
 
 @pytest.mark.parametrize("option", ["--max-tokens", "--top-k", "--logprobs"])

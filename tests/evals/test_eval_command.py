@@ -234,4 +234,4 @@ def test_an_evaluation_needs_no_extra():
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "ling3.evals.run" in loaded
-    assert not {"optax", "matplotlib", "lm_eval", "pyarrow", "torch", "datasets"} & set(loaded)
+    assert not {"optax", "matplotlib", "lm_eval", "ray", "pyarrow", "torch", "datasets"} & set(loaded)

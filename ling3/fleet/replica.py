@@ -1,0 +1,187 @@
+"""What runs in a replica's process: one engine, which may span several devices. It knows nothing of Ray."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from ling3 import checkpoint
+from ling3.checkpoint import hub
+from ling3.engine.intake import Intake
+from ling3.engine.outputs import RequestOutput, Stats
+from ling3.engine.sampling_params import SamplingParams
+from ling3.engine.settings import EngineSettings
+from ling3.evals.predictions import fingerprint
+from ling3.execution import Execution
+from ling3.mesh import Rules, place
+from ling3.model import CausalLM
+from ling3.runtime import compilation_cache
+from ling3.serve import Engine
+from ling3.text.tokenizer import Tokenizer, load_tokenizer
+from ling3.version import __version__
+
+AXES = ("data", "tensor")
+"""The axes of a replica's mesh."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where a model and its tokenizer come from. It is sent to every replica, and loads there."""
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        ...
+
+    def load(self, tokenizer: Tokenizer | None) -> CausalLM:
+        """The model, which has to fit the tokenizer."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint directory, a hub repository at a commit, or `"nano"`."""
+
+    path: str
+    dtype: Any
+    revision: str | None
+
+    @staticmethod
+    def of(path: str | os.PathLike[str], dtype: Any, revision: str | None) -> "Checkpoint":
+        """The checkpoint as it is now: of a branch, its last commit."""
+        return Checkpoint(os.fspath(path), dtype, hub.pin(path, revision))
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; FileNotFoundError if there is none."""
+        return load_tokenizer(self.path, revision=self.revision)
+
+    def load(self, tokenizer: Tokenizer | None) -> CausalLM:
+        """The model."""
+        return checkpoint.load(self.path, self.dtype, revision=self.revision)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What each replica of a fleet is: the same everywhere."""
+
+    source: Source
+    settings: EngineSettings
+    execution: Execution | None
+    mesh: tuple[int, int] | None
+    """Devices along `AXES`; None for one device."""
+    rules: Rules | None
+    replicas: int
+    directory: str
+    """The caller's, for relative paths."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """Where a replica runs."""
+
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What a replica says of itself once it can answer."""
+
+    settings: EngineSettings
+    """Of its engine, but for `mem_fraction`, which is the fleet's."""
+    intake: Intake
+    """Its engine's, without the tokenizer."""
+    facts: dict[str, Any]
+    """What has to be the same in all replicas, for the answers to have the same bits."""
+    parameters: int
+    dtype: str
+    platform: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A prompt of a run, checked and encoded."""
+
+    index: int
+    ids: list[int]
+    params: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer to a prompt of a run."""
+
+    index: int
+    output: RequestOutput
+
+
+class Replica:
+    """One engine, for callers in other processes; each call has a thread of its own."""
+
+    def __init__(self) -> None:
+        self._left = -1
+        self._warming = threading.Lock()
+        self._warm = False
+
+    def where(self) -> Process:
+        """Where it runs."""
+        return Process(socket.gethostname(), os.getpid())
+
+    def start(self, plan: Plan) -> Card:
+        """Loads the model and makes the engine."""
+        if pathlib.Path(plan.directory).is_dir():
+            os.chdir(plan.directory)
+        compilation_cache.switch_on()
+        tokenizer = plan.source.tokenizer()
+        model = plan.source.load(tokenizer)
+        weights = fingerprint(model)
+        if plan.mesh is not None:
+            model = place(model, jax.make_mesh(plan.mesh, AXES), plan.rules)
+        platform, own = jax.default_backend(), plan.settings
+        if platform == "cpu":  # replicas of one host share its memory
+            own = dataclasses.replace(own, mem_fraction=own.mem_fraction / plan.replicas)
+        self._engine = Engine(model, tokenizer, own, execution=plan.execution)
+        settings = dataclasses.replace(self._engine.settings, mem_fraction=plan.settings.mem_fraction)
+        return Card(
+            settings,
+            dataclasses.replace(self._engine._intake, tokenizer=None),
+            {
+                "version": __version__,
+                "weights": weights,
+                "device": self._engine.device_kind,
+                "settings": dataclasses.replace(settings, num_pages=None),
+            },
+            model.parameters,
+            model.dtype.name,
+            platform,
+        )
+
+    def answer(self, run: int, jobs: Sequence[Job], warmup: dict[str, bool] | None) -> Iterator[Answer]:
+        """The answers to a batch as they finish, until the run is left; first the engine's `warmup`, once."""
+        with self._warming:
+            if warmup is not None and not self._warm:
+                self._engine.warmup(**warmup)
+                self._warm = True
+        prompts, params = [job.ids for job in jobs], [job.params for job in jobs]
+        with contextlib.closing(self._engine.stream_all(prompts, params)) as deltas:
+            for i, delta in deltas:
+                if run <= self._left:
+                    break
+                if delta.output is not None:
+                    yield Answer(jobs[i].index, delta.output)
+
+    def leave(self, run: int) -> None:
+        """Ends what is unfinished of this run and earlier ones."""
+        self._left = max(self._left, run)
+
+    def stats(self) -> Stats:
+        """The engine's counts."""
+        return self._engine.stats()

@@ -1,0 +1,38 @@
+"""Random models, array by array."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, Var
+from jaxtyping import PRNGKeyArray
+
+
+def one_by_one(
+    function: Callable[[PRNGKeyArray], list[Any]], key: PRNGKeyArray, take: Callable[[int, jax.Array], None]
+) -> None:
+    """Hands over each result of `function(key)` as soon as it is there, by its number: `take(i, result)`.
+
+    Operators run one after the other, as without `jax.jit`: in one program XLA would round some numbers otherwise.
+    """
+    traced = jax.make_jaxpr(function)(key)
+    program = traced.jaxpr
+    last = {var: n for n, step in enumerate(program.eqns) for var in step.invars if isinstance(var, Var)}
+    results: dict[Any, list[int]] = defaultdict(list)
+    for i, var in enumerate(program.outvars):
+        results[var].append(i)
+    known = dict(zip([*program.constvars, *program.invars], [*traced.consts, key], strict=True))
+    for var, value in known.items():
+        for i in results.get(var, ()):
+            take(i, value)
+    for n, step in enumerate(program.eqns):
+        inputs = [var.val if isinstance(var, Literal) else known[var] for var in step.invars]
+        found = step.primitive.bind(*inputs, **step.params)
+        for var, value in zip(step.outvars, found if step.primitive.multiple_results else [found], strict=True):
+            for i in results.get(var, ()):
+                take(i, value)
+            if last.get(var, n) > n:
+                known[var] = value
+        for var in [var for var in step.invars if isinstance(var, Var) and last[var] == n]:
+            known.pop(var, None)

@@ -1,0 +1,86 @@
+"""Several processes that run one program: how they find each other, and what the first one tells the others.
+
+`jax.distributed` connects them. Its coordinator, in the first process, watches over them: if one is gone, it ends the
+others with an error that names it.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax.experimental import multihost_utils
+
+HEARTBEAT = 20
+"""Seconds after which a process that is no longer heard of is taken for dead."""
+PATIENCE = 30
+"""Seconds that a process which ends waits for the others."""
+LISTEN = 5_000
+"""Milliseconds of one wait for a message."""
+KEPT = 64
+"""Messages that are kept for processes that have not read them yet."""
+
+_wires = itertools.count()
+
+
+def connect(nodes: int | None = None, rank: int | None = None, address: str | None = None) -> None:
+    """Makes this process one of `nodes`, with the number `rank`; the first has its coordinator at `address`.
+
+    What is None is found by `jax.distributed` from Slurm, Open MPI, Kubernetes or a TPU pod. To be called before
+    anything else is asked of JAX. On CPUs the processes exchange arrays by gloo. Raises ValueError for numbers that do
+    not fit together, and RuntimeError if the others do not come.
+    """
+    if nodes is not None and nodes < 1:
+        raise ValueError(f"nodes is {nodes}, expected a whole number >= 1")
+    if rank is not None and not 0 <= rank < (nodes or rank + 1):
+        raise ValueError(f"rank is {rank}, expected a whole number in [0, {nodes})")
+    if address is not None and not address.rpartition(":")[2].isdigit():
+        raise ValueError(f"address is {address!r}, expected HOST:PORT of the first process")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        address, nodes, rank, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=PATIENCE
+    )
+
+
+def least(number: int) -> int:
+    """The least of the processes' numbers; called by all of them."""
+    if jax.process_count() == 1:
+        return number
+    own = np.asarray([number], np.int64).view(np.uint8)  # JAX has no int64 here
+    return int(np.asarray(multihost_utils.process_allgather(own)).view(np.int64).min())
+
+
+class Wire:
+    """Messages of the first process to all others, in their order, past the devices, which may be at work.
+
+    Each process makes as many wires, in the same order.
+    """
+
+    def __init__(self):
+        self._client: Any = distributed.global_state.client
+        if self._client is None:
+            raise RuntimeError("the processes are not connected: call ling3.runtime.processes.connect first")
+        self._name, self._count = f"ling3/{next(_wires)}", 0
+
+    def tell(self, message: str) -> None:
+        """Sends a message."""
+        self._client.key_value_set(self._key(self._count), message)
+        if self._count >= KEPT:
+            self._client.key_value_delete(self._key(self._count - KEPT))
+        self._count += 1
+
+    def hear(self) -> str:
+        """The next message, once there is one."""
+        while True:
+            try:
+                message = self._client.blocking_key_value_get(self._key(self._count), LISTEN)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            else:
+                self._count += 1
+                return message
+
+    def _key(self, number: int) -> str:
+        return f"{self._name}/{number}"
