@@ -27,9 +27,8 @@ class Planning:
     """An engine on many devices, on paper: needs none of them."""
 
     plan: bool = False
-    """Lower and compile an engine's programs for so many devices, in bfloat16 unless weights are stored otherwise: the
-    bytes of each device, what they send each other, and the least time by published rates. The devices are fake ones
-    on the CPU."""
+    """Lower and compile an engine's programs for so many devices, in bfloat16: the bytes of each device, what they send
+    each other, and the least time by published rates. The devices are fake ones on the CPU."""
     topology: TextOption = None
     """Compile for a slice of TPUs instead, such as v6e:4x4, by their own compiler: pip install libtpu."""
     max_running_requests: int = 64

@@ -188,7 +188,7 @@ class Plan:
         for chip in CHIPS:
             own = program.seconds(chip)
             bounds.add_row(
-                chip.name, *(f"{1e3 * own[part]:.2f} ms" for part in own), f"{1e3 * program.bound(chip):.2f} ms"
+                chip.name, *(f"{1e3 * own[part]:.3g} ms" for part in own), f"{1e3 * program.bound(chip):.3g} ms"
             )
         yield bounds
 

@@ -125,6 +125,9 @@ def test_the_command(two, tmp_path, capsys, monkeypatch):
     raw = json.loads(capsys.readouterr().out)
     assert raw["sizes"] == {"data": 1, "tensor": 2} and raw["workload"]["max_model_len"] == 64
     assert raw["weights"] == two.weights and raw["slots"] == two.slots
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["inspect", str(path), "--tp", "2", "--plan", "--topology", "v6e:1x2"]) == 2
+    assert "--topology needs libtpu, the TPUs' compiler: pip install libtpu" in capsys.readouterr().err
     assert cli.main(["inspect", str(path), "--tp", "16", "--plan"]) == 2
     assert "--dp 1 --tp 16 are 16 devices, and there are 8" in capsys.readouterr().err
 
