@@ -11,7 +11,9 @@ import tiny_transformers
 from tiny import FLASH, TINY, open_model
 
 import ling3
-from ling3.mesh import Rules, place
+from ling3.evals.predictions import fingerprint
+from ling3.leaves import leaves
+from ling3.mesh import MeshError, Rules, place, plan
 
 SETTINGS = {
     "max_running_requests": 4,
