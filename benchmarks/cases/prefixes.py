@@ -21,6 +21,7 @@ from benchmarks.models import FOUR_LAYERS, TOY, checkpoint
 from benchmarks.oracles import is_peer
 from benchmarks.registry import Setting, Side, Trial, Wrong, case
 from ling3.bench.measure import SampleRequest, random_requests
+from ling3.engine.prefixes import Prefixes
 from ling3.evals.run import PROTOCOL
 
 ROOM = 4096
@@ -309,11 +310,16 @@ class Ideal:
         return found * self.step
 
 
+def _prefixes(engine: ling3.Engine) -> Prefixes:
+    """Those of an engine on one device."""
+    (prefixes,) = engine._loop.scheduler.prefixes
+    return prefixes
+
+
 def _hits(engine: ling3.Engine, snapshots: int, workload: Workload, sizes: Sizes) -> tuple[int, int, int]:
     """Tokens of a workload's prompts that were found, that could have been, and all; with so many snapshots at most."""
     engine.forget_prefixes()
-    prefixes, answers = engine._loop.scheduler.prefixes, list[list[int]]()
-    assert prefixes is not None, "the model keeps prefixes"
+    prefixes, answers = _prefixes(engine), list[list[int]]()
     # What `snapshot_fraction` would come to on a machine of another size.
     prefixes.grid = dataclasses.replace(prefixes.grid, budget=snapshots * prefixes.grid.snapshot)
     found, possible, total, ideal = 0, 0, 0, Ideal(prefixes.grid.step)
@@ -336,8 +342,7 @@ def _hit_rates(setting: Setting, workload: Workload) -> Trial:
     engine = _engine(setting, model, max_model_len=setting.size(full=16384, toy=512))
     lengths = setting.size(full=(40, 376, 2000), toy=(8, 40))
     budgets = setting.size(full=(2, 8, 32, UNLIMITED), toy=(2, UNLIMITED))
-    prefixes = engine._loop.scheduler.prefixes
-    assert prefixes is not None, "the model keeps prefixes"
+    prefixes = _prefixes(engine)
     found = dict[str, str]()
 
     def sized(length: int) -> Sizes:
