@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# The tests that print tables: in one process, as workers have no terminal.
+# Tables of last bits, which want all optimizations; a file's tests share their checkpoints.
 TABLES := tests/parity/test_closeness.py tests/parity/test_family_closeness.py tests/parity/test_bfloat16.py
 
 # Compiles programs without most optimizations, in about half the time.
@@ -61,7 +61,7 @@ plan: .venv/installed
 parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
 	$(QUICKLY) $(BIN)/python -m pytest -n 2 tests/parity $(TABLES:%=--ignore=%)
-	$(BIN)/python -m pytest $(TABLES)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TABLES)
 
 slow: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized" $(APART) $(MESH:%=--ignore=%)

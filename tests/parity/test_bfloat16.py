@@ -44,20 +44,20 @@ def test_ling3_is_nearer_to_the_truth_than_transformers(distances):
     assert np.median(ours) <= np.median(theirs)
 
 
-def test_ling3_agrees_with_transformers(distances, capsys):
+def test_ling3_agrees_with_transformers(distances, show):
     """As well as two programs can whose roundings are independent and no larger than those of transformers.
 
     Were both equally far from the truth in random directions, they would be √2 times that distance apart. The median is
     compared: at the tail are tokens whose choice of experts hung on less than bf16's rounding, and went the other way.
     """
     between, own = distances["ling3 bf16", "transformers bf16"], distances["transformers bf16", "transformers fp32"]
-    with capsys.disabled():
-        print("\nbf16 logits, median (rms)")
-        for a, b in (
-            ("transformers bf16", "transformers fp32"),
-            ("ling3 bf16", "transformers bf16"),
-            ("transformers bf16", "truth"),
-            ("ling3 bf16", "truth"),
-        ):
-            print(f"{a} - {b}: {np.median(distances[a, b]):.1e} ({np.sqrt(np.mean(distances[a, b] ** 2)):.1e})")
+    lines = ["bf16 logits, median (rms)"]
+    for a, b in (
+        ("transformers bf16", "transformers fp32"),
+        ("ling3 bf16", "transformers bf16"),
+        ("transformers bf16", "truth"),
+        ("ling3 bf16", "truth"),
+    ):
+        lines.append(f"{a} - {b}: {np.median(distances[a, b]):.1e} ({np.sqrt(np.mean(distances[a, b] ** 2)):.1e})")
+    show("\n".join(lines))
     assert np.median(between) <= np.sqrt(2) * np.median(own)

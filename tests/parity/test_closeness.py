@@ -22,17 +22,17 @@ def test_transformers_agrees_with_the_equations(open_case, name):
     assert first_divergence(case.stages("transformers", len(case.tokens)), truth, tolerance=1e-4) is None
 
 
-def test_ling3_is_as_close_to_the_truth_as_transformers(open_case, capsys):
+def test_ling3_is_as_close_to_the_truth_as_transformers(open_case, show):
     """In the median and at worst, over all checkpoints and lengths."""
     pairs = (("transformers", "truth"), ("ling3", "truth"), ("ling3", "transformers"))
     found = {pair: {name: distances(open_case(name), *pair) for name in CONFIGS} for pair in pairs}
     for per_case in found.values():
         per_case["all"] = np.concatenate(list(per_case.values()))
-    with capsys.disabled():
-        print(f"\n{'fp32 logits, max (median)':26}" + "".join(f"{' - '.join(pair):>24}" for pair in pairs))
-        for name in (*CONFIGS, "all"):
-            cells = (f"{found[pair][name].max():.1e} ({np.median(found[pair][name]):.1e})" for pair in pairs)
-            print(f"{name:26}" + "".join(f"{cell:>24}" for cell in cells))
+    lines = [f"{'fp32 logits, max (median)':26}" + "".join(f"{' - '.join(pair):>24}" for pair in pairs)]
+    for name in (*CONFIGS, "all"):
+        cells = (f"{found[pair][name].max():.1e} ({np.median(found[pair][name]):.1e})" for pair in pairs)
+        lines.append(f"{name:26}" + "".join(f"{cell:>24}" for cell in cells))
+    show("\n".join(lines))
     theirs, ours = found["transformers", "truth"]["all"], found["ling3", "truth"]["all"]
     assert np.median(ours) <= np.median(theirs)
     assert ours.max() <= theirs.max()

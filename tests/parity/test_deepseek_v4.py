@@ -71,7 +71,7 @@ def test_logits(open_v4, name, length):
     assert np.abs(ours_of(case.ours, case.tokens[:length]) - expected).max() <= LOGITS
 
 
-def test_ling3_is_as_close_to_the_truth_as_transformers(tmp_path, capsys):
+def test_ling3_is_as_close_to_the_truth_as_transformers(tmp_path, show):
     """In the median over all logits, and at worst: the mean of the largest distances in eight checkpoints.
 
     A single largest distance is luck: it hangs on one token whose rounding either program may hit at some length.
@@ -86,8 +86,7 @@ def test_ling3_is_as_close_to_the_truth_as_transformers(tmp_path, capsys):
     median = {name: np.median(np.concatenate(each)) for name, each in found.items()}
     worst = {name: np.mean([distances.max() for distances in each]) for name, each in found.items()}
     said = ", ".join(f"{name} {worst[name]:.2e} ({median[name]:.2e})" for name in found)
-    with capsys.disabled():
-        print(f"\nfp32 logits - truth, mean of the largest (median): {said}")
+    show(f"DeepSeek-V4: fp32 logits - truth, mean of the largest (median): {said}")
     assert median["ling3"] <= median["transformers"], said
     assert worst["ling3"] <= worst["transformers"], said
 

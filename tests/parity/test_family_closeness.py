@@ -22,16 +22,16 @@ def distances(case) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(theirs), np.concatenate(ours)
 
 
-def test_ling3_is_as_close_to_the_truth_as_transformers(open_family, capsys):
+def test_ling3_is_as_close_to_the_truth_as_transformers(open_family, show):
     """In the median and at worst, over all checkpoints and lengths."""
     found = {name: distances(open_family(name)) for name in CASES}
     theirs, ours = (np.concatenate(each) for each in zip(*found.values(), strict=True))
     found["all"] = theirs, ours
-    with capsys.disabled():
-        print(f"\n{'fp32 logits - truth, max (median)':46}{'transformers':>20}{'ling3':>20}")
-        for name, pair in found.items():
-            cells = (f"{distance.max():.1e} ({np.median(distance):.1e})" for distance in pair)
-            print(f"{name:46}" + "".join(f"{cell:>20}" for cell in cells))
+    lines = [f"{'fp32 logits - truth, max (median)':46}{'transformers':>20}{'ling3':>20}"]
+    for name, pair in found.items():
+        cells = (f"{distance.max():.1e} ({np.median(distance):.1e})" for distance in pair)
+        lines.append(f"{name:46}" + "".join(f"{cell:>20}" for cell in cells))
+    show("\n".join(lines))
     assert theirs.max() <= 2e-4, "two readings of the model, which share no code"
     for name, pair in found.items():
         assert np.median(pair[1]) <= np.median(pair[0]), name

@@ -102,7 +102,7 @@ def test_logits(case):
         assert np.abs(ours_of(case.ours, case.tokens[:length]) - expected).max() <= LOGITS, length
 
 
-def test_ling3_is_as_close_to_the_truth_as_transformers(tmp_path, capsys):
+def test_ling3_is_as_close_to_the_truth_as_transformers(tmp_path, show):
     """In the median over all logits, and at worst: the mean of the largest distances in eight checkpoints.
 
     A single largest distance is luck: it hangs on one token whose rounding either program may hit at some length.
@@ -116,9 +116,8 @@ def test_ling3_is_as_close_to_the_truth_as_transformers(tmp_path, capsys):
             found["ling3"].append(np.abs(ours_of(case.ours, ids) - truth).ravel())
     median = {name: np.median(np.concatenate(each)) for name, each in found.items()}
     worst = {name: np.mean([distances.max() for distances in each]) for name, each in found.items()}
-    with capsys.disabled():
-        said = ", ".join(f"{name} {worst[name]:.1e} ({median[name]:.1e})" for name in found)
-        print(f"\nfp32 logits - truth, mean of the largest (median): {said}")
+    said = ", ".join(f"{name} {worst[name]:.1e} ({median[name]:.1e})" for name in found)
+    show(f"Kimi-Linear: fp32 logits - truth, mean of the largest (median): {said}")
     assert worst["transformers"] <= LOGITS, "two readings of the model, which share no code"
     assert median["ling3"] <= median["transformers"]
     assert worst["ling3"] <= worst["transformers"]
