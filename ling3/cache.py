@@ -44,6 +44,11 @@ class Span(eqx.Module):
         """The absolute position of each column."""
         return self.start[:, None] + jnp.arange(seq, dtype=jnp.int32)[None]
 
+    @property
+    def seen(self) -> Int32[Array, " batch"]:
+        """How many tokens each row's last one looks back on, itself included; none where a row has no new token."""
+        return jnp.where(self.length > 0, self.start + self.length, 0)
+
     def valid(self, seq: int) -> Bool[Array, "batch seq"]:
         """Which columns are tokens and not padding."""
         return jnp.arange(seq, dtype=jnp.int32)[None] < self.length[:, None]

@@ -62,6 +62,7 @@ class Execution:
 PLAIN = Execution()
 PLATFORMS: dict[str, Execution] = {
     "cpu": Execution(
+        kda_step=kda.native_kda_step,
         paged_attention=attention.native_attention,
         latent_attention=attention.native_latent_attention,
         experts=experts.native_experts,

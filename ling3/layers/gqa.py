@@ -157,7 +157,7 @@ class GQA(eqx.Module):
         rows = rearrange(q, "b s (h g) d -> b h (s g) d", g=groups)
         at, per_head = jnp.repeat(positions, groups, axis=1), PerHead(self.kv_heads, self.head_dim)
         if isinstance(held, Paged):
-            where = (held.entries, span.table, span.start + span.length)
+            where = (held.entries, span.table, span.seen)
             o = span.execution.paged_attention(rows, at, *where, per_head, self.window)
         else:
             blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))

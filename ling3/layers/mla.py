@@ -211,8 +211,7 @@ class MLA(eqx.Module):
         execution, seq = span.execution, q.shape[2]
         expansion = Expansion(self.kv_b_proj.kept(), self.heads, self.nope, execution.lowering)
         if isinstance(held, Paged):
-            length = span.start + span.length
-            o = execution.paged_attention(q, positions, held.entries, span.table, length, expansion)
+            o = execution.paged_attention(q, positions, held.entries, span.table, span.seen, expansion)
         else:
             blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))
             o = execution.block_attention(q, positions - span.start[:, None], blocks, span.length, expansion)
@@ -229,7 +228,7 @@ class MLA(eqx.Module):
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
         w_uk, w_uv = self._absorbed_weights()
         q = self._absorbed_queries(q_nope, q_rope, w_uk)
-        length = span.start + span.length
+        length = span.seen
         row_positions = jnp.repeat(positions, self.heads, axis=1)
         summed = span.execution.latent_attention(q, row_positions, state.entries, span.table, length)
         return self._absorbed_values(summed, w_uv, q_nope.dtype)

@@ -30,7 +30,10 @@ def suits(x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack out
 
 @jax.custom_jvp
 def product(x: Float[Array, "rows inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "rows outer"]:
-    """x Wᵀ where it `suits`, summed in float32. A row's bits depend only on its own values and the weight."""
+    """x Wᵀ where it `suits`, summed in float32. A row's bits depend only on its own values and the weight.
+
+    Rows of zeros, as padding is, have zeros and cost nothing; the numbers of W are finite.
+    """
     name = native.target(SOURCE, "matmul")
     assert name is not None, "`suits` said so"
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)

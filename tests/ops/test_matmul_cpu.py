@@ -60,6 +60,18 @@ def test_a_rows_bits_are_its_own(dtype):
 
 
 @DTYPES
+def test_rows_of_zeros_change_no_other_row(dtype):
+    """They have zeros; ±0 is zero, and NaN is not."""
+    x, weight = case(40, 300, 70, dtype)
+    empty = jnp.arange(40) % 3 != 0
+    y = KERNEL(jnp.where(empty[:, None], jnp.asarray(-0.0, dtype), x), weight)
+    assert not np.asarray(y[empty]).any()
+    np.testing.assert_array_equal(y[~empty], KERNEL(x, weight)[~empty])
+    assert np.isnan(KERNEL(jnp.zeros_like(x).at[5, -1].set(jnp.nan), weight)[5]).all()
+    assert not np.asarray(KERNEL(jnp.zeros_like(x), weight)).any()
+
+
+@DTYPES
 def test_its_derivatives_are_the_plain_products(dtype):
     x, weight = case(3, 40, 9, dtype)
     dx, dweight = case(3, 40, 9, dtype)

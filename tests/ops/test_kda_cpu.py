@@ -1,0 +1,110 @@
+"""The kernel for a CPU is one step of the recurrence: values, derivatives, states in place, rows that cost nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from native_kernels import installed, needs_compiler
+
+from ling3.ops import kda_cpu
+from ling3.ops.kda import kda_step, native_kda_step
+from ling3.ops.lowering import XLA_CPU
+
+pytestmark = needs_compiler
+KERNEL = jax.jit(lambda *token: native_kda_step(*token, XLA_CPU))
+CALL = "ling3_kda_step_"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_kernel():
+    with installed():
+        yield
+
+
+def token(batch, heads, key, value, dtype=np.float32):
+    """q, k, v, g, beta and a state."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((batch, heads, key)) for _ in range(2))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v, g = rng.standard_normal((batch, heads, value)), -5 * rng.random((batch, heads, key))
+    return [
+        jnp.asarray(x, dtype)
+        for x in (q, k, v, g, rng.random((batch, heads)), rng.standard_normal((batch, heads, key, value)))
+    ]
+
+
+# Sizes at, below and beside the kernel's registers.
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 3, 5, 33), (3, 2, 128, 128), (2, 1, 16, 67)])
+def test_it_is_the_step(sizes):
+    inputs = token(*sizes)
+    assert CALL in KERNEL.lower(*inputs).as_text()
+    found = KERNEL(*inputs)
+    with jax.enable_x64(True):
+        exact = [np.asarray(x) for x in kda_step(*token(*sizes, np.float64))]
+    for own, other, plain in zip(found, exact, kda_step(*inputs), strict=True):
+        assert own.dtype == jnp.float32
+        error, usual = (np.abs(np.asarray(x, np.float64) - other).max() for x in (own, plain))
+        # Both round each number about as often; which one is luckier depends on the draw.
+        assert error <= max(2 * usual, 2**-22)
+
+
+def test_a_rows_bits_are_its_own():
+    inputs = token(9, 2, 24, 40)
+    whole = KERNEL(*inputs)
+    for rows in ([0], [8, 3], [5, 5, 1]):
+        for found, expected in zip(KERNEL(*(x[jnp.asarray(rows)] for x in inputs)), whole, strict=True):
+            np.testing.assert_array_equal(found, expected[jnp.asarray(rows)])
+
+
+def test_a_row_without_a_token_changes_nothing():
+    """Not even where its state is NaN: nothing of it is read."""
+    q, k, v, g, beta, state = token(3, 2, 16, 16)
+    q, g, beta = (x.at[1].set(0) for x in (q, g, beta))
+    o, after = KERNEL(q, k, v, g, beta, state.at[1].set(jnp.nan))
+    assert not np.asarray(o[1]).any() and np.isnan(np.asarray(after[1])).all()
+    others = jnp.asarray([0, 2])
+    for found, expected in zip((o, after), KERNEL(q, k, v, g, beta, state), strict=True):
+        np.testing.assert_array_equal(found[others], expected[others])
+
+
+def test_a_head_that_only_reads_keeps_its_state():
+    q, k, v, g, beta, state = token(2, 2, 16, 24)
+    o, after = KERNEL(q, k, v, 0 * g, 0 * beta, state)
+    np.testing.assert_array_equal(after, state)
+    np.testing.assert_allclose(o, jnp.einsum("bhkv,bhk->bhv", state, q), atol=1e-5)
+
+
+def test_the_state_is_updated_in_place():
+    """In a loop too, as in a decode call."""
+    q, k, v, g, beta, state = token(4, 4, 64, 64)
+
+    def several(state):
+        return jax.lax.fori_loop(0, 3, lambda _, s: native_kda_step(q, k, v, g, beta, s, XLA_CPU)[1], state)
+
+    compiled = jax.jit(several, donate_argnums=0).lower(state).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < state.nbytes / 2
+    expected = state
+    for _ in range(3):
+        expected = kda_step(q, k, v, g, beta, expected)[1]
+    np.testing.assert_allclose(compiled(state), expected, atol=1e-5)
+
+
+def test_its_derivatives_are_those_of_the_plain_step():
+    inputs = token(2, 2, 8, 8)
+
+    def loss(step):
+        return lambda *inputs: sum(jnp.sum(jnp.tanh(x)) for x in step(*inputs))
+
+    found, expected = (jax.grad(loss(step), argnums=tuple(range(6)))(*inputs) for step in (KERNEL, kda_step))
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+
+
+def test_where_it_does_not_suit(monkeypatch):
+    inputs = token(1, 1, 8, 8)
+    monkeypatch.setattr(kda_cpu, "LEAST", 2**18)
+    jax.clear_caches()
+    assert CALL not in KERNEL.lower(*inputs).as_text()
+    with jax.enable_x64(True):
+        wide = token(1, 1, 8, 8, np.float64)
+        assert CALL not in jax.jit(lambda *inputs: native_kda_step(*inputs)).lower(*wide).as_text()
