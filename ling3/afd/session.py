@@ -30,7 +30,7 @@ from ling3.afd.stats import Counts
 from ling3.afd.windows import AttentionArea
 from ling3.cache import Cache, Span, State, map_slots
 from ling3.engine.pool import Passes, Pool, Rows
-from ling3.engine.sampling import Choice, choose
+from ling3.engine.sampling import Choice, choose_active
 from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.layers.hyper import Mixing, mixed
@@ -370,4 +370,5 @@ def _chosen(
 ) -> tuple[Choice, Cache]:
     """The token after each row's next `lengths` tokens, and the cache without layers that has counted these."""
     cache = Cache((), view.length + lengths, rows.table)
-    return choose(head.logits(hidden, execution)[:, 0], view.sampling, cache.length), cache
+    logits = head.logits(hidden, execution)[:, 0]
+    return choose_active(logits, view.sampling, cache.length, lengths > 0, execution.lowering), cache

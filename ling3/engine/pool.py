@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
 
 from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
-from ling3.engine.sampling import Choice, Sampling, choose, counted, ends
+from ling3.engine.sampling import Choice, Sampling, choose_active, counted, ends
 from ling3.engine.settings import DECODE_STEPS, CacheDtype
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -217,7 +217,7 @@ def _next(
 ) -> tuple[Choice, Cache]:
     """The token after each row's next `lengths` tokens, and the caches with these in them."""
     logits, cache = model.step(tokens, view.cache(table), lengths, last=last, execution=execution)
-    return choose(logits[:, 0], view.sampling, cache.length), cache
+    return choose_active(logits[:, 0], view.sampling, cache.length, lengths > 0, execution.lowering), cache
 
 
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")

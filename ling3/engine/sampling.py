@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from ling3.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from ling3.ops.lowering import XLA, Lowering
 
 # Stands for a token where there are no finite logits to choose from.
 NOT_A_NUMBER = -2
@@ -18,6 +19,8 @@ NOT_A_NUMBER = -2
 IN_PROMPT = 1 << 30
 # Logits are reduced in segments of this size first: XLA's CPU backend is slow over rows as long as a vocabulary.
 SEGMENT = 256
+# Tokens of a vocabulary from which on the choice of one costs more than a turn of a loop.
+MANY = 2**14
 # Logits over a lower temperature would overflow float32, and two infinities tie.
 COLDEST = 1e-30
 
@@ -116,6 +119,28 @@ def choose(logits: Float32[Array, "batch vocab"], sampling: Sampling, positions:
 
     top_ids, top_logprobs = lax.cond(jnp.any(sampling.alternatives), likeliest, nothing)
     return Choice(jnp.where(usable, token, NOT_A_NUMBER), logprob, top_ids, top_logprobs)
+
+
+def choose_active(
+    logits: Float32[Array, "batch vocab"],
+    sampling: Sampling,
+    positions: Int32[Array, " batch"],
+    active: Bool[Array, " batch"],
+    lowering: Lowering = XLA,
+) -> Choice:
+    """`choose` for the rows that are `active`; others get anything, and with `lowering.row_by_row` cost nothing."""
+    if not lowering.row_by_row or logits.shape[1] < MANY:
+        return choose(logits, sampling, positions)
+
+    def chosen(row: Int32[Array, ""]) -> Choice:
+        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), (logits, sampling, positions))
+        return choose(*own)
+
+    def of(row: Int32[Array, ""]) -> Choice:
+        return lax.cond(active[row], chosen, lambda _: Choice.none((1,), logits.shape[1]), row)
+
+    every = lax.map(of, jnp.arange(logits.shape[0], dtype=jnp.int32))
+    return jax.tree.map(lambda x: x[:, 0], every)
 
 
 def counted(sampling: Sampling, token: Int32[Array, " batch"], chosen: Bool[Array, " batch"]) -> Sampling:

@@ -15,9 +15,11 @@ class Lowering:
     """Products with a large matrix run in C++, where there is a compiler."""
     barriers: bool = False
     """A KDA step computes the factors of its state once: XLA's CPU backend would fuse them into the product."""
+    row_by_row: bool = False
+    """Tokens are chosen for one row after the other, so that rows without a token cost nothing."""
     accumulation: str = "float32"
     """The dtype in which products with weights are summed, at least: float32 or float64. `Execution` sets it."""
 
 
 XLA = Lowering()
-XLA_CPU = Lowering(few_rows=32, read_in_branch=True, native=True, barriers=True)
+XLA_CPU = Lowering(few_rows=32, read_in_branch=True, native=True, barriers=True, row_by_row=True)

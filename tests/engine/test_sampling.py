@@ -8,6 +8,7 @@ import pytest
 from ling3.engine import sampling
 from ling3.engine.sampling import NOT_A_NUMBER, Sampling
 from ling3.engine.sampling_params import SamplingParams
+from ling3.ops.lowering import XLA_CPU
 
 # Compiled whole, as in the engine: each of their operations would be a program of its own.
 choose, ends, sample = jax.jit(sampling.choose), jax.jit(sampling.ends), jax.jit(sampling.sample)
@@ -118,3 +119,22 @@ def test_stop_ids_are_struck_out_until_min_tokens():
     ]
     # The log-probability is the model's own, whatever was struck out.
     np.testing.assert_allclose(chosen[0].logprob[0], np.log(0.15), rtol=1e-6)  # one rounding of log and sum
+
+
+def test_rows_are_chosen_one_by_one_with_the_same_bits(monkeypatch):
+    """Greedy and drawn, with filters, penalties and alternatives; a row that is not active gets no token."""
+    vocab, kinds = 64, [{}, {"temperature": 0.0}, {"top_p": 0.7}, {"logprobs": 3}, {"min_p": 0.2, "top_k": 9}]
+    params = [SamplingParams(**{"temperature": 1.0, **kind}) for kind in kinds]
+    mixed = Sampling.build([(p, 7 + i, 0, p.check(vocab)) for i, p in enumerate(params)], vocab, 4)
+    logits = jnp.asarray(2 * np.random.default_rng(0).normal(size=(len(kinds), vocab)), jnp.float32)
+    logits = logits.at[4].set(jnp.nan)
+    positions = jnp.arange(len(kinds), dtype=jnp.int32)
+    active = jnp.asarray([True, True, True, True, False])
+    monkeypatch.setattr(sampling, "MANY", vocab)
+    found = jax.jit(sampling.choose_active, static_argnums=4)(logits, mixed, positions, active, XLA_CPU)
+    expected = choose(logits, mixed, positions)
+    np.testing.assert_array_equal(found.token[:4], expected.token[:4])
+    np.testing.assert_array_equal(found.logprob[:4], expected.logprob[:4])
+    np.testing.assert_array_equal(found.top_ids[3], expected.top_ids[3])  # of the row that asks for them
+    np.testing.assert_array_equal(found.top_logprobs[3], expected.top_logprobs[3])
+    assert int(found.token[4]) == -1 and int(expected.token[4]) == NOT_A_NUMBER
