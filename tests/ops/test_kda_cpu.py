@@ -107,4 +107,4 @@ def test_where_it_does_not_suit(monkeypatch):
     assert CALL not in KERNEL.lower(*inputs).as_text()
     with jax.enable_x64(True):
         wide = token(1, 1, 8, 8, np.float64)
-        assert CALL not in jax.jit(lambda *inputs: native_kda_step(*inputs)).lower(*wide).as_text()
+        assert CALL not in jax.jit(native_kda_step).lower(*wide).as_text()
