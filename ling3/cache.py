@@ -53,6 +53,10 @@ class Span(eqx.Module):
         """Which columns are tokens and not padding."""
         return jnp.arange(seq, dtype=jnp.int32)[None] < self.length[:, None]
 
+    def cleared(self, x: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq *rest"]:
+        """`x` with zeros in place of padding, which stays zeros through most layers: kernels for CPUs pass over it."""
+        return jnp.where(self.valid(x.shape[1]).reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
+
     def within(self, name: str) -> "Span":
         """The same span for a part of the model, under whose name the recorder files what it is given."""
         if self.recorder is SILENT:

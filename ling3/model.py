@@ -111,8 +111,7 @@ class Decoder(eqx.Module):
         span: Span,
     ) -> tuple[Float[Array, "batch seq hidden"], tuple[State | None, ...]]:
         """The normed hidden state of each token, and every attention's memory after the span."""
-        # Padding is zeros, and stays so through most layers: kernels for CPUs pass over rows of zeros.
-        x = jnp.where(span.valid(tokens.shape[1])[..., None], self.word_embeddings.embed(tokens, span.execution), 0)
+        x = span.cleared(self.word_embeddings.embed(tokens, span.execution))
         span = dataclasses.replace(span, tokens=tokens)
         span.recorder(embeddings=x)
         x = self.spread(x)

@@ -117,7 +117,7 @@ class GQA(eqx.Module):
         positions = span.positions(x.shape[1])
         q, entries = self.queries(x, positions, span.execution), self.entries(x, positions, span.execution)
         state = None if state is None else state.append(entries, span)
-        o = self._attended(q, positions, entries if state is None else state, span).astype(x.dtype)
+        o = span.cleared(self._attended(q, positions, entries if state is None else state, span).astype(x.dtype))
         span.recorder(q=q, entries=entries, o=o)
         return self.o_proj(rearrange(o, "b s h v -> b s (h v)"), span.execution), state
 

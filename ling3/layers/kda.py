@@ -149,7 +149,7 @@ class KDA(eqx.Module):
         execution = span.execution
         state = self.empty_state(x.shape[0], 0, 1, x.dtype) if state is None else state
         q, k, v, conv = self.convolved(x, state.conv, span)
-        q = jnp.where(span.valid(x.shape[1])[..., None, None], q, 0.0)  # padding reads nothing
+        q = span.cleared(q)
         g, beta = self.gates(x, span)
         if x.shape[1] == 1:
             token = (y[:, 0] for y in (q, k, v, g, beta))

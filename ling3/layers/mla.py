@@ -137,7 +137,7 @@ class MLA(eqx.Module):
             pre_o_proj = self._absorbed(q_nope, q_rope, positions, state, span)
         else:
             pre_o_proj = self._expanded(q_nope, q_rope, positions, entries if state is None else state, span)
-        pre_o_proj, gate = pre_o_proj.astype(x.dtype), self.output_gate(x, span.execution)
+        pre_o_proj, gate = span.cleared(pre_o_proj.astype(x.dtype)), self.output_gate(x, span.execution)
         span.recorder(q_nope=q_nope, q_rope=q_rope, entries=entries, gate=gate, o=pre_o_proj)
         return self.output(pre_o_proj, gate, span.execution), state
 
