@@ -309,6 +309,23 @@ def constant(matrix: Quantized) -> Quantized:
     )
 
 
+def times(
+    x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"] | Quantized, lowering: Lowering
+) -> Float[Array, "*stack rows outer"]:
+    """x Wᵀ for a matrix, or a stack, of either sort: an array or quantized."""
+    return weight.product(x, lowering) if isinstance(weight, Quantized) else matmul_transposed(x, weight, lowering)
+
+
+def matrix_of(stack: Float[Array, "*stack rows columns"] | Quantized, i: Int[Array, ""]) -> Array | Quantized:
+    """Matrix `i` of a stack of either sort."""
+    return stack.at(i) if isinstance(stack, Quantized) else lax.dynamic_index_in_dim(stack, i, keepdims=False)
+
+
+def numbers(stack: Float[Array, "*stack rows columns"] | Quantized) -> Float[Array, "*stack rows columns"]:
+    """The numbers of a stack of either sort, in float32 if it is quantized."""
+    return stack.decoded() if isinstance(stack, Quantized) else stack
+
+
 def _times(
     x: Wide[Array, "rows inner"], weight: Float32[Array, "outer inner"], lowering: Lowering
 ) -> Wide[Array, "rows outer"]:
