@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops import experts_cpu
+from ling3.ops import experts_cpu, quantized_cpu
 from ling3.ops.exchange import Spread
 from ling3.ops.in_place import read_in_place
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import exact, wide
-from ling3.ops.quantized import Quantized, constant, matrix_of, numbers, times
+from ling3.ops.quantized import Quantized, arrays_of, constant, matrix_of, numbers, one_format, suits, times
 
 # Five iterations of `block_experts`, which copy their experts' weights, cost as much as eight experts of a round.
 TURNS, EXPERTS = 5, 8
@@ -200,16 +200,21 @@ def native_experts(
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The same by the kernel for CPUs, where it is the faster one."""
-    if (
-        isinstance(gate_proj, Quantized)
-        or isinstance(up_proj, Quantized)
-        or isinstance(down_proj, Quantized)
-        or not experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj)
-    ):
+    if isinstance(gate_proj, Quantized) and isinstance(up_proj, Quantized) and isinstance(down_proj, Quantized):
+        native = one_format(gate_proj, up_proj, down_proj) and suits(x, gate_proj, up_proj, down_proj)
+    elif isinstance(gate_proj, Quantized) or isinstance(up_proj, Quantized) or isinstance(down_proj, Quantized):
+        native = False
+    else:
+        native = experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj)
+    if not native:
         return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread)
     experts = gate_proj.shape[0]
     groups = Groups.of(chosen if spread is None else spread.own(chosen, experts), experts)
-    rows = experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first)
+    if isinstance(gate_proj, Quantized):
+        stacks = (arrays_of(stack) for stack in (gate_proj, up_proj, down_proj))
+        rows = quantized_cpu.expert_rows(x, *groups, *stacks, limit, limit_first)
+    else:
+        rows = experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first)
     return _weighted(weights, rows if spread is None else spread.together(rows))
 
 

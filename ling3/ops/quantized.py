@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import AbstractDtype, Array, Float, Float8e4m3fn, Float32, Int, Int32, Shaped, UInt8
 
-from ling3.ops import matmul_cpu
+from ling3.ops import matmul_cpu, quantized_cpu
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import Wide, wide
@@ -117,7 +117,10 @@ class Quantized(ABC):
         """
         if self.ndim > 2:
             return lax.map(lambda own: own[0].product(own[1], lowering), (self, x))
-        x, own = x.astype(wide(x.dtype)), constant(self)
+        own = constant(self)
+        if lowering.native and lowering.accumulation == "float32" and suits(x, self):
+            return _native(x, own)
+        x = x.astype(wide(x.dtype))
         (outer, inner), step = own.shape, own.step
         size = max(1, DECODED // max(1, inner) // step) * step
         if size >= outer:
@@ -307,6 +310,39 @@ def constant(matrix: Quantized) -> Quantized:
     return jax.tree.unflatten(
         structure, [next(own) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves]
     )
+
+
+def suits(x: Float[Array, "rows inner"], *matrices: Quantized) -> bool:
+    """True if the kernels for CPUs are there and can read the matrices, or stacks."""
+    return all(quantized_cpu.suits(x, *arrays_of(matrix), matrix.shape[-1]) for matrix in matrices)
+
+
+def one_format(*matrices: Quantized) -> bool:
+    """True if all have the same types of numbers and of scales, and as many bits."""
+    return len({tuple((array.dtype, getattr(m, "bits", 0)) for array in arrays_of(m)) for m in matrices}) == 1
+
+
+def arrays_of(matrix: Quantized) -> tuple[Array, Array]:
+    """The numbers and the scales, as the kernels for CPUs take them."""
+    numbers, scale = jax.tree.leaves(matrix)
+    return numbers, scale
+
+
+@jax.custom_jvp
+def _native(x: Float[Array, "rows inner"], matrix: Quantized) -> Float32[Array, "rows outer"]:
+    """x Wᵀ by the kernel for CPUs."""
+    return quantized_cpu.product(x, *arrays_of(matrix))
+
+
+def _native_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    """dx Wᵀ in the plain form. `constant` has seen to it that the matrix has no tangent."""
+    (x, matrix), (dx, _) = primals, tangents
+    y = _native(x, matrix)
+    zero = jax.custom_derivatives.SymbolicZero
+    return y, jnp.zeros_like(y) if isinstance(dx, zero) else matrix.product(dx, XLA)
+
+
+_native.defjvp(_native_tangent, symbolic_zeros=True)
 
 
 def times(

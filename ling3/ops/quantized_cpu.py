@@ -20,15 +20,19 @@ LEAST = 2**18
 STEP = 128
 """The kernels lay out the rows of x in multiples of so many numbers."""
 
-Arrays = tuple[Shaped[Array, "*stack outer stored"], Shaped[Array, "*stack scales groups"]]
-"""The arrays of a matrix, or of a stack: numbers in float8_e4m3fn, packed int32 or packed uint8, and scales."""
+Arrays = tuple[Shaped[Array, "..."], Shaped[Array, "..."]]
+"""A stack's numbers `[experts, outer, stored]`, in float8_e4m3fn, packed int32 or packed uint8, and its scales."""
 
 
-def suits(x: Float[Array, "rows inner"], numbers: Shaped[Array, "*stack outer stored"], inner: int,
-          scale: Shaped[Array, "*stack scales groups"]) -> bool:
+def suits(
+    x: Float[Array, "rows width"],
+    numbers: Shaped[Array, "*stack outer stored"],
+    scale: Shaped[Array, "*stack scales groups"],
+    inner: int,
+) -> bool:
     """True if the kernels are there: for x in float32 or bfloat16, and groups of 32, 64, 128, … or whole rows.
 
-    `inner` is what a row of the matrix has.
+    `inner` is how many numbers a row of the matrix has; x is of the call, and may be narrower or wider.
     """
     if x.dtype not in (jnp.float32, jnp.bfloat16) or x.size == 0 or numbers.size == 0:
         return False
@@ -37,6 +41,8 @@ def suits(x: Float[Array, "rows inner"], numbers: Shaped[Array, "*stack outer st
     if numbers.dtype == jnp.int32:  # FP8 and MXFP4 have one size of block each
         groups = scale.shape[-1]
         group, rest = divmod(inner, groups)
+        if inner < 8:  # a word has them all, and its size does not tell 4 bits from 8
+            return False
         if scale.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             return False
         if groups > 1 and (rest or group < 32 or group & (group - 1)):
