@@ -7,10 +7,16 @@ import shutil
 import jax
 import pytest
 
-from ling3.ops import attention_cpu, experts_cpu, kda_cpu, matmul_cpu
+from ling3.ops import attention_cpu, experts_cpu, kda_cpu, matmul_cpu, quantized_cpu
 from ling3.runtime import native
 
-KERNELS = {"attention": attention_cpu, "experts": experts_cpu, "kda_step": kda_cpu, "matmul": matmul_cpu}
+KERNELS = {
+    "attention": attention_cpu,
+    "experts": experts_cpu,
+    "kda_step": kda_cpu,
+    "matmul": matmul_cpu,
+    "quantized": quantized_cpu,
+}
 KEPT = pathlib.Path(__file__).parent.parent / ".jax_cache" / "native"
 HAS_COMPILER = bool(native._compiler()) and shutil.which(native._compiler()[0]) is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")

@@ -7,12 +7,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import deepseek_v4, kimi_linear, ling3, llama, mistral, qwen2, qwen3, qwen3_moe
 from ling3.families.config_fields import ConfigError, as_object, found, read_json
 from ling3.families.family import Family, Place
+from ling3.families.quantization import Quantization, quantized
 from ling3.layers.scope import with_names
 from ling3.mesh.making import one_by_one
 from ling3.mesh.rules import Rules
@@ -61,6 +63,8 @@ def init(
 ) -> CausalLM:
     """A model of random weights for a config of any family: matrices in `dtype`, norms and the like in float32.
 
+    Matrices that the config's `quantization_config` names have random bits in their format.
+
     With a `mesh` it lies on it, cut by the `rules` as in `ling3.mesh.place`: the same numbers, made one array after the
     other on one device, of which each process then keeps its own parts.
 
@@ -71,21 +75,31 @@ def init(
     """
     check(mesh, rules)
 
-    def build(key: PRNGKeyArray) -> CausalLM:
-        return with_names(family_of(config).init(config, key=key, dtype=dtype))
+    family, quantization = family_of(config), getattr(config, "quantization_config", None)
 
-    if mesh is None:
+    def build(key: PRNGKeyArray) -> CausalLM:
+        model = family.init(config, key=key, dtype=dtype)
+        if isinstance(quantization, Quantization):
+            own, std = jax.random.fold_in(key, 1), config.initializer_range
+            model = quantized(model, quantization, lambda name: family.published(name, config), key=own, std=std)
+        return with_names(model)
+
+    if mesh is None and (quantization is None or isinstance(key, Tracer)):
         return build(key)
     tree = eqx.filter_eval_shape(build, key)
-    layout = plan(tree, mesh, rules)
+    layout = None if mesh is None else plan(tree, mesh, rules)
     arrays: dict[int, jax.Array] = {}
 
-    def cut(i: int, value: jax.Array) -> None:
+    def take(i: int, value: jax.Array) -> None:
+        if layout is None:
+            arrays[i] = value
+            return
         whole = np.asarray(value)
         arrays[i] = layout.array(i, whole.shape, lambda share, number: share.part(whole, number))
 
-    one_by_one(lambda key: jax.tree.leaves(build(key)), key, cut)
-    return layout.model(tree, [arrays[i] for i in range(len(arrays))])
+    one_by_one(lambda key: jax.tree.leaves(build(key)), key, take)
+    made = [arrays[i] for i in range(len(arrays))]
+    return jax.tree.unflatten(jax.tree.structure(tree), made) if layout is None else layout.model(tree, made)
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:

@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import json
 import math
 import operator
 import os
@@ -167,9 +168,9 @@ class Rule:
         return [bound for bound in bounds if bound[2] is not None]
 
 
-def field(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
+def field(default: Any = dataclasses.MISSING, *, kw_only: bool = False, **rule: Any) -> Any:
     """A dataclass field; `rule` has the attributes of its `Rule` beside the type."""
-    return dataclasses.field(default=default, metadata=rule)
+    return dataclasses.field(default=default, kw_only=kw_only, metadata=rule)
 
 
 @functools.cache
@@ -307,6 +308,8 @@ def published(config: Any, only: Mapping[str, Only]) -> dict[str, Any]:
         if rule.many and raw[name] is not None:
             entries = list(raw[name])
             raw[name] = entries if not rule.single or len(entries) > 1 else entries[0] if entries else None
+    if (quantization := raw.pop("quantization_config", None)) is not None:
+        raw["quantization_config"] = json.loads(quantization["source"])
     return raw | {name: rule.values[0] for name, rule in only.items() if rule.written}
 
 

@@ -10,6 +10,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from ling3.families import transformer
 from ling3.families.config_fields import Only, as_object, check, field, published, read
 from ling3.families.family import Family
+from ling3.families.quantization import Quantization
 from ling3.families.transformer import count, size
 from ling3.layers.kda import KDA, KDAConfig
 from ling3.layers.mla import MLA, MLAConfig
@@ -97,6 +98,12 @@ class KimiLinearConfig:
     bos_token_id: int | None = field(ge=0, le=2**31 - 1)
     eos_token_id: tuple[int, ...] = field(ge=0, le=2**31 - 1, single=True, absent=())
     pad_token_id: int | None = field(ge=0, le=2**31 - 1)
+    quantization_config: Quantization | None = field(
+        None,
+        kw_only=True,
+        convert=Quantization.read,
+        expected="null, or an object with the quant_method fp8 or compressed-tensors",
+    )
 
     def __post_init__(self) -> None:
         check(self, self._misfits)

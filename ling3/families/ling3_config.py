@@ -20,6 +20,7 @@ from ling3.families.config_fields import (
     rules,
     too_large,
 )
+from ling3.families.quantization import Quantization
 from ling3.layers.gate import OutputGate
 from ling3.runtime.quoting import shown
 
@@ -133,6 +134,10 @@ class Ling3Config:
     initializer_range: float = field(0.02, gt=0, absent=0.02)
     eos_token_id: tuple[int, ...] = token_id((156895,), single=True)
     pad_token_id: int | None = token_id(156892)
+    quantization_config: Quantization | None = field(
+        None, convert=Quantization.read, expected="null, or an object with the quant_method fp8 or compressed-tensors"
+    )
+    """Which matrices are stored in 8 or 4 bits; None if none is."""
     attention: Literal["scheduled", "kda", "mla", "none"] = variant("scheduled")
     """`scheduled` by `layer_group_size`; or one kind in all layers; `none`: h = x."""
     kda_output_gate: OutputGate = variant("sigmoid")  # noqa: RUF009
@@ -269,11 +274,11 @@ def _unscaled(rope: Any) -> bool:
 _OFF = (False, None)
 _ROPE = Only((None,), "RoPE is of the default kind, unscaled", accepts=_unscaled)
 _SIGMOID = Only(("sigmoid",), "the router's scores are sigmoids")
-_NOT_QUANTIZED = Only((None, {}), "weights are plain BF16, F16 or F32; use the unquantized checkpoint")
+_NOT_QUANTIZED = Only((None, {}), "`quantization_config` says how weights are stored; use another checkpoint")
 
 ONLY = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "use_qkv_bias"), Only(_OFF, "no linear map has a bias")),
-    **dict.fromkeys(("quantization", "quantization_config"), _NOT_QUANTIZED),
+    "quantization": _NOT_QUANTIZED,
     **dict.fromkeys(("moe_router_activation_func", "scoring_func"), _SIGMOID),
     "score_function": dataclasses.replace(_SIGMOID, written=True),
     "rope_parameters": _ROPE,

@@ -10,6 +10,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import Only, check, field, published, read, too_large
 from ling3.families.family import Family
+from ling3.families.quantization import Quantization
 from ling3.families.rope_scaling import RopeScaling, read_scaling
 from ling3.layers.gqa import GQAConfig
 from ling3.layers.linear import Linear
@@ -30,7 +31,6 @@ def _divided(hidden: int, heads: int) -> int | None:
 
 ONLY = {
     "hidden_act": Only(("silu", "swish"), "every MLP is a SwiGLU", written=True),
-    "quantization_config": Only((None, {}), "weights are plain BF16, F16 or F32; use the unquantized checkpoint"),
     "pretraining_tp": Only((1, None), "products are not split as in tensor-parallel training"),
     "partial_rotary_factor": Only((1.0, 1, None), "every channel of a head is rotated"),
 }
@@ -64,6 +64,12 @@ class TransformerConfig:
     initializer_range: float = field(gt=0, absent=0.02)
     bos_token_id: int | None = field(ge=0, le=2**31 - 1)
     eos_token_id: tuple[int, ...] = field(ge=0, le=2**31 - 1, single=True, absent=())
+    quantization_config: Quantization | None = field(
+        None,
+        kw_only=True,
+        convert=Quantization.read,
+        expected="null, or an object with the quant_method fp8 or compressed-tensors",
+    )
 
     def __post_init__(self) -> None:
         check(self, lambda: [*self.misfits(), *self._misfits()])

@@ -79,9 +79,13 @@ class Matrix(eqx.Module):
         """Channels of y: the rows of W, or on a mesh those that this device has after the exchange."""
         return self.exchange.outputs_of(self.out_features)
 
-    def kept(self) -> Array:
-        """The rows of W whose outputs this device has after the exchange: all of `dense`, where it is no part."""
-        return self.exchange.after(self.dense().T).T
+    def kept(self, dtype: DTypeLike | None = None) -> Array:
+        """The rows of W whose outputs this device has after the exchange: all of `dense`, where it is no part.
+
+        In `dtype`, for products with arrays of that dtype, or W's own.
+        """
+        own = self.exchange.after(self.dense().T).T
+        return own if dtype is None else own.astype(dtype)
 
     @scoped
     def __call__(

@@ -209,7 +209,7 @@ class MLA(eqx.Module):
         """Attention over keys and values of every head, expanded block by block from a cache or the span's entries."""
         q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
         execution, seq = span.execution, q.shape[2]
-        expansion = Expansion(self.kv_b_proj.kept(), self.heads, self.nope, execution.lowering)
+        expansion = Expansion(self.kv_b_proj.kept(q.dtype), self.heads, self.nope, execution.lowering)
         if isinstance(held, Paged):
             o = execution.paged_attention(q, positions, held.entries, span.table, span.seen, expansion)
         else:
@@ -226,7 +226,7 @@ class MLA(eqx.Module):
         span: Span,
     ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
-        w_uk, w_uv = self._absorbed_weights()
+        w_uk, w_uv = self._absorbed_weights(q_nope.dtype)
         q = self._absorbed_queries(q_nope, q_rope, w_uk)
         length = span.seen
         row_positions = jnp.repeat(positions, self.heads, axis=1)
@@ -234,12 +234,12 @@ class MLA(eqx.Module):
         return self._absorbed_values(summed, w_uv, q_nope.dtype)
 
     def _absorbed_weights(
-        self,
+        self, dtype: DTypeLike
     ) -> tuple[
         Float[Array, "{self.heads} {self.nope} {self.latent}"], Float[Array, "{self.heads} {self.value} {self.latent}"]
     ]:
-        """kv_b_proj, split into W_uk (latent to key) and W_uv (latent to value) of each head."""
-        weight = rearrange(self.kv_b_proj.kept(), "(h d) l -> h d l", h=self.heads)
+        """kv_b_proj, split into W_uk (latent to key) and W_uv (latent to value) of each head, in `dtype`."""
+        weight = rearrange(self.kv_b_proj.kept(dtype), "(h d) l -> h d l", h=self.heads)
         return weight[:, : self.nope], weight[:, self.nope :]
 
     def _absorbed_queries(

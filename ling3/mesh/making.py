@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 from jaxtyping import PRNGKeyArray
 
 
@@ -15,10 +15,12 @@ def one_by_one(
     """Hands over each result of `function(key)` as soon as it is there, by its number: `take(i, result)`.
 
     Operators run one after the other, as without `jax.jit`: in one program XLA would round some numbers otherwise.
+    What no result needs is not computed.
     """
     traced = jax.make_jaxpr(function)(key)
     program = traced.jaxpr
-    last = {var: n for n, step in enumerate(program.eqns) for var in step.invars if isinstance(var, Var)}
+    steps = _needed(program)
+    last = {var: n for n, step in enumerate(steps) for var in step.invars if isinstance(var, Var)}
     results: dict[Any, list[int]] = defaultdict(list)
     for i, var in enumerate(program.outvars):
         results[var].append(i)
@@ -26,7 +28,7 @@ def one_by_one(
     for var, value in known.items():
         for i in results.get(var, ()):
             take(i, value)
-    for n, step in enumerate(program.eqns):
+    for n, step in enumerate(steps):
         inputs = [var.val if isinstance(var, Literal) else known[var] for var in step.invars]
         found = step.primitive.bind(*inputs, **step.params)
         for var, value in zip(step.outvars, found if step.primitive.multiple_results else [found], strict=True):
@@ -36,3 +38,13 @@ def one_by_one(
                 known[var] = value
         for var in [var for var in step.invars if isinstance(var, Var) and last[var] == n]:
             known.pop(var, None)
+
+
+def _needed(program: Jaxpr) -> list[Any]:
+    """The operators that some result of a program depends on, in its order."""
+    used, steps = set(program.outvars), []
+    for step in reversed(program.eqns):
+        if not used.isdisjoint(step.outvars):
+            used.update(var for var in step.invars if isinstance(var, Var))
+            steps.append(step)
+    return steps[::-1]

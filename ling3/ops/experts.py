@@ -3,7 +3,8 @@
 `dense_experts` runs every expert on every token; it is the specification, and the form that is differentiated.
 `block_experts` sorts the rows by expert and runs only the experts that were chosen, each on its own rows; its gradient
 is that of the dense form. On a CPU with a C++ compiler a kernel (`experts_cpu`) takes its place where it is faster.
-A row goes through `down(silu(gate x) · up x)`, or with a limit L > 0 through
+Each stack is an array, or a `Quantized` stack, of which a block decodes its expert's matrices alone. A row goes through
+`down(silu(gate x) · up x)`, or with a limit L > 0 through
 `down(min(silu(gate x), L) · clip(up x, -L, L))` (Ling-3.0-flash), where the limit comes first through
 `down(silu(min(gate x, L)) · clip(up x, -L, L))` (DeepSeek-V4).
 """
@@ -17,12 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops import experts_cpu
+from ling3.ops import experts_cpu, quantized_cpu
 from ling3.ops.exchange import Spread
 from ling3.ops.in_place import read_in_place
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import exact, wide
+from ling3.ops.quantized import Quantized, arrays_of, constant, matrix_of, numbers, one_format, suits, times
 
 # Five iterations of `block_experts`, which copy their experts' weights, cost as much as eight experts of a round.
 TURNS, EXPERTS = 5, 8
@@ -50,9 +52,9 @@ def dense_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"],
-    up_proj: Float[Array, "experts intermediate hidden"],
-    down_proj: Float[Array, "experts hidden intermediate"],
+    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
     limit: float,
     lowering: Lowering = XLA,
     limit_first: bool = False,
@@ -62,34 +64,40 @@ def dense_experts(
     dtype = wide(x.dtype)
     experts, intermediate, _ = gate_proj.shape
     chosen = chosen if spread is None else spread.own(chosen, experts)
+    inner = x.dtype
+    if any(isinstance(stack, Quantized) for stack in (gate_proj, up_proj, down_proj)):
+        x = x.astype(dtype)
+    gate_proj, up_proj, down_proj = (numbers(w).astype(x.dtype) for w in (gate_proj, up_proj, down_proj))
     picks = jax.nn.one_hot(chosen, experts, dtype=dtype)
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
     stacks = (w.reshape(experts * intermediate, -1) for w in (gate_proj, up_proj))
     gate, up = (matmul_transposed(x, w, lowering).astype(dtype) for w in stacks)
     hidden = swiglu(gate, up, limit, limit_first).reshape(-1, experts, intermediate) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
-    hidden = hidden.reshape(x.shape[0], -1).astype(x.dtype)
+    hidden = hidden.reshape(x.shape[0], -1).astype(inner).astype(x.dtype)
     y = jnp.matmul(hidden, down, precision=exact(x.dtype), preferred_element_type=dtype)
     return y if spread is None else spread.together(y)
 
 
 def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A faster form of `dense_experts`, with the gradient of `dense_experts`."""
+    """A faster form of `dense_experts`, with its gradient; TypeError where that is one of quantized stacks."""
 
     def forward(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
         y = form(x, chosen, weights, gate_proj, up_proj, down_proj, *statics)
         return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
 
     def backward(limit, lowering, limit_first, spread, inputs, dy):
-        x, chosen, *rest = inputs
+        x, chosen, weights, *stacks = inputs
+        floats = {i: stack for i, stack in enumerate(stacks) if not isinstance(stack, Quantized)}
 
-        def dense(x, weights, gate_proj, up_proj, down_proj):
+        def dense(x, weights, floats):
+            gate_proj, up_proj, down_proj = (floats.get(i, stack) for i, stack in enumerate(stacks))
             return dense_experts(
                 x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread
             )
 
-        dx, *rest = jax.vjp(dense, x, *rest)[1](dy)
-        return dx, None, *rest
+        dx, dweights, dfloats = jax.vjp(dense, x, weights, floats)[1](dy)
+        return dx, None, dweights, *map(dfloats.get, range(3))
 
     differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7, 8, 9))
     differentiable.defvjp(forward, backward)
@@ -98,7 +106,8 @@ def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax
     def with_defaults(
         x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering=XLA, limit_first=False, spread=None
     ):
-        return differentiable(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread)
+        stacks = (constant(w) if isinstance(w, Quantized) else w for w in (gate_proj, up_proj, down_proj))
+        return differentiable(x, chosen, weights, *stacks, limit, lowering, limit_first, spread)
 
     return with_defaults
 
@@ -108,9 +117,9 @@ def block_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"],
-    up_proj: Float[Array, "experts intermediate hidden"],
-    down_proj: Float[Array, "experts hidden intermediate"],
+    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
     limit: float,
     lowering: Lowering = XLA,
     limit_first: bool = False,
@@ -120,7 +129,8 @@ def block_experts(
 
     Rows are sorted by expert and cut into blocks of one expert each. A loop over the blocks reads each block's expert;
     where most experts have a block, one round computes the next block of every expert at once and reads their weights
-    in place. Both compute a block in the same way, so the choice between them changes no bits.
+    in place. Both compute a block in the same way, so the choice between them changes no bits. Quantized experts are
+    decoded block by block, and never all at once.
 
     An index in `chosen` that is not an expert's stands for no expert and costs nothing. Every token's results are
     summed in top-k order, whatever the other tokens are.
@@ -132,11 +142,13 @@ def block_experts(
     groups = Groups.of(chosen, experts)
     blocks = -(-groups.counts // block)
     stacks = (gate_proj, up_proj, down_proj)
+    quantized = any(isinstance(stack, Quantized) for stack in stacks)
+    narrow = jnp.uint8 if quantized else gate_proj.dtype
 
     def expert(rows, gate, up, down):
         taken = x.at[rows // top_k].get(mode="clip")
-        gate, up = (matmul_transposed(taken, w, lowering) for w in (gate, up))
-        return matmul_transposed(swiglu(gate, up, limit, limit_first).astype(x.dtype), down, lowering).astype(dtype)
+        gate, up = (times(taken, w, lowering) for w in (gate, up))
+        return times(swiglu(gate, up, limit, limit_first).astype(x.dtype), down, lowering).astype(dtype)
 
     def by_blocks(out):
         ends = jnp.cumsum(blocks)
@@ -148,9 +160,9 @@ def block_experts(
             own = rows[i]
 
             def read():
-                return expert(own, *(lax.dynamic_index_in_dim(w, owner[i], keepdims=False) for w in stacks))
+                return expert(own, *(matrix_of(w, owner[i]) for w in stacks))
 
-            return out.at[own].set(read_in_place(read, gate_proj.dtype, own[0] >= 0, lowering), mode="drop")
+            return out.at[own].set(read_in_place(read, narrow, own[0] >= 0, lowering), mode="drop")
 
         return lax.fori_loop(0, ends[-1], turn, out)
 
@@ -166,7 +178,7 @@ def block_experts(
     # Data-dependent zeros: XLA would otherwise hoist a constant buffer for every layer to the start of a prefill, and
     # keep them all in memory.
     out = jnp.full((tokens * top_k, x.shape[1]), groups.counts[0] < 0, dtype)
-    if block > ROUNDS_ROWS or EXPERTS * tokens * top_k <= TURNS * experts:  # then it can never be rounds
+    if quantized or block > ROUNDS_ROWS or EXPERTS * tokens * top_k <= TURNS * experts:  # then it can never be rounds
         out = by_blocks(out)
     else:
         turns = jnp.sum(blocks, dtype=jnp.int32)
@@ -179,20 +191,30 @@ def native_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"],
-    up_proj: Float[Array, "experts intermediate hidden"],
-    down_proj: Float[Array, "experts hidden intermediate"],
+    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
     limit: float,
     lowering: Lowering = XLA,
     limit_first: bool = False,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The same by the kernel for CPUs, where it is the faster one."""
-    if not experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
+    if isinstance(gate_proj, Quantized) and isinstance(up_proj, Quantized) and isinstance(down_proj, Quantized):
+        native = one_format(gate_proj, up_proj, down_proj) and suits(x, gate_proj, up_proj, down_proj)
+    elif isinstance(gate_proj, Quantized) or isinstance(up_proj, Quantized) or isinstance(down_proj, Quantized):
+        native = False
+    else:
+        native = experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj)
+    if not native:
         return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread)
     experts = gate_proj.shape[0]
     groups = Groups.of(chosen if spread is None else spread.own(chosen, experts), experts)
-    rows = experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first)
+    if isinstance(gate_proj, Quantized):
+        stacks = (arrays_of(stack) for stack in (gate_proj, up_proj, down_proj))
+        rows = quantized_cpu.expert_rows(x, *groups, *stacks, limit, limit_first)
+    else:
+        rows = experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first)
     return _weighted(weights, rows if spread is None else spread.together(rows))
 
 

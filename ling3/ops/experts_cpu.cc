@@ -1,7 +1,7 @@
 // The experts' feed-forward on a CPU, for `experts_cpu.py`: each expert's weights are read in place, once for every
 // block of its rows.
 
-#include "products_cpu.h"
+#include "experts_cpu.h"
 
 namespace {
 
@@ -9,30 +9,6 @@ namespace {
 constexpr int PIECE = 80, BLOCK = 64;
 
 inline int64_t pieces_of(int64_t outer) { return (outer + PIECE - 1) / PIECE; }
-
-struct Sizes {
-  int64_t tokens, top_k, experts, intermediate, hidden;
-};
-
-struct Groups {
-  const int32_t *order, *starts, *counts;
-};
-
-struct Limit {
-  float value;
-  bool first;  // before silu
-};
-
-inline float swiglu(float gate, float up, Limit limit) {
-  const float most = limit.value;
-  if (most > 0 && limit.first) gate = gate > most ? most : gate;
-  gate = gate / (1 + std::exp(-gate));
-  if (most > 0) {
-    gate = gate > most ? most : gate;  // silu(most) < most: nothing more where the limit came first
-    up = up > most ? most : (up < -most ? -most : up);
-  }
-  return gate * up;
-}
 
 template <class T>
 void run(ffi::ThreadPool& pool, const Sizes& sizes, const Groups& groups, const T* x, const T* gate, const T* up,

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int32
 from ling3.ops.exchange import Spread
 from ling3.ops.experts import block_experts, differentiated_as_dense, swiglu
 from ling3.ops.lowering import XLA, Lowering
-from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import wide
+from ling3.ops.quantized import Quantized, matrix_of, times
 
 MOST_TOKENS = 1024
 """Tokens of a device up to which the form for few tokens is taken, where no decode graph bounds them."""
@@ -62,9 +62,9 @@ def few_token_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"],
-    up_proj: Float[Array, "experts intermediate hidden"],
-    down_proj: Float[Array, "experts hidden intermediate"],
+    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
     limit: float,
     lowering: Lowering = XLA,
     limit_first: bool = False,
@@ -83,13 +83,11 @@ def few_token_experts(
         token, expert = i // top_k, flat[i]
 
         def added(y):
-            gate, up, down = (
-                lax.dynamic_index_in_dim(stack, expert, keepdims=False) for stack in (gate_proj, up_proj, down_proj)
-            )
+            gate, up, down = (matrix_of(stack, expert) for stack in (gate_proj, up_proj, down_proj))
             row = lax.dynamic_slice_in_dim(x, token, 1)
-            gate, up = (matmul_transposed(row, weight, lowering) for weight in (gate, up))
+            gate, up = (times(row, weight, lowering) for weight in (gate, up))
             hidden = swiglu(gate, up, limit, limit_first).astype(x.dtype)
-            out = matmul_transposed(hidden, down, lowering).astype(dtype) * weights.reshape(-1)[i].astype(dtype)
+            out = times(hidden, down, lowering).astype(dtype) * weights.reshape(-1)[i].astype(dtype)
             return y.at[token].add(out[0])
 
         return lax.cond((expert >= 0) & (expert < experts), added, lambda y: y, y)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from expert_cases import by_hand, case, check_gradients, check_no_expert
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from ling3.ops import experts as experts_module
 from ling3.ops.experts import block_experts, dense_experts, swiglu
+from ling3.ops.few_token_experts import few_token_experts
 from ling3.ops.lowering import XLA_CPU
+from ling3.ops.quantized import Fp8, Integers, Mxfp4
 
 BLOCKS = jax.jit(functools.partial(block_experts, lowering=XLA_CPU), static_argnums=6)
 DENSE = jax.jit(functools.partial(dense_experts, lowering=XLA_CPU), static_argnums=6)
@@ -109,3 +112,51 @@ def test_the_clamp_is_after_the_silu():
     silu = np.asarray(gate) / (1 + np.exp(-np.asarray(gate)))
     np.testing.assert_allclose(swiglu(gate, up, 2.0), np.minimum(silu, 2.0) * np.clip(up, -2, 2), rtol=1e-6)
     np.testing.assert_allclose(swiglu(gate, up, 0.0), silu * np.asarray(up), rtol=1e-6)
+
+
+def quantized_case(tokens, experts, hidden=64, intermediate=32):
+    """A case whose stacks are of three formats, and the same with their numbers."""
+    draw = np.random.default_rng(5)
+    x, chosen, weights, *_ = case(tokens, experts, 2, hidden=hidden, intermediate=intermediate)
+
+    def bits(dtype, *shape):
+        info = np.iinfo(dtype)
+        return jnp.asarray(draw.integers(info.min, info.max, size=(experts, *shape), endpoint=True).astype(dtype))
+
+    scale = jnp.asarray(draw.uniform(0.01, 0.1, size=(experts, intermediate, hidden // 32)), jnp.bfloat16)
+    gate = Integers(bits(np.int32, intermediate, hidden // 8), scale, 4)
+    exponents = jnp.full((experts, intermediate, hidden // 32), 124, jnp.uint8)
+    up = Mxfp4(bits(np.uint8, intermediate, hidden // 2), exponents)
+    codes = np.asarray(bits(np.uint8, hidden, intermediate)) % 112  # positive, below 32
+    down = Fp8(jnp.asarray(codes.view(ml_dtypes.float8_e4m3fn)), jnp.full((experts, 1, 1), 0.01, jnp.float32))
+    return (x, chosen, weights, gate, up, down), (x, chosen, weights, *(w.decoded() for w in (gate, up, down)))
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+@pytest.mark.parametrize("form", [block_experts, few_token_experts])
+def test_quantized_stacks_are_their_numbers(form, tokens):
+    own, numbers = quantized_case(tokens, 4)
+    expected = by_hand(*numbers, 0.5)
+    y = jax.jit(lambda *a: form(*a, 0.5, XLA_CPU))(*own)
+    np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
+
+
+def test_gradients_of_quantized_experts_are_those_of_activations_and_weights():
+    (x, chosen, weights, *stacks), (_, _, _, *floats) = quantized_case(9, 4)
+
+    def scalar(form, x, weights, stacks):
+        return jnp.sum(jnp.sin(form(x, chosen, weights, *stacks, 0.5)))
+
+    found = jax.jit(jax.grad(functools.partial(scalar, block_experts), argnums=(0, 1)))(x, weights, stacks)
+    expected = jax.jit(jax.grad(functools.partial(scalar, dense_experts), argnums=(0, 1)))(x, weights, floats)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3 * np.abs(other).max())
+    with pytest.raises(TypeError, match="respect to a quantized weight"):
+        jax.grad(functools.partial(scalar, block_experts), argnums=2, allow_int=True)(x, weights, stacks)
+
+
+def test_no_stack_is_decoded_at_once():
+    """Temporaries stay far below the numbers of all experts."""
+    own, numbers = quantized_case(64, 64, hidden=128, intermediate=128)
+    compiled = jax.jit(lambda *a: block_experts(*a, 0.0, XLA_CPU)).lower(*own).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < numbers[3].nbytes / 4

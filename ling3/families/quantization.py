@@ -1,0 +1,299 @@
+"""`quantization_config`: which of a checkpoint's matrices are stored in fewer bits, and how.
+
+Read are the two sorts that Ling-3 and its kin are published in:
+
+    quant_method  fp8                 E4M3 with blocks of 128 × 128, as transformers has it (`FineGrainedFP8Config`)
+    quant_method  compressed-tensors  format pack-quantized: symmetric integers of 4 or 8 bits in groups of 32 or 128,
+                                      or with a scale for each row; and format mxfp4-pack-quantized
+
+Whatever else would change the numbers is refused by name. Which module is stored how follows transformers 5.23
+(`should_convert_module`) and compressed-tensors 0.20 (`match_name`), with the published names of modules.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+from jaxtyping import PRNGKeyArray
+
+from ling3.families.config_fields import ConfigError, found
+from ling3.layers.linear import Linear, Matrix
+from ling3.layers.quantized import Fp4Linear, Fp8Linear, Mxfp4Linear, PackedLinear, QuantizedMatrix
+from ling3.ops.quantized import FP8_BLOCK, MXFP4_GROUP
+from ling3.runtime.quoting import shown
+
+GROUPS = (32, 128)
+"""Sizes of groups of integers that are read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How one matrix is stored."""
+
+    kind: Literal["fp8", "fp4", "integers", "mxfp4"]
+    bits: int = 8
+    group: int | None = None
+    """Of integers: neighbours in a row that share a scale; None for one scale a row."""
+    powers: bool = False
+    """Of FP8: True if scales are powers of two (`ue8m0`)."""
+
+    def init(self, like: Linear, *, key: PRNGKeyArray, std: float) -> QuantizedMatrix:
+        """A matrix of random numbers of about this standard deviation, in the shape of `like` and with its bias.
+
+        ValueError if its columns do not divide into groups.
+        """
+        options = {"key": key, "std": std, "axes": like.axes, "bias": like.bias}
+        if self.kind == "integers":
+            return PackedLinear.init(like.shape, bits=self.bits, group=self.group, **options)
+        if self.kind == "fp8":
+            return Fp8Linear.init(like.shape, powers=self.powers, **options)
+        return (Mxfp4Linear if self.kind == "mxfp4" else Fp4Linear).init(like.shape, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Modules of one scheme: those that a target names, by class (`Linear`), exactly, or by a pattern (`re:…`)."""
+
+    targets: tuple[str, ...]
+    scheme: Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """A `quantization_config`. `source` is its text, which `save` writes again; the rest is what it says."""
+
+    source: str
+    method: Literal["fp8", "compressed-tensors"]
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...]
+    """Modules that are left alone, though a target names them."""
+
+    @staticmethod
+    def read(raw: Any) -> "Quantization | None":
+        """The config in a JSON object; None for null or an empty one. Raises ConfigError with all problems."""
+        if isinstance(raw, Quantization) or raw is None or raw == {}:
+            return raw or None
+        if not isinstance(raw, Mapping):
+            raise ConfigError("quantization_config", [f"{found(raw)}; expected a JSON object"])
+        readers: dict[Any, Callable[[Mapping[str, Any]], tuple[tuple[Group, ...], tuple[str, ...], list[str]]]] = {
+            "fp8": _fp8,
+            "compressed-tensors": _compressed_tensors,
+        }
+        method = raw.get("quant_method")
+        if not isinstance(method, str) or method not in readers:
+            problem = f"quant_method: {found(method)}; ling3 reads {' and '.join(readers)}; use another checkpoint"
+            raise ConfigError("quantization_config", [problem])
+        groups, ignore, problems = readers[method](raw)
+        if problems:
+            raise ConfigError("quantization_config", problems)
+        return Quantization(json.dumps(raw), method, groups, ignore)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The published object."""
+        return json.loads(self.source)
+
+    def scheme(self, module: str, kind: str = "Linear") -> Scheme | None:
+        """How a module of this published name, and this class in torch, is stored; None if as floats."""
+        if self.method == "fp8":
+            skipped = any(_names_for_fp8(pattern, module) for pattern in self.ignore)
+            own = [group.scheme for group in self.groups if group.targets == () or _ROUTED.search(module)]
+            return None if skipped or kind != "Linear" else own[0]
+        if any(_names(target, module, kind) for target in self.ignore):
+            return None
+        # An exact name goes before a pattern, and a pattern before a class.
+        ranked = (
+            sorted(
+                (2 if target == kind else int(target.startswith("re:")), i, group.scheme)
+                for i, group in enumerate(self.groups)
+                for target in group.targets
+                if _names(target, module, kind)
+            )
+            if len(self.groups) > 1
+            else [(0, 0, group.scheme) for group in self.groups if any(_names(t, module, kind) for t in group.targets)]
+        )
+        return ranked[0][2] if ranked else None
+
+
+_ROUTED = re.compile(r"\.experts\.\d+\.")
+
+
+def _names(target: str, module: str, kind: str) -> bool:
+    """compressed-tensors' `match_name`, or a class."""
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target in (module, kind)
+
+
+def _names_for_fp8(pattern: str, module: str) -> bool:
+    """transformers' `should_convert_module`: from the start up to a module's boundary, or as a suffix."""
+    return module.endswith(pattern) or re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) is not None
+
+
+def _strings(raw: Mapping[str, Any], name: str, problems: list[str], at: str = "") -> tuple[str, ...]:
+    """A list of names of modules, some of them patterns; empty for null."""
+    value = raw.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        problems.append(f"{at}{name}: {found(value)}; expected a list of names of modules")
+        return ()
+    for item in value:
+        try:
+            re.compile(item.removeprefix("re:"))
+        except re.error as error:
+            problems.append(f"{at}{name}: found {shown(item)}, which is no pattern ({error}); correct it")
+            return ()
+    return tuple(value)
+
+
+def _only(
+    raw: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]], free: Iterable[str], at: str = ""
+) -> Iterator[str]:
+    """Problems of fields that have another value than those listed, or that are neither listed nor `free`."""
+    for name, expected in values.items():
+        if not any(type(raw.get(name)) is type(value) and raw.get(name) == value for value in expected):
+            these = " or ".join("null" if value is None else shown(value) for value in expected)
+            yield f"{at}{name}: {found(raw.get(name))}; ling3 reads {these}; use another checkpoint"
+    for name in raw.keys() - values.keys() - set(free):
+        if raw[name] not in (None, False, {}, []):
+            yield (
+                f"{at}{name}: found {shown(raw[name])}; expected no such field, which ling3 does not know: remove it "
+                "if it does not change the numbers"
+            )
+
+
+def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[Group, ...], tuple[str, ...], list[str]]:
+    values = {
+        "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
+        "activation_scheme": ("dynamic", None),
+        "fmt": ("e4m3", None),
+        "scale_fmt": ("ue8m0", "float", None),
+        "expert_dtype": ("fp8", "fp4", None),
+    }
+    problems = list(_only(raw, values, ("quant_method", "modules_to_not_convert", "ignored_layers")))
+    skips = "modules_to_not_convert" if raw.get("modules_to_not_convert") is not None else "ignored_layers"
+    ignore = _strings(raw, skips, problems)
+    if raw.get(skips) is None:
+        ignore = ("lm_head",)  # what transformers leaves alone by default
+    groups = [Group((), Scheme("fp8", powers=raw.get("scale_fmt") == "ue8m0"))]
+    if raw.get("expert_dtype") == "fp4":
+        groups.insert(0, Group(("re:.*experts",), Scheme("fp4", bits=4)))
+    return tuple(groups), ignore, problems
+
+
+def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[Group, ...], tuple[str, ...], list[str]]:
+    formats = ("pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
+    values = {
+        "format": formats,
+        "kv_cache_scheme": (None,),
+        "moe_sparsity_config": (None,),
+        "quantization_status": ("compressed", None),
+        "sparsity_config": ({}, None),
+        "transform_config": ({}, None),
+    }
+    free = ("config_groups", "global_compression_ratio", "ignore", "quant_method", "version")
+    problems = list(_only(raw, values, free))
+    ignore, groups, listed = _strings(raw, "ignore", problems), [], raw.get("config_groups")
+    if not isinstance(listed, Mapping) or not listed or not all(isinstance(own, Mapping) for own in listed.values()):
+        problems.append(f"config_groups: {found(listed)}; expected an object of groups, each with targets and weights")
+        listed = {}
+    for name, group in listed.items():
+        at = f"config_groups.{name}."
+        own = raw.get("format") if group.get("format") is None else group["format"]
+        scheme = _scheme(group.get("weights"), own, f"{at}weights", problems)
+        problems += _only(group, {"input_activations": (None,), "output_activations": (None,)}, _GROUP, at)
+        groups.append(Group(_strings(group, "targets", problems, at), scheme))
+    return tuple(groups), ignore, problems
+
+
+_GROUP = ("format", "targets", "weights")
+
+
+def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
+    """What a group says of weights."""
+    if not isinstance(raw, Mapping):
+        problems.append(f"{at}: {found(raw)}; expected an object with num_bits, type, strategy and group_size")
+        return Scheme("integers")
+    packed = format == "pack-quantized"
+    strategy, whole_rows = raw.get("strategy"), raw.get("strategy") == "channel"
+    values: dict[str, tuple[Any, ...]] = {
+        "num_bits": (4, 8) if packed else (4,),
+        "type": ("int",) if packed else ("float",),
+        "symmetric": (True,),
+        "strategy": ("group", "channel") if packed else ("group",),
+        "group_size": (None, -1) if whole_rows else GROUPS if packed else (MXFP4_GROUP,),
+        "dynamic": (False, None),
+        "actorder": (None, False, "weight", "static"),  # which only order the calibration
+        "block_structure": (None,),
+        "scale_dtype": (None,) if packed else ("torch.uint8", "uint8", None),
+    }
+    if format not in ("pack-quantized", "mxfp4-pack-quantized"):
+        problems.append(
+            f"{at.removesuffix('weights')}format: {found(format)}; ling3 reads pack-quantized and mxfp4-pack-quantized"
+        )
+        return Scheme("integers")
+    wrong = list(_only(raw, values, ("observer", "observer_kwargs", "zp_dtype"), f"{at}."))
+    problems += wrong
+    if wrong or not packed:
+        return Scheme("mxfp4", bits=4)
+    return Scheme("integers", raw["num_bits"], None if strategy == "channel" else raw["group_size"])
+
+
+def quantized(
+    model: Any, quantization: Quantization, published: Callable[[str], str], *, key: PRNGKeyArray, std: float
+) -> Any:
+    """The tree with random quantized matrices in the place of those that a checkpoint stores so.
+
+    `published(name)` is what the checkpoint calls the tensor of that name in the tree. Raises ConfigError for a matrix
+    that cannot be stored as it should be, and for experts of one layer that would be of several kinds.
+    """
+    problems: list[str] = []
+
+    def visit(node: Any, path: str) -> Any:
+        if isinstance(node, tuple):
+            return tuple(visit(item, f"{path}.{i}") for i, item in enumerate(node))
+        if isinstance(node, Linear):
+            return replaced(node, path.lstrip("."))
+        if not isinstance(node, eqx.Module):
+            return node
+        fields = [field.name for field in dataclasses.fields(node) if not field.metadata.get("static")]
+        changed = {name: visit(getattr(node, name), f"{path}.{name}") for name in fields}
+        return dataclasses.replace(node, **changed) if any(changed[n] is not getattr(node, n) for n in fields) else node
+
+    def replaced(linear: Linear, path: str) -> Matrix:
+        embeds, modules = linear.axes[0] == "vocab" and path != "lm_head", _modules(linear, path, published)
+        schemes = {quantization.scheme(module, "Embedding" if embeds else "Linear") for module in modules}
+        if schemes == {None}:
+            return linear
+        if embeds:
+            problems.append(f"{modules[0]}: found a quantized embedding; expected it in floats; ignore it")
+        elif len(schemes) > 1:
+            problems.append(f"{modules[0]} and its neighbours: found several schemes; expected one for these experts")
+        else:
+            [scheme], number = schemes, len(numbers)
+            numbers.append(path)
+            assert scheme is not None
+            try:
+                return scheme.init(linear, key=jax.random.fold_in(key, number), std=std)
+            except ValueError as error:
+                problems.append(f"{modules[0]}: {error}; ignore it, or use another group size")
+        return linear
+
+    numbers: list[str] = []
+    tree = visit(model, "")
+    if problems:
+        raise ConfigError("quantization_config", problems)
+    return tree
+
+
+def _modules(matrix: Matrix, path: str, published: Callable[[str], str]) -> list[str]:
+    """The published modules that are a matrix of the tree: for a stack of experts one each."""
+    if matrix.axes[0] != "experts":
+        return [published(f"{path}.weight").removesuffix(".weight")]
+    experts, projection = path.rsplit(".", 1)
+    names = (f"{experts}.{expert}.{projection}.weight" for expert in range(matrix.shape[0]))
+    return [published(name).removesuffix(".weight") for name in names]

@@ -1,0 +1,413 @@
+// The numbers of matrices in 8 and 4 bits, decoded in registers, for `quantized_cpu.cc`. They are those of the plain
+// forms in `quantized.py`, bit for bit.
+//
+// A format decodes a step of a row at once: 4 · LANES bytes become STEP numbers in REGISTERS registers, in an order of
+// its own in which x is laid out too. `step` is for scales that are neither extreme nor NaN, which `open` says;
+// `number` is for all.
+
+#pragma once
+
+#include "products_cpu.h"
+
+namespace {
+
+typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
+typedef uint8_t LooseBytes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+
+// Neighbours of a row that have one scale, at least; the numbers of a row whose products are summed before they are
+// added to those before, and their scales.
+constexpr int64_t UNIT = 32, PART = CHUNK * LANES, UNITS = PART / UNIT;
+// Quarters of a register, of 128 bits each.
+constexpr int QUARTERS = LANES / 4;
+
+struct Float16 {
+  uint16_t bits;
+};
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float widened(float x) { return x; }
+inline float widened(BFloat16 x) { return from_bits(uint32_t(x.bits) << 16); }
+inline float widened(Float16 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  if (rest < 0x400) return (sign ? -1.0f : 1.0f) * float(rest) * 0x1p-24f;
+  return from_bits(sign | ((rest << 13) + (112u << 23)));
+}
+
+// x rounded to the nearest number of type S, ties to even.
+template <class S>
+inline float rounded(float x) {
+  if constexpr (std::is_same_v<S, BFloat16>) {
+    BFloat16 narrowed;
+    narrow(x, &narrowed);
+    return widened(narrowed);
+  } else if constexpr (std::is_same_v<S, Float16>) {
+    const float size = std::fabs(x);
+    if (!(size < 65520.0f)) return std::isnan(x) ? x : std::copysign(HUGE_VALF, x);
+    // Adding it makes the unit in the last place that of the nearest float16: 2^-24 at least.
+    const float unit = 0x1p13f * from_bits(std::max(bits_of(size) & 0x7f800000, 113u << 23));
+    return std::copysign((size + unit) - unit, x);
+  } else {
+    return x;
+  }
+}
+
+// 2^(byte - 127), the numbers of E8M0.
+inline float power_of_two(uint8_t byte) {
+  return from_bits(byte == 0 ? 1u << 22 : byte == 255 ? 0x7fc00000 : uint32_t(byte) << 23);
+}
+
+// A register by whose numbers each quarter has table's bytes; zero for an index of 128 and above.
+inline Bytes lookup(Bytes table, Bytes index) {
+#if defined(__AVX512BW__)
+  return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
+#elif defined(__AVX2__)
+  return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (Bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
+#else
+  Bytes found;
+  for (int i = 0; i < 4 * LANES; i++) found[i] = index[i] & 128 ? 0 : table[i / 16 * 16 + index[i] % 16];
+  return found;
+#endif
+}
+
+// A register of the 16 bytes at each quarter's place.
+inline Bytes joined(const uint8_t* const* at) {
+#if defined(__AVX512F__)
+  auto quarter = [&](int i) { return _mm_load_si128((const __m128i*)at[i]); };
+  __m512i all = _mm512_castsi128_si512(quarter(0));
+  all = _mm512_inserti32x4(all, quarter(1), 1);
+  all = _mm512_inserti32x4(all, quarter(2), 2);
+  return (Bytes)_mm512_inserti32x4(all, quarter(3), 3);
+#elif defined(__AVX2__)
+  const __m256i first = _mm256_castsi128_si256(_mm_load_si128((const __m128i*)at[0]));
+  return (Bytes)_mm256_inserti128_si256(first, _mm_load_si128((const __m128i*)at[1]), 1);
+#else
+  Bytes all;
+  for (int i = 0; i < QUARTERS; i++) std::memcpy((char*)&all + 16 * i, at[i], 16);
+  return all;
+#endif
+}
+
+// In each quarter the bytes of the lower (or UPPER) half of a's and b's in turn.
+template <bool UPPER, int... I>
+inline Bytes interleaved(Bytes a, Bytes b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (I / 16 * 16 + UPPER * 8 + I % 16 / 2 + I % 2 * 4 * LANES)...);
+#else
+  return __builtin_shuffle(a, b, Bytes{uint8_t(I / 16 * 16 + UPPER * 8 + I % 16 / 2 + I % 2 * 4 * LANES)...});
+#endif
+}
+constexpr std::make_integer_sequence<int, 4 * LANES> EVERY_BYTE;
+
+// Scales of a row's units in a part. `of(i)` is the row's i-th scale of `count`, and each is for 2^shift units. Those
+// past the end repeat the last.
+template <class S, class Of>
+inline void spread(int64_t part, int64_t count, int shift, S* scales, Of of) {
+  const int64_t from = part * UNITS, units = std::min(UNITS, (count << shift) - from);
+  if (shift == 0 && units == UNITS) {
+    for (int64_t u = 0; u < UNITS; u++) scales[u] = of(from + u);
+  } else if (shift == 2) {
+    for (int64_t u = 0; u < units; u += 4) {
+      const S own = of((from + u) / 4);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) scales[u + i] = own;
+    }
+  } else {
+    for (int64_t u = 0; u < units; u++) scales[u] = of((from + u) >> shift);
+  }
+  if (units < UNITS) std::fill(scales + units, scales + UNITS, scales[units - 1]);
+}
+
+// A matrix as its arrays lie.
+struct Stored {
+  const uint8_t* numbers;
+  const uint8_t* scales;
+  int64_t inner, bytes;  // numbers of a row, and the bytes it takes
+  int64_t groups;        // scales of a row
+  int shift;             // a scale is for 2^shift units
+
+  const uint8_t* row(int64_t outer) const { return numbers + outer * bytes; }
+};
+
+// ---- four bits whose sixteen numbers are looked up ----
+
+// The sixteen numbers of all scales in bfloat16, in two planes of bytes. The lower byte of a scale tells the lower ones;
+// to the upper ones of it, its own is added. `zero` says which codes are zeros, whose upper byte nothing is added to.
+struct Table {
+  alignas(64) uint8_t low[256][16], high[256][16];
+  alignas(64) uint8_t place[4 * LANES];
+
+  template <class Number>
+  explicit Table(Number number) {
+    for (int byte = 0; byte < 256; byte++) {
+      const BFloat16 scale{uint16_t(0x4000 | byte)};
+      for (int code = 0; code < 16; code++) {
+        BFloat16 own;
+        narrow(number(code) * widened(scale), &own);
+        const bool zero = number(code) == 0;
+        low[byte][code] = uint8_t(own.bits);
+        high[byte][code] = zero ? 0 : uint8_t((own.bits >> 8) - 0x40);
+        for (int q = 0; q < QUARTERS; q++) place[16 * q + code] = zero ? 128 : 2 * q + 1;
+      }
+      for (int code = 0; code < 16; code++) if (number(code) == 0) low[byte][code] = 0;
+    }
+  }
+};
+
+// Steps of two numbers a byte, the first in the lower bits. `Codes` has the table and the scales.
+template <class Codes>
+struct Nibbles : Stored {
+  static constexpr int REGISTERS = 8;
+  static constexpr bool HAS_NAN = false;
+  static constexpr int64_t STEP = REGISTERS * LANES;
+  using Scale = uint16_t;
+
+  static constexpr int64_t element(int k, int lane) {
+    return lane / 4 * 32 + k / 2 % 2 * 16 + lane % 4 * 4 + k % 2 * 2 + k / 4;
+  }
+
+  bool open(int64_t outer, int64_t part, Scale* to) const {
+    spread(part, groups, shift, to, [own = Codes::scales(*this, outer)](int64_t i) { return Codes::bfloat16(own[i]); });
+    uint16_t wrong = 0;
+    for (int64_t u = 0; u < UNITS; u++) {
+      // With two binades to spare at both ends.
+      wrong |= uint16_t((to[u] & 0x7fff) - 0x180) >= uint16_t(0x7c00 - 0x180);
+    }
+    return !wrong;
+  }
+
+  static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
+    const Table& table = Codes::TABLE;
+    const uint8_t *lows[QUARTERS], *highs[QUARTERS];
+#pragma GCC unroll 4
+    for (int q = 0; q < QUARTERS; q++) {
+      const uint8_t byte = uint8_t(scales[q]);
+      lows[q] = table.low[byte];
+      highs[q] = table.high[byte];
+    }
+    Bytes place, exponents;
+    std::memcpy(&place, table.place, sizeof place);
+    if constexpr (QUARTERS == 4) {
+      typedef uint64_t Pairs __attribute__((vector_size(4 * LANES)));
+      uint64_t four;
+      std::memcpy(&four, scales, sizeof four);
+      exponents = (Bytes)(Pairs{} + four);
+    } else {
+      uint32_t two = scales[0];
+      if constexpr (QUARTERS == 2) std::memcpy(&two, scales, sizeof two);
+      exponents = (Bytes)(Words{} + two);
+    }
+    const Bytes low = joined(lows), high = joined(highs) + lookup(exponents, place);
+    const Bytes both = *reinterpret_cast<const LooseBytes*>(at);
+    const Bytes halves[2] = {both & 15, (Bytes)((Words)both >> 4) & 15};
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; n++) {
+      const Bytes lower = lookup(low, halves[n]), upper = lookup(high, halves[n]);
+      const Words pairs[2] = {(Words)interleaved<false>(lower, upper, EVERY_BYTE),
+                              (Words)interleaved<true>(lower, upper, EVERY_BYTE)};
+#pragma GCC unroll 2
+      for (int u = 0; u < 2; u++) {
+        out[4 * n + 2 * u] = (Lanes)(pairs[u] << 16);
+        out[4 * n + 2 * u + 1] = (Lanes)(pairs[u] & 0xffff0000);
+      }
+    }
+  }
+
+  float number(int64_t outer, int64_t i) const {
+    const int code = row(outer)[i / 2] >> i % 2 * 4 & 15;
+    return Codes::number(code, Codes::scales(*this, outer)[(i / UNIT) >> shift]);
+  }
+};
+
+// Integers with scales in bfloat16.
+struct Int4Codes {
+  static const BFloat16* scales(const Stored& from, int64_t outer) {
+    return reinterpret_cast<const BFloat16*>(from.scales) + outer * from.groups;
+  }
+  static uint16_t bfloat16(BFloat16 scale) { return scale.bits; }
+  static float number(int code, BFloat16 scale) { return rounded<BFloat16>(float(code - 8) * widened(scale)); }
+  static const Table TABLE;
+};
+const Table Int4Codes::TABLE([](int code) { return float(code - 8); });
+
+// E2M1 with exponents.
+struct Mxfp4Codes {
+  static const uint8_t* scales(const Stored& from, int64_t outer) { return from.scales + outer * from.groups; }
+  static uint16_t bfloat16(uint8_t scale) { return uint16_t(scale << 7); }
+  static float e2m1(int code) {
+    constexpr float SIZES[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    return code & 8 ? -SIZES[code & 7] : SIZES[code];
+  }
+  static float number(int code, uint8_t scale) { return e2m1(code) * power_of_two(scale); }
+  static const Table TABLE;
+};
+const Table Mxfp4Codes::TABLE(e2m1);
+
+// ---- integers that are multiplied by their scale ----
+
+// Each of a's words N times.
+template <int N>
+struct Repeated {
+  static constexpr int of(int i) { return i / N; }
+};
+
+template <int BITS, class S>
+struct Scaled : Stored {
+  static constexpr int REGISTERS = 32 / BITS;
+  static constexpr bool HAS_NAN = false;
+  static constexpr int64_t STEP = REGISTERS * LANES;
+  static constexpr int OFFSET = 1 << (BITS - 1);
+  static constexpr uint32_t MASK = (1u << BITS) - 1;
+  using Scale = float;
+
+  static constexpr int64_t element(int k, int lane) { return lane * REGISTERS + k; }
+
+  bool open(int64_t outer, int64_t part, Scale* to) const {
+#if !defined(__F16C__)
+    if (std::is_same_v<S, Float16>) return false;
+#endif
+    const S* own = reinterpret_cast<const S*>(scales) + outer * groups;
+    spread(part, groups, shift, to, [own](int64_t i) { return widened(own[i]); });
+    uint32_t wrong = 0;
+    for (int64_t u = 0; u < UNITS; u++) {
+      const uint32_t size = bits_of(to[u]) & 0x7fffffff;
+      wrong |= (size - (27u << 23) >= (200u << 23)) & (size != 0);  // 2^-100 to 2^100
+    }
+    return !wrong;
+  }
+
+  static Lanes nearest(Lanes x) {
+    if constexpr (std::is_same_v<S, BFloat16>) {
+      // 2^16 times x's power of two makes the unit in the last place that of bfloat16.
+      const Lanes unit = (Lanes)(((Words)x & 0xff800000) + (16u << 23));
+      return (x + unit) - unit;
+    } else if constexpr (std::is_same_v<S, Float16>) {
+#if defined(__AVX512F__)
+      return (Lanes)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, 0));
+#elif defined(__F16C__) && defined(__AVX__)
+      return (Lanes)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, 0));
+#else
+      return x;  // nothing is `open`
+#endif
+    } else {
+      return x;
+    }
+  }
+
+  static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
+    typedef int32_t Signed __attribute__((vector_size(4 * LANES)));
+    Lanes scale;
+    if constexpr (BITS >= LANES) {
+      scale = Lanes{} + scales[0];
+    } else {
+      const Lanes units = *reinterpret_cast<const LooseLanes*>(scales);
+      scale = picked<Repeated<BITS>>(units, units, std::make_integer_sequence<int, LANES>());
+    }
+    const Words words = (Words) * reinterpret_cast<const LooseBytes*>(at);
+    const Lanes least = scale * -float(OFFSET);
+#pragma GCC unroll 8
+    for (int k = 0; k < REGISTERS; k++) {
+      const Words code = k == REGISTERS - 1 ? words >> (32 - BITS) : (words >> (BITS * k)) & MASK;
+      // code · scale - OFFSET · scale: what is rounded is q · scale.
+      out[k] = nearest(Numbers<float>::add(__builtin_convertvector((Signed)code, Lanes), scale, least));
+    }
+  }
+
+  float number(int64_t outer, int64_t i) const {
+    const int code = row(outer)[i * BITS / 8] >> i * BITS % 8 & MASK;
+    const S* own = reinterpret_cast<const S*>(scales) + outer * groups;
+    return rounded<S>(float(code - OFFSET) * widened(own[(i / UNIT) >> shift]));
+  }
+};
+
+// ---- E4M3 in blocks of 128 x 128, with scales of type S ----
+
+inline float e4m3(uint8_t code) {
+  const uint32_t sign = uint32_t(code & 128) << 24, rest = code & 127;
+  if (rest == 127) return from_bits(sign | 0x7fc00000);
+  if (rest < 8) return (sign ? -1.0f : 1.0f) * float(rest) * 0x1p-9f;
+  return from_bits(sign | ((rest << 20) + (120u << 23)));
+}
+
+template <class S>
+struct E4M3 : Stored {
+  static constexpr int REGISTERS = 4;
+  static constexpr bool HAS_NAN = true;
+  static constexpr int64_t STEP = REGISTERS * LANES, BLOCK = 128;
+  using Scale = float;
+
+  static float wide(float scale) { return scale; }
+  static float wide(uint8_t scale) { return power_of_two(scale); }
+  const S* own(int64_t outer) const { return reinterpret_cast<const S*>(scales) + outer / BLOCK * groups; }
+
+  float number(int64_t outer, int64_t i) const { return e4m3(row(outer)[i]) * wide(own(outer)[i / BLOCK]); }
+
+#if defined(__AVX512F__) || (defined(__F16C__) && defined(__AVX2__))
+  // By way of float16, of whose numbers these are 2^8 times as large.
+  static constexpr float FACTOR = 256;
+
+  static constexpr int64_t element(int k, int lane) { return 2 * (LANES * (k % 2) + lane) + k / 2; }
+
+  static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes& worst) {
+    typedef int16_t Halves __attribute__((vector_size(4 * LANES)));
+    const Bytes codes = *reinterpret_cast<const LooseBytes*>(at);
+    const Bytes sized = codes | 128;
+    worst = worst > sized ? worst : sized;
+    const Halves odd = ((Halves)codes >> 1) & int16_t(0xbf80);
+    const Halves even = ((Halves)codes << 8 >> 1) & int16_t(0xbf80);
+    const Halves both[2] = {even, odd};
+    const Lanes scale = Lanes{} + scales[0];
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; n++) {
+#if defined(__AVX512F__)
+      out[2 * n] = (Lanes)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)both[n])) * scale;
+      out[2 * n + 1] = (Lanes)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)both[n], 1)) * scale;
+#else
+      out[2 * n] = (Lanes)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)both[n])) * scale;
+      out[2 * n + 1] = (Lanes)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)both[n], 1)) * scale;
+#endif
+    }
+  }
+#else
+  static constexpr float FACTOR = 1;
+
+  static constexpr int64_t element(int k, int lane) { return 4 * lane + k; }
+
+  static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes& worst) {
+    const Bytes codes = *reinterpret_cast<const LooseBytes*>(at), sized = codes | 128;
+    worst = worst > sized ? worst : sized;
+#pragma GCC unroll 4
+    for (int k = 0; k < REGISTERS; k++) {
+      const Words code = (Words)codes >> (8 * k), rest = code & 127;
+      const Lanes normal = (Lanes)((rest << 20) + (120u << 23)), subnormal = normal + normal - 0x1p-6f;
+      const Words size = rest < 8 ? (Words)subnormal : (Words)normal;
+      out[k] = (Lanes)(size | (code & 128) << 24) * scales[0];
+    }
+  }
+#endif
+
+  bool open(int64_t outer, int64_t part, Scale* to) const {
+    spread(part, groups, shift, to, [own = own(outer)](int64_t i) { return wide(own[i]) * FACTOR; });
+    uint32_t wrong = 0;
+    for (int64_t u = 0; u < UNITS; u++) {
+      const uint32_t size = bits_of(to[u]) & 0x7fffffff;
+      wrong |= (size - (27u << 23) >= (200u << 23)) & (size != 0);
+    }
+    return !wrong;
+  }
+};
+
+}  // namespace
