@@ -14,10 +14,6 @@ struct Sizes {
 // Registers of values that are summed together.
 constexpr int BLOCK = 4;
 
-inline bool all_zero(const float* numbers, int64_t count) {
-  return std::all_of(numbers, numbers + count, [](float number) { return number == 0; });
-}
-
 inline bool all_one(const float* numbers, int64_t count) {
   return std::all_of(numbers, numbers + count, [](float number) { return number == 1; });
 }

@@ -9,19 +9,14 @@ constexpr int64_t BLOCK = 1 << 20, FEWEST = 64;
 // Tasks that a thread should find, so that none waits long for another; rows of a weight that a task has at least.
 constexpr int64_t TASKS = 8, LEAST = 2 * OUTER;
 
-// The number is ±0: its bits but for the sign are.
-inline bool is_zero(float number) { return number == 0; }
-inline bool is_zero(BFloat16 number) { return uint16_t(number.bits << 1) == 0; }
-
 template <class T>
 void run(ffi::ThreadPool& pool, int64_t rows, int64_t outer, int64_t inner, const T* x, const T* weight, float* out) {
   const int64_t share = std::max(LEAST, outer / (TASKS * std::max<int64_t>(pool.num_threads(), 1)));
   const int64_t piece = (share + OUTER - 1) / OUTER * OUTER;
   const int64_t most = std::max(FEWEST, BLOCK / std::max<int64_t>(inner, 1));
-  // Rows of zeros, which padding is: their products are zeros, and cost nothing.
   std::vector<int64_t> others;
   for (int64_t r = 0; r < rows; r++) {
-    if (std::all_of(x + r * inner, x + (r + 1) * inner, [](T number) { return is_zero(number); })) {
+    if (all_zero(x + r * inner, inner)) {
       std::fill_n(out + r * outer, outer, 0.0f);
     } else {
       others.push_back(r);

@@ -55,6 +55,16 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// The number is ±0: its bits but for the sign are.
+inline bool is_zero(float number) { return number == 0; }
+inline bool is_zero(BFloat16 number) { return uint16_t(number.bits << 1) == 0; }
+
+// True for a row of zeros, as padding is: its products with finite numbers are zeros, and need not be computed.
+template <class T>
+inline bool all_zero(const T* row, int64_t count) {
+  return std::all_of(row, row + count, [](T number) { return is_zero(number); });
+}
+
 // Numbers of a type as they are multiplied. A word is one number, or two whose products are added to one sum.
 template <class T>
 struct Numbers;

@@ -357,17 +357,22 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer number
   const Arrays weight{numbers, scales, x.dimensions()[1]};
   const int64_t outer = weight.outer(), inner = weight.inner;
   lay(pool, weight, x, laid->typed_data());
-  std::vector<const float*> from(rows);
-  std::vector<float*> to(rows);
+  std::vector<const float*> from;
+  std::vector<float*> to;
   for (int64_t r = 0; r < rows; r++) {
-    from[r] = laid->typed_data() + r * padded(inner);
-    to[r] = out->typed_data() + r * outer;
+    const float* row = laid->typed_data() + r * padded(inner);
+    if (all_zero(row, padded(inner))) {
+      std::fill_n(out->typed_data() + r * outer, outer, 0.0f);
+    } else {
+      from.push_back(row);
+      to.push_back(out->typed_data() + r * outer);
+    }
   }
   const int64_t share = std::max(LEAST, outer / (TASKS * std::max<int64_t>(pool.num_threads(), 1)));
   const int64_t piece = (share + PANEL - 1) / PANEL * PANEL;
   weight.with(0, [&](const auto& format) {
     each(pool, (outer + piece - 1) / piece, [&](int64_t task) {
-      products(format, task * piece, std::min((task + 1) * piece, outer), from.data(), rows, to.data());
+      products(format, task * piece, std::min((task + 1) * piece, outer), from.data(), from.size(), to.data());
     });
   });
   return ffi::Error::Success();

@@ -53,7 +53,10 @@ def suits(
 def product(
     x: Float[Array, "rows inner"], numbers: Shaped[Array, "outer stored"], scale: Shaped[Array, "scales groups"]
 ) -> Float32[Array, "rows outer"]:
-    """x Wᵀ where it `suits`, summed in float32. A row's bits depend only on its own values and the matrix."""
+    """x Wᵀ where it `suits`, summed in float32. A row's bits depend only on its own values and the matrix.
+
+    Rows of zeros, as padding is, have zeros and cost nothing; the numbers of W are finite.
+    """
     name = native.target(SOURCE, "quantized")
     assert name is not None, "`suits` said so"
     rows, inner = x.shape

@@ -306,3 +306,16 @@ class TestWhereItDoesNotSuit:
     @staticmethod
     def arrays():
         return jax.tree.leaves(drawn("mxfp4", 8, 64))
+
+
+@pytest.mark.parametrize("kind", ["int4-32-bfloat16", "fp8-float32", "mxfp4"])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_rows_of_zeros_change_no_other_row(kind, rows):
+    matrix = drawn(kind, 70, 288)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, 288)), jnp.float32)
+    empty = jnp.arange(rows) % 3 != 0
+    y = KERNEL(jnp.where(empty[:, None], -0.0, x), matrix)
+    assert not np.asarray(y[empty]).any()
+    np.testing.assert_array_equal(y[~empty], KERNEL(x, matrix)[~empty])
+    last = KERNEL(jnp.zeros_like(x).at[1, -1].set(1), matrix)  # a row of one number is none of zeros
+    np.testing.assert_array_equal(last[1], matrix.decoded()[:, -1])
