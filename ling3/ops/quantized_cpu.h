@@ -313,7 +313,7 @@ struct Scaled : Stored {
     typedef int32_t Signed __attribute__((vector_size(4 * LANES)));
     Lanes scale;
     if constexpr (BITS >= LANES) {
-      scale = Lanes{} + scales[0];
+      scale = Numbers<float>::every(scales[0]);
     } else {
       const Lanes units = *reinterpret_cast<const LooseLanes*>(scales);
       scale = picked<Repeated<BITS>>(units, units, std::make_integer_sequence<int, LANES>());
@@ -371,7 +371,7 @@ struct E4M3 : Stored {
     const Halves odd = ((Halves)codes >> 1) & int16_t(0xbf80);
     const Halves even = ((Halves)codes << 8 >> 1) & int16_t(0xbf80);
     const Halves both[2] = {even, odd};
-    const Lanes scale = Lanes{} + scales[0];
+    const Lanes scale = Numbers<float>::every(scales[0]);
 #pragma GCC unroll 2
     for (int n = 0; n < 2; n++) {
 #if defined(__AVX512F__)
