@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>

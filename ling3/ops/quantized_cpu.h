@@ -74,10 +74,12 @@ inline float power_of_two(uint8_t byte) {
 INLINE Bytes lookup(Bytes table, Bytes index) {
 #if defined(__AVX512BW__)
   return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
 #elif defined(__ARM_NEON) && defined(__aarch64__)
   return (Bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
+#elif defined(__SSSE3__) && !defined(__AVX__)
+  return (Bytes)_mm_shuffle_epi8((__m128i)table, (__m128i)index);
 #else
   Bytes found;
   for (int i = 0; i < 4 * LANES; i++) found[i] = index[i] & 128 ? 0 : table[i / 16 * 16 + index[i] % 16];
