@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -75,7 +75,18 @@ struct Numbers<float> {
   using Word = float;
   static Word word(const float* at) { return *at; }
   static Lanes words(const float* at) { return *reinterpret_cast<const LooseLanes*>(at); }
-  static Lanes every(Word word) { return Lanes{} + word; }
+  // As one load: zeros + word would be an addition.
+  static Lanes every(Word word) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_set1_ps(word);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (Lanes)_mm256_set1_ps(word);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (Lanes)vdupq_n_f32(word);
+#else
+    return Lanes{} + word;
+#endif
+  }
   // a · b + sum, rounded once where the processor can.
   static Lanes add(Lanes a, Lanes b, Lanes sum) {
 #if defined(__AVX512F__)

@@ -180,6 +180,9 @@ inline bool fused(const F& weight, int64_t outer, int64_t part, const float* con
       __builtin_prefetch(at + o * stride + ahead, 0, 1);
       Lanes numbers[F::REGISTERS];
       F::step(at + o * stride, scale + o * UNITS, numbers, worst);
+      // Otherwise the compiler keeps all of x's numbers from one row of the weight to the next, on the stack.
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) asm("" : "+r"(rows[r]));
 #pragma GCC unroll 8
       for (int k = 0; k < F::REGISTERS; k++) {
 #pragma GCC unroll 8

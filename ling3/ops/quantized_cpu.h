@@ -11,6 +11,8 @@
 
 namespace {
 
+#define INLINE inline __attribute__((always_inline))
+
 typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 typedef uint8_t LooseBytes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
@@ -69,13 +71,15 @@ inline float power_of_two(uint8_t byte) {
 }
 
 // A register by whose numbers each quarter has table's bytes; zero for an index of 128 and above.
-inline Bytes lookup(Bytes table, Bytes index) {
+INLINE Bytes lookup(Bytes table, Bytes index) {
 #if defined(__AVX512BW__)
   return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
 #elif defined(__ARM_NEON) && defined(__aarch64__)
   return (Bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
+#elif defined(__SSSE3__) && !defined(__AVX__)
+  return (Bytes)_mm_shuffle_epi8((__m128i)table, (__m128i)index);
 #else
   Bytes found;
   for (int i = 0; i < 4 * LANES; i++) found[i] = index[i] & 128 ? 0 : table[i / 16 * 16 + index[i] % 16];
@@ -84,7 +88,7 @@ inline Bytes lookup(Bytes table, Bytes index) {
 }
 
 // A register of the 16 bytes at each quarter's place.
-inline Bytes joined(const uint8_t* const* at) {
+INLINE Bytes joined(const uint8_t* const* at) {
 #if defined(__AVX512F__)
   auto quarter = [&](int i) { return _mm_load_si128((const __m128i*)at[i]); };
   __m512i all = _mm512_castsi128_si512(quarter(0));
@@ -103,7 +107,7 @@ inline Bytes joined(const uint8_t* const* at) {
 
 // In each quarter the bytes of the lower (or UPPER) half of a's and b's in turn.
 template <bool UPPER, int... I>
-inline Bytes interleaved(Bytes a, Bytes b, std::integer_sequence<int, I...>) {
+INLINE Bytes interleaved(Bytes a, Bytes b, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, (I / 16 * 16 + UPPER * 8 + I % 16 / 2 + I % 2 * 4 * LANES)...);
 #else
@@ -189,7 +193,7 @@ struct Nibbles : Stored {
     return !wrong;
   }
 
-  static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
+  INLINE static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
     const Table& table = Codes::TABLE;
     const uint8_t *lows[QUARTERS], *highs[QUARTERS];
 #pragma GCC unroll 4
@@ -289,7 +293,7 @@ struct Scaled : Stored {
     return !wrong;
   }
 
-  static Lanes nearest(Lanes x) {
+  INLINE static Lanes nearest(Lanes x) {
     if constexpr (std::is_same_v<S, BFloat16>) {
       // 2^16 times x's power of two makes the unit in the last place that of bfloat16.
       const Lanes unit = (Lanes)(((Words)x & 0xff800000) + (16u << 23));
@@ -307,11 +311,11 @@ struct Scaled : Stored {
     }
   }
 
-  static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
+  INLINE static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
     typedef int32_t Signed __attribute__((vector_size(4 * LANES)));
     Lanes scale;
     if constexpr (BITS >= LANES) {
-      scale = Lanes{} + scales[0];
+      scale = Numbers<float>::every(scales[0]);
     } else {
       const Lanes units = *reinterpret_cast<const LooseLanes*>(scales);
       scale = picked<Repeated<BITS>>(units, units, std::make_integer_sequence<int, LANES>());
@@ -361,7 +365,7 @@ struct E4M3 : Stored {
 
   static constexpr int64_t element(int k, int lane) { return 2 * (LANES * (k % 2) + lane) + k / 2; }
 
-  static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes& worst) {
+  INLINE static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes& worst) {
     typedef int16_t Halves __attribute__((vector_size(4 * LANES)));
     const Bytes codes = *reinterpret_cast<const LooseBytes*>(at);
     const Bytes sized = codes | 128;
@@ -369,7 +373,7 @@ struct E4M3 : Stored {
     const Halves odd = ((Halves)codes >> 1) & int16_t(0xbf80);
     const Halves even = ((Halves)codes << 8 >> 1) & int16_t(0xbf80);
     const Halves both[2] = {even, odd};
-    const Lanes scale = Lanes{} + scales[0];
+    const Lanes scale = Numbers<float>::every(scales[0]);
 #pragma GCC unroll 2
     for (int n = 0; n < 2; n++) {
 #if defined(__AVX512F__)
@@ -386,7 +390,7 @@ struct E4M3 : Stored {
 
   static constexpr int64_t element(int k, int lane) { return 4 * lane + k; }
 
-  static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes& worst) {
+  INLINE static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes& worst) {
     const Bytes codes = *reinterpret_cast<const LooseBytes*>(at), sized = codes | 128;
     worst = worst > sized ? worst : sized;
 #pragma GCC unroll 4
