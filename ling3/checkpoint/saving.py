@@ -24,6 +24,7 @@ from ling3.checkpoint.names import Leaf, Weight, leaves, structure
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
 from ling3.families import family_of, read_config
 from ling3.families.ling3_config import ConfigError
+from ling3.layers.quantized import QuantizedMatrix
 from ling3.mesh import sharding
 from ling3.mesh.agreement import Together
 from ling3.mesh.gathering import gathered
@@ -206,7 +207,7 @@ def _checked_arrays(model: CausalLM) -> list[_Stored]:
         shape, own = (), None
         if leaf.path in expected:
             shape, own = expected[leaf.path].shape, expected[leaf.path].dtype
-        dtypes = _DTYPES if own is None or own in _DTYPES else (own,)
+        dtypes = _dtypes(leaf) or (_DTYPES if own is None or own in _DTYPES else (own,))
         if leaf.value.shape != shape or leaf.value.dtype not in dtypes:
             there = f"{leaf.value.dtype}{list(leaf.value.shape)}"
             wrong.append(f"{leaf.path}: found {there}; expected {list(shape)} of {', '.join(map(str, dtypes))}")
@@ -247,7 +248,7 @@ def _statics(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _check_finite(found: list[_Stored]) -> None:
     infinite = []
     for leaf, value, share, placement in found:
-        if leaf.value.dtype not in _DTYPES:  # integers
+        if not jnp.issubdtype(leaf.value.dtype, jnp.floating):
             continue
         weights = tuple(leaf.weights())
         by_expert = weights[0].expert is not None  # a row of its leaf
@@ -262,7 +263,10 @@ def _check_finite(found: list[_Stored]) -> None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _are_finite(stack: Float[Array, "..."], by_row: bool, where: NamedSharding | None) -> Bool[Array, "..."]:
-    finite = jnp.isfinite(stack).all(axis=tuple(range(int(by_row), stack.ndim)))
+    narrow = stack.dtype.itemsize == 1
+    finite = jnp.isfinite(stack.astype(jnp.float32) if narrow else stack).all(
+        axis=tuple(range(int(by_row), stack.ndim))
+    )
     return finite if where is None else lax.with_sharding_constraint(finite, where)
 
 
@@ -282,8 +286,16 @@ def _plan(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf,
 
 
 def _stored_dtype(leaf: Leaf) -> np.dtype:
-    """An array's own, but checkpoints have integers in 64 bits."""
+    """An array's own, but checkpoints have integers in 64 bits, unless they are words of a quantized matrix."""
+    if (known := _dtypes(leaf)) and leaf.value.dtype == jnp.int32 and np.dtype(np.int64) not in known:
+        return np.dtype(np.int32)
     return np.dtype(np.int64) if leaf.value.dtype == jnp.int32 else np.dtype(leaf.value.dtype)
+
+
+def _dtypes(leaf: Leaf) -> tuple[np.dtype, ...]:
+    """Those that a tensor of a quantized matrix may have; none for other arrays."""
+    stored = leaf.module.STORED.get(leaf.field, ()) if isinstance(leaf.module, QuantizedMatrix) else ()
+    return tuple(DTYPES[name] for name in stored)
 
 
 def _tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
