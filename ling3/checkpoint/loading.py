@@ -93,7 +93,7 @@ def load(
             raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
         tree = structure(config)
         parts = stored_parts(tree, files)
-        _account(directory, config, parts, files, wanted, mesh)
+        account(directory, config, parts, files, wanted, mesh)
         dtypes = [_target_dtype(leaf, weights, files, wanted) for leaf, weights in parts]
         layout = None if mesh is None else plan(tree, mesh, rules)
         together.check(same=hashlib.sha256(repr((config, dtypes)).encode()).hexdigest())
@@ -173,13 +173,13 @@ def _version(directory: pathlib.Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _account(
+def account(
     directory: pathlib.Path,
     config: Any,
     parts: Parts,
     files: dict[str, SafetensorsFile],
-    wanted: np.dtype | None,
-    mesh: Mesh | None,
+    wanted: np.dtype | None = None,
+    mesh: Mesh | None = None,
 ) -> None:
     """Every name, shape and dtype in the headers against what the configuration asks for, in both directions.
 

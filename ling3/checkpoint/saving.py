@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Shaped
 
 from ling3.checkpoint import hub, replacing, safetensors_file, shards
 from ling3.checkpoint.names import Leaf, Weight, leaves, structure
@@ -101,38 +101,39 @@ def save(
         if writes:
             if target.is_dir():
                 replacing.settle(target)
-            _replaced(target, overwrite, ())
+            replaced(target, overwrite, ())
         found = _checked_arrays(model)
-        tokenizer = {} if tokenizer_from is None or not writes else _tokenizer_files(tokenizer_from)
+        tokenizer = {} if tokenizer_from is None or not writes else tokenizer_files(tokenizer_from)
         together.check()
         if check_finite:
             _check_finite(found)
-        plan = _plan([array.leaf for array in found], max_shard_bytes)
+        plan = plan_files([array.leaf for array in found], max_shard_bytes)
         reader = _Reader(found, together)
         if writes:
-            _replace(target, model, plan, reader.tensor, tokenizer, overwrite)
+            replace(target, model, plan, reader.tensor, tokenizer, overwrite)
         else:
             for shard in plan:
                 for name in safetensors_file.in_order(_specs(shard)):
                     reader.whole(shard[name][0])
 
 
-def _replace(
+def replace(
     target: pathlib.Path,
     model: CausalLM,
     plan: list[dict[str, tuple[Leaf, Weight]]],
     read: Callable[[Leaf, Weight], np.ndarray],
     tokenizer: dict[str, bytes],
     overwrite: bool,
+    doing: str = "saving",
 ) -> None:
     """Writes everything, and puts it in the place of what is there."""
     total = sum(weight.size * _stored_dtype(leaf).itemsize for shard in plan for leaf, weight in shard.values())
     try:
         with replacing.workspace(target) as new:
-            old, foreign = _replaced(target, overwrite, TOKENIZER_FILES if tokenizer else ())
+            old, foreign = replaced(target, overwrite, TOKENIZER_FILES if tokenizer else ())
             for name, content in tokenizer.items():
                 _write(new / name, content)
-            _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign)
+            _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign, doing=doing)
             config = family_of(model.config).without_skipped(model.config)
             raw = config.to_dict() | {"torch_dtype": str(model.dtype)}
             _write(new / CONFIG, _json(raw))
@@ -151,7 +152,7 @@ def _replace(
         ) from error
 
 
-def _replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) -> tuple[list[str], bool]:
+def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) -> tuple[list[str], bool]:
     """The files in `target` that a new checkpoint replaces, and whether weights remain that are none of its own."""
     if not target.exists():
         return [], False
@@ -262,7 +263,7 @@ def _check_finite(found: list[_Stored]) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _are_finite(stack: Float[Array, "..."], by_row: bool, where: NamedSharding | None) -> Bool[Array, "..."]:
+def _are_finite(stack: Shaped[Array, "..."], by_row: bool, where: NamedSharding | None) -> Bool[Array, "..."]:
     narrow = stack.dtype.itemsize == 1
     finite = jnp.isfinite(stack.astype(jnp.float32) if narrow else stack).all(
         axis=tuple(range(int(by_row), stack.ndim))
@@ -270,7 +271,7 @@ def _are_finite(stack: Float[Array, "..."], by_row: bool, where: NamedSharding |
     return finite if where is None else lax.with_sharding_constraint(finite, where)
 
 
-def _plan(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf, Weight]]]:
+def plan_files(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf, Weight]]]:
     """Which tensors go into which file, in the tree's order."""
     plan: list[dict[str, tuple[Leaf, Weight]]] = [{}]
     size = 0
@@ -298,7 +299,8 @@ def _dtypes(leaf: Leaf) -> tuple[np.dtype, ...]:
     return tuple(DTYPES[name] for name in stored)
 
 
-def _tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
+def tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The files of a checkpoint's tokenizer. CheckpointError without any."""
     directory = hub.resolve(source, TOKENIZER_FILES)
     try:
         files = {
@@ -335,9 +337,10 @@ def _write_shards(
     read: Callable[[Leaf, Weight], np.ndarray],
     total: int,
     indexed: bool,
+    doing: str,
 ) -> None:
     weight_map = {}
-    with progress("saving", total) as advance:
+    with progress(doing, total) as advance:
         for i, shard in enumerate(plan):
             name = shards.SINGLE if len(plan) == 1 else f"model-{i + 1:05}-of-{len(plan):05}.safetensors"
             weight_map |= dict.fromkeys(shard, name)
