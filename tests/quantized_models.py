@@ -1,6 +1,7 @@
 """Small models whose matrices are quantized, and the configs that say so."""
 
 import dataclasses
+import functools
 
 import jax
 from tiny import TINY
@@ -66,5 +67,6 @@ def config(name, **changes):
     return dataclasses.replace(SIZES, quantization_config=CONFIGS[name], **changes)
 
 
+@functools.cache
 def model(name, **changes):
     return ling3.init(config(name, **changes), key=jax.random.key(0))

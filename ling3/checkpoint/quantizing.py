@@ -32,7 +32,7 @@ MOST = {"fp8": 448.0, "mxfp4": 6.0}
 def quantize(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    to: Format,
+    to: str,
     *,
     group: int | None = None,
     keep: Iterable[str] = ("lm_head",),
@@ -61,6 +61,7 @@ def quantize(
     """
     if to not in get_args(Format):
         raise ValueError(f"to: found {to!r}; expected one of {', '.join(get_args(Format))}")
+    form: Format = to  # type: ignore[assignment]
     if group is not None and (not to.startswith("int") or group not in GROUPS):
         allowed = (
             f"{' or '.join(map(str, GROUPS))}" if to.startswith("int") else f"none for {to}, whose blocks are fixed"
@@ -81,7 +82,7 @@ def quantize(
     files = shards.open_all(directory)
     parts = stored_parts(structure(config), files)
     account(directory, config, parts, files)
-    own = dataclasses.replace(config, quantization_config=_config(to, group or 32, _ignored(config, tuple(keep))))
+    own = dataclasses.replace(config, quantization_config=_config(form, group or 32, _ignored(config, tuple(keep))))
     sources = {(leaf.path, weight.expert): weight for leaf, weights in parts for weight in weights}
 
     def stored(path: str) -> np.dtype:
@@ -91,7 +92,7 @@ def quantize(
     tree = structure(own, stored("model.word_embeddings.weight"))
     dtypes = {leaf.path: _dtype(leaf, stored) for leaf in leaves(tree)}
     found = [_with_dtype(leaf, dtypes[leaf.path]) for leaf in leaves(tree)]
-    read = _Quantizer(to, files, sources).tensor
+    read = _Quantizer(form, files, sources).tensor
     tokenizer = tokenizer_files(directory) if (directory / "tokenizer.json").exists() else {}
     replace(target, tree, plan_files(found, max_shard_bytes), read, tokenizer, overwrite, "quantizing")
 
