@@ -12,6 +12,7 @@ from ling3.version import __version__
 if TYPE_CHECKING:
     from ling3.cache import Cache, KDAState, Paged, Span
     from ling3.checkpoint import CheckpointError, load, save
+    from ling3.checkpoint.quantizing import quantize
     from ling3.engine.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
     from ling3.engine.sampling_params import SamplingParams
     from ling3.engine.settings import EngineSettings
@@ -61,6 +62,7 @@ __all__ = [
     "init",
     "load",
     "load_tokenizer",
+    "quantize",
     "register_family",
     "save",
     "trace",
@@ -71,6 +73,7 @@ __all__ = [
 _MODULES = {
     "cache": ("Cache", "KDAState", "Paged", "Span"),
     "checkpoint": ("CheckpointError", "load", "save"),
+    "checkpoint.quantizing": ("quantize",),
     "families.ling3_config": ("ConfigError", "Ling3Config"),
     "execution": ("Execution",),
     "families": ("Family", "init", "register_family"),

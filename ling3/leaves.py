@@ -45,7 +45,11 @@ class Leaf:
     def units(self, axis: str) -> int:
         """How many things its axis of this name counts: heads, where a head has several rows."""
         known = (getattr(module, axis, None) for module in reversed(self.around))
-        return next((count for count in known if isinstance(count, int)), self.value.shape[self.axes.index(axis)])
+        if (count := next((count for count in known if isinstance(count, int)), None)) is not None:
+            return count
+        own = self.module if isinstance(self.module, Matrix) else self
+        shape = own.shape if isinstance(own, Matrix) else self.value.shape
+        return shape[own.axes.index(axis)]
 
 
 def leaves(model: Any) -> Iterator[Leaf]:

@@ -15,6 +15,7 @@ from ling3.execution import PLAIN, Execution
 from ling3.layers.hyper import HyperConnection, HyperHead, Mixing, mixed
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
+from ling3.layers.quantized import weights_per_element
 from ling3.ops.attention import BLOCK
 from ling3.placement import Placement, here
 from ling3.runtime.entry_checks import checks_ids, refuse_fork
@@ -208,8 +209,9 @@ class CausalLM(eqx.Module):
 
     @property
     def parameters(self) -> int:
-        """How many numbers it has."""
-        return sum(math.prod(shape) for shape in self.shapes)
+        """How many weights it has; of quantized matrices as many as they have numbers, and no scales."""
+        counts = weights_per_element(self)
+        return int(sum(math.prod(shape) * count for shape, count in zip(self.shapes, counts, strict=True)))
 
     @property
     def page_multiple(self) -> int:

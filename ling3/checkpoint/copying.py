@@ -18,8 +18,14 @@ BLOCK = 2**18
 THREADS = 8
 """The most threads: more of them do not read faster, as memory bandwidth is the limit."""
 
-_EXPONENTS = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
-"""Each type's exponent bits, which are all set in infinities and NaN only; integers have none."""
+_EXPONENTS = {
+    "F32": np.uint32(0x7F800000),
+    "BF16": np.uint16(0x7F80),
+    "F16": np.uint16(0x7C00),
+    "F8_E4M3": np.uint8(0x7F),
+    "F8_E8M0": np.uint8(0xFF),
+}
+"""The bits of each type that are all set in infinities and NaN only; integers have none."""
 
 
 class Copy(NamedTuple):
@@ -87,6 +93,8 @@ class Copier:
             return self._decoded(copy, copy.quantized, start, target)
         stored = copy.file.tensors[copy.name].dtype
         dtype, exponent = DTYPES[stored], _EXPONENTS.get(stored)
+        if stored == "U8" and copy.name.endswith(".weight_scale"):  # E8M0 under another name
+            exponent = _EXPONENTS["F8_E8M0"]
         if exponent is None:
             own = target if target.dtype == dtype else np.empty(target.shape, dtype)
             copy.file.read(copy.name, start, own, copy.stride)

@@ -1,10 +1,12 @@
 """From a published checkpoint to the module tree; `save` goes the other way."""
 
+import dataclasses
 import functools
 import hashlib
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,9 +24,11 @@ from ling3.checkpoint.dequantizing import QUANTIZED, Quantized, misfit, scales_o
 from ling3.checkpoint.names import Leaf, Parts, Weight, stored_parts, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import save
+from ling3.layers.linear import Linear, Matrix
+from ling3.layers.quantized import QuantizedMatrix
 from ling3.mesh.agreement import Together
 from ling3.mesh.rules import WHOLE, Rules, Share
-from ling3.mesh.sharding import Layout, check, plan, processes
+from ling3.mesh.sharding import Layout, check, place, plan, processes
 from ling3.model import CausalLM
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.progress import progress
@@ -42,6 +46,7 @@ def load(
     rules: Rules | None = None,
     revision: str | None = None,
     check_finite: bool = True,
+    dequantize: bool = False,
 ) -> CausalLM:
     """The model in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
 
@@ -50,7 +55,10 @@ def load(
     With `dtype` None every array has the dtype it is stored in. With `jnp.float32` or `jnp.bfloat16` the matrices have
     that one, and what the structure keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
 
-    Weights that DeepSeek-V4 stores in FP8 and FP4 are dequantized while loading, into bfloat16 with `dtype` None.
+    Quantized weights stay in their format in memory, and their scales in the dtype that they are stored in, whatever
+    `dtype` says: it is that of the rest and of activations, which are not rounded to 8 bits, though a checkpoint's
+    servers may do so. With `dequantize` they become matrices in `dtype`, or bfloat16 with `dtype` None, as the training
+    of a model needs them. Those of DeepSeek-V4 always do.
 
     All headers are checked against the configuration before any weight is read: nothing may be missing or left over
     but the multi-token-prediction layers, which are skipped, and a tied `lm_head`, which must equal the embedding.
@@ -67,6 +75,10 @@ def load(
     `hub.resolve`'s errors where there is no checkpoint, MeshError for a model that cannot be cut so, and ValueError for
     rules without a mesh, or a mesh without a device of this process.
     """
+    if dequantize:
+        options = {"revision": revision, "check_finite": check_finite}
+        model = dequantized(load(path, dtype, **options), jnp.bfloat16 if dtype is None else dtype)
+        return model if mesh is None else place(model, mesh, rules)
     refuse_fork()
     check(mesh, rules)
     wanted = None if dtype is None else np.dtype(dtype)
@@ -81,7 +93,7 @@ def load(
             raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
         tree = structure(config)
         parts = stored_parts(tree, files)
-        _account(directory, config, parts, files, wanted, mesh)
+        account(directory, config, parts, files, wanted, mesh)
         dtypes = [_target_dtype(leaf, weights, files, wanted) for leaf, weights in parts]
         layout = None if mesh is None else plan(tree, mesh, rules)
         together.check(same=hashlib.sha256(repr((config, dtypes)).encode()).hexdigest())
@@ -93,6 +105,21 @@ def load(
             kind = "numbers that mean nothing; fetch the file again"
             raise CheckpointError(shards.complaint(directory, [(kind, wrong)]))
     return model
+
+
+def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
+    """The model with each quantized matrix as one in `dtype`, and a config that says so."""
+    if getattr(model.config, "quantization_config", None) is None:
+        return model
+
+    def dense(matrix: Any) -> Any:
+        if not isinstance(matrix, QuantizedMatrix):
+            return matrix
+        options = {"bias": matrix.bias, "axes": matrix.axes, "name": matrix.name}
+        return Linear(jax.jit(lambda own: own.operand.dense().astype(dtype))(matrix), **options)
+
+    plain = jax.tree.map(dense, model, is_leaf=lambda node: isinstance(node, Matrix))
+    return dataclasses.replace(plain, config=dataclasses.replace(model.config, quantization_config=None))
 
 
 def _read(
@@ -146,13 +173,13 @@ def _version(directory: pathlib.Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _account(
+def account(
     directory: pathlib.Path,
     config: Any,
     parts: Parts,
     files: dict[str, SafetensorsFile],
-    wanted: np.dtype | None,
-    mesh: Mesh | None,
+    wanted: np.dtype | None = None,
+    mesh: Mesh | None = None,
 ) -> None:
     """Every name, shape and dtype in the headers against what the configuration asks for, in both directions.
 
@@ -183,8 +210,10 @@ def _account(
                 shapes.append(f"{at}: found {list(info.shape)}; expected {list(wanted_shape)}")
             elif info.dtype not in known:
                 dtypes.append(f"{at}: found {info.dtype}; expected {', '.join(known)}")
+            elif leaf.field == "weight_shape" and isinstance(leaf.module, QuantizedMatrix):
+                quantized += _wrong_shape(file, weight.name, leaf.module.shape[-2:])
             stored.setdefault(info.dtype, weight.name)
-        if wanted is None and len(stored) > 1:
+        if len(stored) > 1 and (wanted is None or isinstance(leaf.module, QuantizedMatrix)):
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
     others = [name for name in files if name not in expected and not family.skips(name, config)]
     copies = {name: original for name in others if (original := family.copies(name, config)) is not None}
@@ -194,7 +223,7 @@ def _account(
             ("tensors that the configuration asks for and no file has", missing),
             ("tensors that the configuration has no place for", left),
             ("tensors of another shape than the configuration's", shapes),
-            ("tensors of a type that ling3 does not compute with; use the unquantized checkpoint", dtypes),
+            ("tensors of a type that ling3 does not compute with here; use another checkpoint", dtypes),
             ("quantized tensors that cannot be read", quantized),
             ("experts of one layer in several types; load with dtype=jnp.float32 or jnp.bfloat16", mixed),
         ]
@@ -206,6 +235,14 @@ def _account(
     ]:
         kind = "tensors that the configuration ties to another one and that differ from it; correct tie_word_embeddings"
         raise CheckpointError(shards.complaint(directory, [(kind, differing)]))
+
+
+def _wrong_shape(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+    """The problem of a `weight_shape` that is not that of its matrix."""
+    found = np.empty((1, 2), DTYPES[file.tensors[name].dtype])
+    file.read(name, 0, found, 2)
+    if tuple(found[0]) != shape:
+        yield f"{name}, in {file.path.name}: found {found[0].tolist()}; expected {list(shape)}"
 
 
 def _equal(file: SafetensorsFile, name: str, other_file: SafetensorsFile, other: str, mesh: Mesh | None) -> bool:
@@ -227,6 +264,13 @@ def _equal(file: SafetensorsFile, name: str, other_file: SafetensorsFile, other:
 
 
 def _hint(missing: list[str], left: list[str]) -> str:
+    stored = {name.partition(",")[0].rpartition(".")[0]: name for name in left}
+    for name in missing:
+        module, _, field = name.partition(" ")[0].rpartition(".")
+        if field in ("weight_packed", "weight_scale", "weight_scale_inv") and module in stored:
+            return f"\n  quantization_config names {module}, which is stored in floats: add it to the modules to ignore"
+        if field == "weight" and re.search(r"\.weight_(packed|scale\w*)$", stored.get(module, "").partition(",")[0]):
+            return f"\n  {module} is quantized, and quantization_config does not say so: correct it"
     if any(".attention.dense." in name for name in left) and any(".attention.o_proj." in name for name in missing):
         return "\n  transformers 5 writes KDA's o_proj under the name dense: rename those tensors"
     return ""
@@ -234,6 +278,8 @@ def _hint(missing: list[str], left: list[str]) -> str:
 
 def _stored_as(leaf: Leaf) -> tuple[str, ...]:
     """The types in which files may have a leaf: any float for a float, and for integers wider ones too."""
+    if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
+        return leaf.module.STORED[leaf.field]
     own = next(name for name, dtype in DTYPES.items() if dtype == leaf.value.dtype)
     return FLOATS if own in FLOATS else ("I64", "I32") if own == "I32" else (own,)
 
@@ -242,6 +288,8 @@ def _target_dtype(
     leaf: Leaf, weights: tuple[Weight, ...], files: dict[str, SafetensorsFile], wanted: np.dtype | None
 ) -> np.dtype:
     stored = files[weights[0].name].tensors[weights[0].name].dtype
+    if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
+        return np.dtype(np.int32) if stored == "I64" else DTYPES[stored]
     if _stored_as(leaf) != FLOATS:
         return np.dtype(leaf.value.dtype)
     if wanted is None:

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Shaped
 
 from ling3.checkpoint import hub, replacing, safetensors_file, shards
 from ling3.checkpoint.names import Leaf, Weight, leaves, structure
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
 from ling3.families import family_of, read_config
 from ling3.families.ling3_config import ConfigError
+from ling3.layers.quantized import QuantizedMatrix
 from ling3.mesh import sharding
 from ling3.mesh.agreement import Together
 from ling3.mesh.gathering import gathered
@@ -100,38 +101,39 @@ def save(
         if writes:
             if target.is_dir():
                 replacing.settle(target)
-            _replaced(target, overwrite, ())
+            replaced(target, overwrite, ())
         found = _checked_arrays(model)
-        tokenizer = {} if tokenizer_from is None or not writes else _tokenizer_files(tokenizer_from)
+        tokenizer = {} if tokenizer_from is None or not writes else tokenizer_files(tokenizer_from)
         together.check()
         if check_finite:
             _check_finite(found)
-        plan = _plan([array.leaf for array in found], max_shard_bytes)
+        plan = plan_files([array.leaf for array in found], max_shard_bytes)
         reader = _Reader(found, together)
         if writes:
-            _replace(target, model, plan, reader.tensor, tokenizer, overwrite)
+            replace(target, model, plan, reader.tensor, tokenizer, overwrite)
         else:
             for shard in plan:
                 for name in safetensors_file.in_order(_specs(shard)):
                     reader.whole(shard[name][0])
 
 
-def _replace(
+def replace(
     target: pathlib.Path,
     model: CausalLM,
     plan: list[dict[str, tuple[Leaf, Weight]]],
     read: Callable[[Leaf, Weight], np.ndarray],
     tokenizer: dict[str, bytes],
     overwrite: bool,
+    doing: str = "saving",
 ) -> None:
     """Writes everything, and puts it in the place of what is there."""
     total = sum(weight.size * _stored_dtype(leaf).itemsize for shard in plan for leaf, weight in shard.values())
     try:
         with replacing.workspace(target) as new:
-            old, foreign = _replaced(target, overwrite, TOKENIZER_FILES if tokenizer else ())
+            old, foreign = replaced(target, overwrite, TOKENIZER_FILES if tokenizer else ())
             for name, content in tokenizer.items():
                 _write(new / name, content)
-            _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign)
+            _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign, doing=doing)
             config = family_of(model.config).without_skipped(model.config)
             raw = config.to_dict() | {"torch_dtype": str(model.dtype)}
             _write(new / CONFIG, _json(raw))
@@ -150,7 +152,7 @@ def _replace(
         ) from error
 
 
-def _replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) -> tuple[list[str], bool]:
+def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) -> tuple[list[str], bool]:
     """The files in `target` that a new checkpoint replaces, and whether weights remain that are none of its own."""
     if not target.exists():
         return [], False
@@ -206,7 +208,7 @@ def _checked_arrays(model: CausalLM) -> list[_Stored]:
         shape, own = (), None
         if leaf.path in expected:
             shape, own = expected[leaf.path].shape, expected[leaf.path].dtype
-        dtypes = _DTYPES if own is None or own in _DTYPES else (own,)
+        dtypes = _dtypes(leaf) or (_DTYPES if own is None or own in _DTYPES else (own,))
         if leaf.value.shape != shape or leaf.value.dtype not in dtypes:
             there = f"{leaf.value.dtype}{list(leaf.value.shape)}"
             wrong.append(f"{leaf.path}: found {there}; expected {list(shape)} of {', '.join(map(str, dtypes))}")
@@ -247,7 +249,7 @@ def _statics(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _check_finite(found: list[_Stored]) -> None:
     infinite = []
     for leaf, value, share, placement in found:
-        if leaf.value.dtype not in _DTYPES:  # integers
+        if not jnp.issubdtype(leaf.value.dtype, jnp.floating):
             continue
         weights = tuple(leaf.weights())
         by_expert = weights[0].expert is not None  # a row of its leaf
@@ -261,12 +263,15 @@ def _check_finite(found: list[_Stored]) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _are_finite(stack: Float[Array, "..."], by_row: bool, where: NamedSharding | None) -> Bool[Array, "..."]:
-    finite = jnp.isfinite(stack).all(axis=tuple(range(int(by_row), stack.ndim)))
+def _are_finite(stack: Shaped[Array, "..."], by_row: bool, where: NamedSharding | None) -> Bool[Array, "..."]:
+    narrow = stack.dtype.itemsize == 1
+    finite = jnp.isfinite(stack.astype(jnp.float32) if narrow else stack).all(
+        axis=tuple(range(int(by_row), stack.ndim))
+    )
     return finite if where is None else lax.with_sharding_constraint(finite, where)
 
 
-def _plan(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf, Weight]]]:
+def plan_files(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf, Weight]]]:
     """Which tensors go into which file, in the tree's order."""
     plan: list[dict[str, tuple[Leaf, Weight]]] = [{}]
     size = 0
@@ -282,11 +287,20 @@ def _plan(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf,
 
 
 def _stored_dtype(leaf: Leaf) -> np.dtype:
-    """An array's own, but checkpoints have integers in 64 bits."""
+    """An array's own, but checkpoints have integers in 64 bits, unless they are words of a quantized matrix."""
+    if (known := _dtypes(leaf)) and leaf.value.dtype == jnp.int32 and np.dtype(np.int64) not in known:
+        return np.dtype(np.int32)
     return np.dtype(np.int64) if leaf.value.dtype == jnp.int32 else np.dtype(leaf.value.dtype)
 
 
-def _tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
+def _dtypes(leaf: Leaf) -> tuple[np.dtype, ...]:
+    """Those that a tensor of a quantized matrix may have; none for other arrays."""
+    stored = leaf.module.STORED.get(leaf.field, ()) if isinstance(leaf.module, QuantizedMatrix) else ()
+    return tuple(DTYPES[name] for name in stored)
+
+
+def tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The files of a checkpoint's tokenizer. CheckpointError without any."""
     directory = hub.resolve(source, TOKENIZER_FILES)
     try:
         files = {
@@ -323,9 +337,10 @@ def _write_shards(
     read: Callable[[Leaf, Weight], np.ndarray],
     total: int,
     indexed: bool,
+    doing: str,
 ) -> None:
     weight_map = {}
-    with progress("saving", total) as advance:
+    with progress(doing, total) as advance:
         for i, shard in enumerate(plan):
             name = shards.SINGLE if len(plan) == 1 else f"model-{i + 1:05}-of-{len(plan):05}.safetensors"
             weight_map |= dict.fromkeys(shard, name)

@@ -88,11 +88,11 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
         return
     import tyro
 
-    from ling3.cli import ablate, bench, chat, eval, generate, inspect
+    from ling3.cli import ablate, bench, chat, eval, generate, inspect, quantize
     from ling3.cli.options import Machines, follow
 
     command = tyro.cli(
-        generate.Generate | chat.Chat | bench.Bench | eval.Eval | ablate.Ablate | inspect.Inspect,
+        generate.Generate | chat.Chat | bench.Bench | eval.Eval | ablate.Ablate | inspect.Inspect | quantize.Quantize,
         prog="ling3",
         description="Ling-3 in JAX.",
         args=argv,

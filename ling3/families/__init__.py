@@ -90,9 +90,9 @@ def init(
     layout = None if mesh is None else plan(tree, mesh, rules)
     arrays: dict[int, jax.Array] = {}
 
-    def take(i: int, value: jax.Array) -> None:
+    def take(i: int, value: Any) -> None:
         if layout is None:
-            arrays[i] = value
+            arrays[i] = jnp.asarray(value)
             return
         whole = np.asarray(value)
         arrays[i] = layout.array(i, whole.shape, lambda share, number: share.part(whole, number))

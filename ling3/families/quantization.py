@@ -74,18 +74,21 @@ class Quantization:
 
     @staticmethod
     def read(raw: Any) -> "Quantization | None":
-        """The config in a JSON object; None for null or an empty one. Raises ConfigError with all problems."""
+        """The config in a JSON object; None for null or an empty one. Raises ConfigError with all problems.
+
+        TypeError for what is no object.
+        """
         if isinstance(raw, Quantization) or raw is None or raw == {}:
             return raw or None
         if not isinstance(raw, Mapping):
-            raise ConfigError("quantization_config", [f"{found(raw)}; expected a JSON object"])
+            raise TypeError("no JSON object")
         readers: dict[Any, Callable[[Mapping[str, Any]], tuple[tuple[Group, ...], tuple[str, ...], list[str]]]] = {
             "fp8": _fp8,
             "compressed-tensors": _compressed_tensors,
         }
         method = raw.get("quant_method")
         if not isinstance(method, str) or method not in readers:
-            problem = f"quant_method: {found(method)}; ling3 reads {' and '.join(readers)}; use another checkpoint"
+            problem = f"quant_method: {found(method)}; expected {' or '.join(readers)}, which is what ling3 reads"
             raise ConfigError("quantization_config", [problem])
         groups, ignore, problems = readers[method](raw)
         if problems:
@@ -157,7 +160,7 @@ def _only(
     for name, expected in values.items():
         if not any(type(raw.get(name)) is type(value) and raw.get(name) == value for value in expected):
             these = " or ".join("null" if value is None else shown(value) for value in expected)
-            yield f"{at}{name}: {found(raw.get(name))}; ling3 reads {these}; use another checkpoint"
+            yield f"{at}{name}: {found(raw.get(name))}; expected {these}; ling3 reads no other: use another checkpoint"
     for name in raw.keys() - values.keys() - set(free):
         if raw[name] not in (None, False, {}, []):
             yield (
@@ -233,7 +236,7 @@ def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
     }
     if format not in ("pack-quantized", "mxfp4-pack-quantized"):
         problems.append(
-            f"{at.removesuffix('weights')}format: {found(format)}; ling3 reads pack-quantized and mxfp4-pack-quantized"
+            f"{at.removesuffix('weights')}format: {found(format)}; expected pack-quantized or mxfp4-pack-quantized"
         )
         return Scheme("integers")
     wrong = list(_only(raw, values, ("observer", "observer_kwargs", "zp_dtype"), f"{at}."))

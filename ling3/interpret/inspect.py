@@ -23,6 +23,7 @@ from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError
 from ling3.engine.settings import EngineSettings
 from ling3.families import read_config
 from ling3.interpret import ablate
+from ling3.layers.quantized import weights_per_element
 from ling3.model import CausalLM, DecoderLayer
 
 
@@ -36,11 +37,8 @@ class ArrayRow:
     published: str
     published_shape: tuple[int, ...]
     tensors: int
-
-    @property
-    def parameters(self) -> int:
-        """The number of weights."""
-        return math.prod(self.shape)
+    parameters: int
+    """The number of weights: of a packed array those of its matrix, and none of scales."""
 
     @property
     def place(self) -> tuple[int | None, str, str]:
@@ -134,7 +132,7 @@ class Report:
                 {"layer": i, "attention": _attention(layer).lower(), "mlp": "moe" if _sparse(layer) else "dense"}
                 for i, layer in enumerate(self.model.model.layers)
             ],
-            "arrays": [{**dataclasses.asdict(row), "parameters": row.parameters} for row in self.arrays],
+            "arrays": [dataclasses.asdict(row) for row in self.arrays],
             "dtypes_as_stored": self.stored,
             "problem": self.problem,
         }
@@ -222,14 +220,15 @@ def _stored(directory: pathlib.Path) -> dict[str, str]:
 
 
 def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
-    for leaf, weights in stored_parts(tree, stored):
+    for (leaf, weights), count in zip(stored_parts(tree, stored), weights_per_element(tree), strict=True):
         first, last = weights[0], weights[-1]
         name = first.name
         if len(weights) > 1:
             name = name.replace(f".experts.{first.expert}.", f".experts.{{{first.expert}..{last.expert}}}.")
         dtypes = {stored[weight.name] for weight in weights if weight.name in stored}
         names = {str(DTYPES[dtype]) if dtype in DTYPES else dtype for dtype in dtypes} or {str(leaf.value.dtype)}
-        yield ArrayRow(leaf.path, tuple(leaf.value.shape), "/".join(sorted(names)), name, first.shape, len(weights))
+        shape, numbers = tuple(leaf.value.shape), int(math.prod(leaf.value.shape) * count)
+        yield ArrayRow(leaf.path, shape, "/".join(sorted(names)), name, first.shape, len(weights), numbers)
 
 
 def _memory(model: CausalLM, dtype: DTypeLike) -> Memory:

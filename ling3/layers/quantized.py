@@ -7,7 +7,8 @@ that is nearer to the model than the servers that round them to 8 bits too.
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -43,15 +44,9 @@ class QuantizedMatrix(Matrix):
     def operand(self) -> Quantized:
         """The tensors as a matrix, or a stack, of their format."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[*stack, out, in]."""
-        return self.operand.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """What has its numbers without rounding them."""
-        return self.operand.dtype
+    @abstractmethod
+    def steps(self, field: str) -> tuple[int | None, int | None]:
+        """Rows and columns of W that an element of this tensor stands for; None if for all of them."""
 
     def dense(self) -> Float[Array, "*stack {self.out_features} {self.in_features}"]:
         """All its numbers as one array."""
@@ -81,6 +76,10 @@ class Fp8Linear(QuantizedMatrix):
     name: str = eqx.field(static=True, default="")
     exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
+    def steps(self, field: str) -> tuple[int | None, int | None]:
+        """Rows and columns of W that an element of this tensor stands for; None if for all of them."""
+        return (FP8_BLOCK, FP8_BLOCK) if field == "weight_scale_inv" else (1, 1)
+
     @staticmethod
     def init(
         shape: tuple[int, ...],
@@ -100,6 +99,16 @@ class Fp8Linear(QuantizedMatrix):
             bias=bias,
             axes=axes,
         )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[*stack, out, in]."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """float32."""
+        return jnp.dtype(jnp.float32)
 
     @property
     def operand(self) -> Fp8:
@@ -126,6 +135,13 @@ class PackedLinear(QuantizedMatrix):
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
     exchange: Exchange = eqx.field(static=True, default=LOCAL)
+
+    def steps(self, field: str) -> tuple[int | None, int | None]:
+        """Rows and columns of W that an element of this tensor stands for; None if for all of them."""
+        groups = self.weight_scale.shape[-1]
+        steps = {"weight_packed": (1, 32 // self.bits), "weight_shape": (None, None)}
+        steps["weight_scale"] = (1, None if groups == 1 else self.in_features // groups)
+        return steps.get(field, (1, 1))
 
     @staticmethod
     def init(
@@ -157,6 +173,16 @@ class PackedLinear(QuantizedMatrix):
         )
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """[*stack, out, in]."""
+        return (*self.weight_packed.shape[:-1], self.weight_packed.shape[-1] * (32 // self.bits) - self.padding)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the scales."""
+        return self.weight_scale.dtype
+
+    @property
     def operand(self) -> Integers:
         """The tensors as a matrix, or a stack, of their format."""
         return Integers(self.weight_packed, self.weight_scale, self.bits, self.padding)
@@ -173,6 +199,10 @@ class Mxfp4Linear(QuantizedMatrix):
     name: str = eqx.field(static=True, default="")
     exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
+    def steps(self, field: str) -> tuple[int | None, int | None]:
+        """Rows and columns of W that an element of this tensor stands for; None if for all of them."""
+        return {"weight_packed": (1, 2), "weight_scale": (1, MXFP4_GROUP)}.get(field, (1, 1))
+
     @staticmethod
     def init(
         shape: tuple[int, ...],
@@ -185,6 +215,16 @@ class Mxfp4Linear(QuantizedMatrix):
         """Random numbers of about this standard deviation. ValueError if the columns are no multiple of 32."""
         packed, exponents = _fp4(key, shape, std)
         return Mxfp4Linear(weight_packed=packed, weight_scale=exponents, bias=bias, axes=axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[*stack, out, in]."""
+        return (*self.weight_packed.shape[:-1], 2 * self.weight_packed.shape[-1])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """bfloat16."""
+        return jnp.dtype(jnp.bfloat16)
 
     @property
     def operand(self) -> Mxfp4:
@@ -203,6 +243,10 @@ class Fp4Linear(QuantizedMatrix):
     name: str = eqx.field(static=True, default="")
     exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
+    def steps(self, field: str) -> tuple[int | None, int | None]:
+        """Rows and columns of W that an element of this tensor stands for; None if for all of them."""
+        return {"weight": (1, 2), "weight_scale_inv": (1, MXFP4_GROUP)}.get(field, (1, 1))
+
     @staticmethod
     def init(
         shape: tuple[int, ...],
@@ -218,10 +262,37 @@ class Fp4Linear(QuantizedMatrix):
         return Fp4Linear(weight=weight, weight_scale_inv=_powers(exponents), bias=bias, axes=axes)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """[*stack, out, in]."""
+        return (*self.weight.shape[:-1], 2 * self.weight.shape[-1])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """bfloat16."""
+        return jnp.dtype(jnp.bfloat16)
+
+    @property
     def operand(self) -> Mxfp4:
         """The tensors as a matrix, or a stack, of their format."""
         packed, scale = (lax.bitcast_convert_type(own, jnp.uint8) for own in (self.weight, self.weight_scale_inv))
         return Mxfp4(packed, scale)
+
+
+def weights_per_element(tree: Any) -> list[Fraction]:
+    """How many of its weights an element of each array of a model stands for, in the order of `jax.tree.leaves`.
+
+    One, but for quantized matrices: several for packed ones, and none for scales.
+    """
+    counts: list[Fraction] = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, QuantizedMatrix)):
+        if not isinstance(node, QuantizedMatrix):
+            counts.append(Fraction(1))
+            continue
+        fields = [jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(node)]
+        first = getattr(node, fields[0])
+        packed = Fraction(math.prod(node.shape), max(1, math.prod(first.shape)))
+        counts += [packed if i == 0 else Fraction(int(field == "bias")) for i, field in enumerate(fields)]
+    return counts
 
 
 _E4M3 = 448.0

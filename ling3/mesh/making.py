@@ -10,7 +10,7 @@ from jaxtyping import PRNGKeyArray
 
 
 def one_by_one(
-    function: Callable[[PRNGKeyArray], list[Any]], key: PRNGKeyArray, take: Callable[[int, jax.Array], None]
+    function: Callable[[PRNGKeyArray], list[Any]], key: PRNGKeyArray, take: Callable[[int, Any], None]
 ) -> None:
     """Hands over each result of `function(key)` as soon as it is there, by its number: `take(i, result)`.
 

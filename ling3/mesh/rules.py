@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int, Shaped
 
 from ling3.layers.linear import Matrix
+from ling3.layers.quantized import QuantizedMatrix
 from ling3.leaves import Leaf
 from ling3.ops.exchange import LOCAL, Exchange
 
@@ -158,6 +159,12 @@ def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, 
     """
     if not isinstance(leaf.module, Matrix):
         return _of_heads(leaf, mesh, rules), LOCAL
+    share, exchange = _of_matrix(leaf, mesh, rules)
+    return _in_elements(leaf, share), exchange
+
+
+def _of_matrix(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, Exchange]:
+    """What each device has of a matrix, in rows, columns and matrices of a stack."""
     *stack, outer, inner = leaf.module.axes
     own = len(stack)  # the axis of the outputs, the last one of a bias
     counted, partial = [*stack, outer, inner], rules.sums or bool(stack)
@@ -184,7 +191,9 @@ def _of_heads(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> Share:
 def _gathered(leaf: Leaf, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[Share, Exchange]:
     """Of a matrix whose inputs and outputs are whole on every device."""
     (rows, _), [axis], devices = leaf.module.shape, axes, _devices(axes, mesh)
-    if rows % (devices * WIDTH) or leaf.module.axes[1] == "latent":  # attention reads its numbers
+    if (
+        rows % devices or not _aligned(leaf, rows // devices) or leaf.module.axes[1] == "latent"
+    ):  # attention reads its numbers
         return WHOLE, LOCAL
     return Share.even(0, rows, axes, mesh), Exchange(axis, devices, y="gathered")
 
@@ -195,10 +204,12 @@ def _outputs(
     """Of a matrix whose outputs are cut; into parts of any width, if `narrow` ones may be."""
     outer, rows, [axis], devices = leaf.module.axes[own], leaf.module.shape[own], axes, _devices(axes, mesh)
     if outer == "vocab":
-        return Share.even(own, rows, axes, mesh, WIDTH), Exchange(axis, devices, y="gathered")
+        return Share.even(own, rows, axes, mesh, math.lcm(WIDTH, _step(leaf.module, 0))), Exchange(
+            axis, devices, y="gathered"
+        )
     repeats = _repeats(leaf, outer, leaf.units(outer), axes, mesh)
     share = _cut(own, rows, axes, mesh, repeats)
-    if narrow or share.width % WIDTH == 0:
+    if narrow or _aligned(leaf, share.width):
         return share, LOCAL
     return WHOLE, Exchange(axis, devices // repeats, repeats, y="sliced")
 
@@ -213,9 +224,49 @@ def _inputs(leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int]
         how = Exchange(axis, devices // repeats, repeats, y="summed")
         return _cut(own + 1, weight[own + 1], axes, mesh, repeats), how
     gathered = Exchange(axis, devices // repeats, repeats, x="gathered")
-    if repeats > 1 or weight[own] % (devices * WIDTH):
+    if repeats > 1 or weight[own] % devices or not _aligned(leaf, weight[own] // devices):
         return WHOLE, gathered
     return Share.even(own, weight[own], axes, mesh), dataclasses.replace(gathered, y="gathered")
+
+
+def _aligned(leaf: Leaf, width: int) -> bool:
+    """True if parts of so many rows are computed as the whole is, and cut no block of a quantized matrix in two."""
+    step = _step(leaf.module, 0)
+    return width % WIDTH == 0 and (width % step == 0 or step % width == 0)
+
+
+def _step(matrix: Matrix, axis: int) -> int:
+    """Rows (axis 0) or columns (1) of a matrix that belong together, as they share scales or a word."""
+    if not isinstance(matrix, QuantizedMatrix):
+        return 1
+    return math.lcm(*(matrix.steps(field)[axis] or 1 for field in matrix.STORED))
+
+
+def _in_elements(leaf: Leaf, share: Share) -> Share:
+    """A share of a matrix in the elements of one of its tensors; parts within one block all have its scale.
+
+    MeshError if a part has a piece of a block or of a word beside something else.
+    """
+    matrix = leaf.module
+    if share.axis is None or not isinstance(matrix, QuantizedMatrix):
+        return share
+    axis, size = share.axis - len(matrix.shape) + 2, matrix.shape[share.axis]
+    if axis < 0:  # whole matrices of a stack
+        return share
+    if (step := matrix.steps(leaf.field)[axis]) is None:
+        return WHOLE
+    spans = [(first // step, -(-end // step)) for first, end in share.spans]
+    whole = all(edge % step == 0 or edge == size for span in share.spans for edge in span)
+    within = "scale" in leaf.field and all(end - first <= 1 for first, end in spans)
+    if not whole and not within:
+        what, parts = ("rows", "columns")[axis], len(set(share.spans))
+        fits = [d for d in range(1, parts + 1) if size % d == 0 and (size // d % step == 0 or step % (size // d) == 0)]
+        raise MeshError(
+            f"{leaf.path}: {parts} devices would have {share.width} {what} each of {size}, which cuts blocks of {step} "
+            f"that are stored together; {', '.join(map(str, fits))} can share them, or leave "
+            f"{matrix.axes[share.axis]} whole in Rules"
+        )
+    return dataclasses.replace(share, spans=tuple(spans), width=-(-share.width // step))
 
 
 def _cut(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], repeats: int) -> Share:

@@ -1,0 +1,264 @@
+"""From a checkpoint in floats to one in 8 or 4 bits, tensor by tensor from file to file."""
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Float32, Shaped
+
+from ling3 import families
+from ling3.checkpoint import hub, replacing, shards
+from ling3.checkpoint.loading import PATTERNS, account
+from ling3.checkpoint.names import Leaf, Weight, leaves, stored_parts, structure
+from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, SafetensorsFile
+from ling3.checkpoint.saving import plan_files, replace, replaced, tokenizer_files
+from ling3.families.quantization import GROUPS
+from ling3.layers.linear import Matrix
+from ling3.layers.quantized import QuantizedMatrix
+from ling3.ops.quantized import FP8_BLOCK, MXFP4_GROUP
+
+Format = Literal["int4", "int8", "fp8", "mxfp4"]
+"""What `quantize` writes."""
+MOST = {"fp8": 448.0, "mxfp4": 6.0}
+"""The largest number of a format."""
+
+
+def quantize(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    to: str,
+    *,
+    group: int | None = None,
+    keep: Iterable[str] = ("lm_head",),
+    revision: str | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write the checkpoint `source` to the directory `out` with its matrices in 8 or 4 bits, in a published layout.
+
+        int4, int8  compressed-tensors' pack-quantized: q = round(w / scale), scale = amax / ((2^bits - 1) / 2) of a
+                    `group` of 32 (the default) or 128 neighbours in a row, in the dtype of the weights
+        fp8         E4M3 with scale = amax / 448 for each block of 128 × 128, as DeepSeek-V3 and Ling-3 have it
+        mxfp4       compressed-tensors' mxfp4-pack-quantized: E2M1 with the exponent floor(log2 amax) - 2 for 32
+                    neighbours (OCP Microscaling Formats v1.0, §6.3)
+
+    Ties are rounded to even, and quotients are in float32. Embedding, norms, convolutions and routers stay as they are,
+    and so do the modules that `keep` names: one or several parts of a module's name (`lm_head`, `attention`,
+    `layers.0.mlp`), or a pattern from the start of the name (`re:…`).
+
+    One tensor at a time is in memory, beside the scales of a file. Atomic, as `save` is, which has `overwrite` and
+    `max_shard_bytes` too. The files of a tokenizer are copied.
+
+    Raises CheckpointError if the source is quantized already, damaged or not finite, or if `out` is taken; ConfigError
+    for columns that do not divide into groups; ValueError for another format or group, and for a `keep` that names
+    nothing.
+    """
+    if to not in get_args(Format):
+        raise ValueError(f"to: found {to!r}; expected one of {', '.join(get_args(Format))}")
+    form: Format = to  # type: ignore[assignment]
+    if group is not None and (not to.startswith("int") or group not in GROUPS):
+        allowed = (
+            f"{' or '.join(map(str, GROUPS))}" if to.startswith("int") else f"none for {to}, whose blocks are fixed"
+        )
+        raise ValueError(f"group: found {group}; expected {allowed}")
+    target = pathlib.Path(out).expanduser().resolve()
+    if target.is_dir():
+        replacing.settle(target)
+    replaced(target, overwrite, ())
+    directory = hub.resolve(source, PATTERNS, revision)
+    config = families.read_config(directory)
+    if getattr(config, "quantization_config", None) is not None:
+        method = config.quantization_config.method
+        raise CheckpointError(f"{directory}: is quantized already ({method}); give the checkpoint in floats")
+    if "quantization_config" not in {field.name for field in dataclasses.fields(config)}:
+        name = families.family_of(config).name
+        raise CheckpointError(f"{directory}: is a {name}, of which ling3 writes no quantized checkpoints")
+    files = shards.open_all(directory)
+    parts = stored_parts(structure(config), files)
+    account(directory, config, parts, files)
+    own = dataclasses.replace(config, quantization_config=_config(form, group or 32, _ignored(config, tuple(keep))))
+    sources = {(leaf.path, weight.expert): weight for leaf, weights in parts for weight in weights}
+
+    def stored(path: str) -> np.dtype:
+        first = next(weight for (known, _), weight in sources.items() if known == path)
+        return DTYPES[files[first.name].tensors[first.name].dtype]
+
+    tree = structure(own, stored("model.word_embeddings.weight"))
+    dtypes = {leaf.path: _dtype(leaf, stored) for leaf in leaves(tree)}
+    found = [_with_dtype(leaf, dtypes[leaf.path]) for leaf in leaves(tree)]
+    read = _Quantizer(form, files, sources).tensor
+    tokenizer = tokenizer_files(directory) if (directory / "tokenizer.json").exists() else {}
+    replace(target, tree, plan_files(found, max_shard_bytes), read, tokenizer, overwrite, "quantizing")
+
+
+def _ignored(config: Any, keep: tuple[str, ...]) -> list[str]:
+    """`keep` as patterns that compressed-tensors and transformers read alike. ValueError for one that names nothing."""
+    modules = [name for leaf in leaves(structure(config)) if isinstance(leaf.module, Matrix) for name in _modules(leaf)]
+    ignored = []
+    for name in keep:
+        try:
+            pattern = re.compile(name.removeprefix("re:") if name.startswith("re:") else _parts(name))
+        except re.error as error:
+            raise ValueError(f"keep: found {name!r}, which is no pattern ({error}); correct it") from error
+        if not any(pattern.match(module) for module in modules):
+            raise ValueError(
+                f"keep: found {name!r}, which names no matrix; expected parts of a name such as {modules[1]}"
+            )
+        ignored.append(name if name in modules else f"re:{pattern.pattern}")
+    return ignored
+
+
+def _parts(name: str) -> str:
+    """A pattern for modules with these parts in their name."""
+    return rf"(?:.*\.)?{re.escape(name)}(?:\.|$)"
+
+
+def _modules(leaf: Leaf) -> Iterator[str]:
+    return (weight.name.removesuffix(".weight") for weight in leaf.weights() if leaf.field == "weight")
+
+
+def _config(to: Format, group: int, ignore: list[str]) -> dict[str, Any]:
+    """The published `quantization_config`."""
+    if to == "fp8":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": [name.removeprefix("re:") for name in ignore],
+        }
+    integers = to != "mxfp4"
+    weights = {
+        "num_bits": int(to[3:]) if integers else 4,
+        "type": "int" if integers else "float",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group if integers else MXFP4_GROUP,
+        "dynamic": False,
+    } | ({} if integers else {"scale_dtype": "torch.uint8"})
+    format = "pack-quantized" if integers else "mxfp4-pack-quantized"
+    only = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": ignore,
+        "config_groups": {"group_0": only | {"format": format}},
+    }
+
+
+def _origin(leaf: Leaf) -> str:
+    """The path of the array in floats that a tensor of a quantized matrix comes from."""
+    return f"{leaf.path.rpartition('.')[0]}.weight" if _is_new(leaf) else leaf.path
+
+
+def _is_new(leaf: Leaf) -> bool:
+    return isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED
+
+
+def _dtype(leaf: Leaf, stored: Callable[[str], np.dtype]) -> np.dtype:
+    """What a tensor is written in: the dtype that it had, or that its matrix had if it is the scale of integers."""
+    if not _is_new(leaf) or "F16" in leaf.module.STORED[leaf.field]:
+        return stored(_origin(leaf))
+    return np.dtype(leaf.value.dtype)
+
+
+def _with_dtype(leaf: Leaf, dtype: np.dtype) -> Leaf:
+    return dataclasses.replace(leaf, value=jax.ShapeDtypeStruct(leaf.value.shape, dtype))
+
+
+class _Quantizer:
+    """The tensors of the new checkpoint, each as it is asked for; scales that come with others are kept until then."""
+
+    def __init__(
+        self, to: Format, files: Mapping[str, SafetensorsFile], sources: Mapping[tuple[str, int | None], Weight]
+    ):
+        self._to: Format = to
+        self._files, self._sources = files, sources
+        self._kept: dict[str, np.ndarray] = {}
+
+    def tensor(self, leaf: Leaf, weight: Weight) -> np.ndarray:
+        """A tensor as it is stored."""
+        if (kept := self._kept.pop(weight.name, None)) is not None:
+            return kept
+        source = self._sources[_origin(leaf), weight.expert]
+        if leaf.field == "weight_shape":
+            return np.asarray(source.shape, np.int64)
+        array = self._read(source)
+        if not _is_new(leaf):
+            return array.reshape(weight.shape)
+        tensors = _quantized(array, self._to, leaf.module, source.name)
+        scale = next(field for field in tensors if "scale" in field)
+        if leaf.field != scale:
+            self._kept[f"{weight.name.rpartition('.')[0]}.{scale}"] = tensors[scale]
+            if scale == "weight_scale_inv":  # was asked for before, as wider types come first in a file
+                self._kept.clear()
+        return tensors[leaf.field]
+
+    def _read(self, weight: Weight) -> Shaped[np.ndarray, "..."]:
+        file = self._files[weight.name]
+        array = np.empty((1, weight.size), DTYPES[file.tensors[weight.name].dtype])
+        file.read(weight.name, weight.start, array, weight.size)
+        return array.reshape(weight.shape)
+
+
+def _quantized(
+    weight: Float[np.ndarray, "rows columns"], to: Format, kind: Any, name: str
+) -> dict[str, Shaped[np.ndarray, "..."]]:
+    """The tensors of a matrix, under the fields of its `kind`. CheckpointError for NaN and infinity."""
+    numbers = weight.astype(np.float32)
+    if not np.isfinite(numbers).all():
+        raise CheckpointError(f"{name}: has numbers that are NaN or infinite; fetch the file again")
+    if to == "fp8":
+        return dict(zip(("weight", "weight_scale_inv"), fp8(numbers), strict=True))
+    if to == "mxfp4":
+        return dict(zip(("weight_packed", "weight_scale"), mxfp4(numbers), strict=True))
+    group = kind.in_features // kind.weight_scale.shape[-1]
+    return dict(zip(("weight_packed", "weight_scale"), integers(numbers, kind.bits, group, weight.dtype), strict=True))
+
+
+def fp8(
+    numbers: Float32[np.ndarray, "rows columns"],
+) -> tuple[Shaped[np.ndarray, "rows columns"], Float32[np.ndarray, "blocks across"]]:
+    """E4M3, and the scale of each block: amax / 448, or 1 for a block of zeros."""
+    (rows, columns), side = numbers.shape, FP8_BLOCK
+    whole = np.pad(numbers, ((0, -rows % side), (0, -columns % side)))
+    blocks = whole.reshape(whole.shape[0] // side, side, whole.shape[1] // side, side)
+    scale = np.abs(blocks).max(axis=(1, 3)) / np.float32(MOST["fp8"])
+    scale = np.where(scale == 0, np.float32(1), scale)
+    codes = np.clip(blocks / scale[:, None, :, None], -MOST["fp8"], MOST["fp8"]).reshape(whole.shape)[:rows, :columns]
+    return codes.astype(ml_dtypes.float8_e4m3fn), scale
+
+
+def integers(
+    numbers: Float32[np.ndarray, "rows columns"], bits: int, group: int, dtype: np.dtype
+) -> tuple[Shaped[np.ndarray, "rows words"], Shaped[np.ndarray, "rows groups"]]:
+    """Words of q + 2^(bits-1), and the scale of each group in `dtype`."""
+    (rows, columns), per, half = numbers.shape, 32 // bits, 2 ** (bits - 1)
+    groups = numbers.reshape(rows, -1, group)
+    scale = (np.abs(groups).max(axis=-1) / np.float32(half - 0.5)).astype(dtype)
+    scale = np.where(scale == 0, ml_dtypes.finfo(dtype).eps, scale).astype(dtype)
+    q = np.clip(np.rint(groups / scale.astype(np.float32)[..., None]), -half, half - 1).reshape(rows, columns)
+    codes = np.pad((q + half).astype(np.uint32), ((0, 0), (0, -columns % per))).reshape(rows, -1, per)
+    return np.bitwise_or.reduce(codes << np.arange(0, 32, bits, dtype=np.uint32), axis=-1).view(np.int32), scale
+
+
+def mxfp4(
+    numbers: Float32[np.ndarray, "rows columns"],
+) -> tuple[Shaped[np.ndarray, "rows bytes"], Shaped[np.ndarray, "rows groups"]]:
+    """Pairs of E2M1, and the exponent of each group: floor(log2 amax) - 2, at which 6 or less is left of amax / 2^e."""
+    rows = numbers.shape[0]
+    groups = numbers.reshape(rows, -1, MXFP4_GROUP)
+    amax = np.abs(groups).max(axis=-1)
+    exponent = np.where(amax > 0, np.clip(np.frexp(amax)[1] - 1 - 2, -127, 127), -127)
+    scaled = np.ldexp(groups, -exponent[..., None]).astype(np.float32)
+    codes = np.clip(scaled, -MOST["mxfp4"], MOST["mxfp4"]).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    pairs = codes.reshape(rows, -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4, (exponent + 127).astype(np.uint8)

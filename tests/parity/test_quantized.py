@@ -1,0 +1,134 @@
+"""Quantized checkpoints against compressed-tensors and transformers: the same bits are the same numbers and logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
+pytest.importorskip("transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
+pytest.importorskip("compressed_tensors", reason="the parity suite needs it: pip install -e '.[parity]'")
+
+import torch
+import transformers
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+import ling3
+from ling3.checkpoint.names import leaves
+from ling3.layers.quantized import QuantizedMatrix
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": None,
+}
+FORMATS = ("int4", "int8", "fp8", "mxfp4")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory by format and dtype; "" is the checkpoint in floats."""
+    made = {}
+
+    def made_once(to, dtype):
+        if (to, dtype) not in made:
+            path = tmp_path_factory.mktemp("quantized") / "x"
+            if to:
+                ling3.quantize(made_once("", dtype), path, to)
+            else:
+                torch.manual_seed(0)
+                model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES))
+                model.to(DTYPES[dtype]).save_pretrained(path)
+            made[to, dtype] = path
+        return made[to, dtype]
+
+    return made_once
+
+
+def matrices(path):
+    """The model's quantized matrices, by published module."""
+    model = ling3.load(path)
+    for leaf in leaves(model):
+        if isinstance(leaf.module, QuantizedMatrix) and leaf.field in ("weight", "weight_packed"):
+            (weight,) = leaf.weights()
+            yield weight.name.rpartition(".")[0], leaf.module
+
+
+def decoded(to, tensors, scheme):
+    """A matrix by compressed-tensors' or transformers' own code."""
+    if to == "fp8":
+        return Fp8Dequantize(None)._dequantize_one(tensors["weight"], tensors["weight_scale_inv"], torch.float32)
+    compressor = MXFP4PackedCompressor if to == "mxfp4" else PackedQuantizationCompressor
+    return compressor.decompress(tensors, scheme)["weight"]
+
+
+def scheme_of(path):
+    """What the checkpoint says of its weights; None for FP8."""
+    groups = transformers.AutoConfig.from_pretrained(path).quantization_config.get("config_groups")
+    return None if groups is None else QuantizationScheme.model_validate(groups["group_0"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("to", FORMATS)
+def test_dequantized_weights_are_theirs_bit_for_bit(checkpoint, to, dtype):
+    path = checkpoint(to, dtype)
+    tensors, scheme, count = load_file(path / "model.safetensors"), scheme_of(path), 0
+    for module, matrix in matrices(path):
+        own = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.rpartition(".")[0] == module}
+        theirs = decoded(to, own, scheme)
+        found = np.asarray(jax.jit(lambda m: m.dense())(matrix), np.float32)
+        np.testing.assert_array_equal(found, theirs.float().numpy(), err_msg=module)
+        if to != "mxfp4":
+            assert str(theirs.dtype).removeprefix("torch.") == str(matrix.dtype)
+        count += 1
+    assert count == 14
+
+
+@pytest.mark.parametrize("to", ["int4", "int8"])
+def test_integers_are_quantized_as_compressed_tensors_does(checkpoint, to):
+    """By its min-max rule, in float32: every word and every scale."""
+    path, plain = checkpoint(to, "float32"), load_file(checkpoint("", "float32") / "model.safetensors")
+    tensors, scheme = load_file(path / "model.safetensors"), scheme_of(path)
+    for module, _ in matrices(path):
+        weight = plain[f"{module}.weight"]
+        groups = weight.unflatten(-1, (-1, scheme.weights.group_size))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        for field, theirs in PackedQuantizationCompressor.compress(state, scheme).items():
+            assert torch.equal(tensors[f"{module}.{field}"], theirs), f"{module}.{field}"
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # only to have it dequantized
+@pytest.mark.parametrize("to", FORMATS)
+def test_transformers_reads_what_is_written_and_computes_the_same(checkpoint, to):
+    path = checkpoint(to, "float32")
+    kind = transformers.FineGrainedFP8Config if to == "fp8" else transformers.CompressedTensorsConfig
+    how = {"quantization_config": kind(dequantize=True)}
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True, **how
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    tokens = np.random.default_rng(0).integers(3, 97, size=(1, 40))
+    with torch.no_grad():
+        theirs = model.eval()(torch.as_tensor(tokens)).logits[0].float().numpy()
+    own = np.asarray(ling3.load(path, jnp.float32)(jnp.asarray(tokens, jnp.int32))[0])
+    plain = ling3.load(path, jnp.float32, dequantize=True)
+    dequantized = np.asarray(plain(jnp.asarray(tokens, jnp.int32))[0])
+    assert theirs.std() > 0.5
+    np.testing.assert_allclose(own, dequantized, atol=1e-4)
+    np.testing.assert_allclose(own, theirs, atol=2e-4)
