@@ -47,11 +47,11 @@ class Deadly:
     def tokenizer(self) -> Any:
         return Checkpoint(self.path, None, None).tokenizer()
 
-    def load(self, tokenizer: Any) -> Any:
+    def load(self, tokenizer: Any, mesh: Any, rules: Any) -> Any:
         def stream_all(engine: Any, prompts: Any, *others: Any, original: Any = Engine.stream_all) -> Any:
             if any(prompt[0] == POISON for prompt in prompts):
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(engine, prompts, *others)
 
         Engine.stream_all = stream_all
-        return Checkpoint(self.path, None, None).load(tokenizer)
+        return Checkpoint(self.path, None, None).load(tokenizer, mesh, rules)

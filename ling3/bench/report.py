@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ling3.engine.outputs import FinishReason
+from ling3.runtime.cores import cores
 from ling3.version import __version__
 
 if TYPE_CHECKING:
@@ -308,11 +309,10 @@ def in_flight(
 def machine() -> dict[str, Any]:
     """The machine that was measured on, its load, and the versions."""
     device = jax.devices()[0]
-    affinity = getattr(os, "sched_getaffinity", None)
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "cores": cores(),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "backend": jax.default_backend(),
         "device": device.device_kind,

@@ -1,6 +1,5 @@
 """Tensors from files into arrays: block by block on several threads, widened and checked on the way."""
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from jaxtyping import Shaped
 
 from ling3.checkpoint.dequantizing import Quantized
 from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from ling3.runtime.cores import cores
 
 BLOCK = 2**18
 """Numbers in a block, which is read, checked and widened while it is in a core's cache."""
@@ -68,7 +68,7 @@ class Copier:
 
     def __init__(self, check_finite: bool):
         self.check_finite = check_finite
-        self._threads = ThreadPoolExecutor(min(_cores(), THREADS), "ling3-load")
+        self._threads = ThreadPoolExecutor(min(cores(), THREADS), "ling3-load")
         self._scratch = threading.local()
 
     def __enter__(self) -> "Copier":
@@ -129,7 +129,3 @@ class Copier:
             self._scratch.memory = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
         read, masked = self._scratch.memory
         return read.view(dtype), masked.view(dtype)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

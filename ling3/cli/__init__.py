@@ -89,7 +89,8 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
     import tyro
 
     from ling3.cli import ablate, bench, chat, eval, generate, inspect, quantize
-    from ling3.cli.options import Machines, follow
+    from ling3.cli.devices import Machines
+    from ling3.cli.loading import follow
 
     command = tyro.cli(
         generate.Generate | chat.Chat | bench.Bench | eval.Eval | ablate.Ablate | inspect.Inspect | quantize.Quantize,

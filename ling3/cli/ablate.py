@@ -5,13 +5,9 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from ling3.cli.options import (
-    Command,
-    FileOption,
-    Loading,
-    Output,
-    read_text,
-)
+from ling3.cli.files import Output, read_text
+from ling3.cli.loading import Loading
+from ling3.cli.options import Command, FileOption
 
 if TYPE_CHECKING:
     from ling3.interpret.ablation_report import Row

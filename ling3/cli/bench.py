@@ -10,7 +10,10 @@ from typing import Annotated
 
 import tyro
 
-from ling3.cli.options import Command, FileOption, Loading, Machines, Model, Output, Source, WholeNumber
+from ling3.cli.devices import Machines
+from ling3.cli.files import Output
+from ling3.cli.loading import Loading, Source
+from ling3.cli.options import Command, FileOption, Model, WholeNumber
 from ling3.engine.settings import EngineSettings
 
 # ruff: noqa: PLC0415

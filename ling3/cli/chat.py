@@ -10,18 +10,10 @@ from rich.text import Text
 
 from ling3.cli import interruption
 from ling3.cli.conversation import Conversation, Unanswered, changed, written
-from ling3.cli.options import (
-    Command,
-    Loading,
-    Machines,
-    Sampling,
-    TextOption,
-    Thinking,
-    WholeNumber,
-    chat_ids,
-    compiling,
-)
-from ling3.cli.terminal import show
+from ling3.cli.devices import Machines
+from ling3.cli.loading import Loading
+from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumber, chat_ids
+from ling3.cli.terminal import compiling, show
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.

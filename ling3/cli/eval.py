@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from ling3.cli.options import (
-    Command,
-    FileOption,
-    Loading,
-    Machines,
-    Serving,
-    Thinking,
-    WholeNumber,
-    check_directory,
-    read_text,
-)
+from ling3.cli.devices import Machines
+from ling3.cli.files import check_directory, read_text
+from ling3.cli.loading import Loading
+from ling3.cli.options import Command, FileOption, Thinking, WholeNumber
+from ling3.cli.serving import Serving
 from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:

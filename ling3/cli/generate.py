@@ -9,18 +9,10 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from ling3.cli.options import (
-    Command,
-    Machines,
-    Sampling,
-    Serving,
-    TextOption,
-    Thinking,
-    WholeNumber,
-    chat_ids,
-    compiling,
-)
-from ling3.cli.terminal import print_json, show
+from ling3.cli.devices import Machines
+from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumber, chat_ids
+from ling3.cli.serving import Serving
+from ling3.cli.terminal import compiling, print_json, show
 
 if TYPE_CHECKING:
     from ling3.engine.outputs import Completion, Delta
@@ -223,7 +215,8 @@ class _Clock:
 
     def summary(self, compiled: float) -> str:
         """The rate is over everything but compiling, `compiled` seconds in all: prefill is in it."""
-        seconds = self.last - (compiled - self.compiled)
+        # A replica that compiles for less time than those before it lowers a fleet's number.
+        seconds = self.last - max(0.0, compiled - self.compiled)
         return (
             f"{self.total} tokens in {seconds:.2f} s, the first after {self.first:.2f} s: "
             f"{self.total / seconds:,.0f} tokens/s, prompts included; compiled in {compiled:.1f} s besides"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ling3.cli.options import Command, Common, Devices, Model, TextOption, WholeNumber, compiling, fake_devices
-from ling3.cli.terminal import print_json
+from ling3.cli.devices import Devices, fake_devices
+from ling3.cli.options import Command, Common, Model, TextOption, WholeNumber
+from ling3.cli.terminal import compiling, print_json
 
 if TYPE_CHECKING:
     from ling3.interpret.inspect import Report

@@ -1,12 +1,19 @@
 """Text, JSON and numbers on a terminal."""
 
+import contextlib
 import json
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
+
+from rich.console import Console
 
 # Control characters as visible ones: a model may write any bytes to a terminal.
 VISIBLE = {**{code: 0x2400 + code for code in range(32)}, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 del VISIBLE[ord("\t")], VISIBLE[ord("\n")]
+# Seconds after which a first compilation is announced.
+PATIENCE = 2.0
 
 
 def show(text: str) -> None:
@@ -31,3 +38,15 @@ def count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return str(number)
+
+
+@contextlib.contextmanager
+def compiling(console: Console) -> Iterator[None]:
+    """Says on stderr that programs are being compiled, once that has taken `PATIENCE` seconds."""
+    timer = threading.Timer(PATIENCE, console.print, ["compiling (first time)…"], {"style": "dim", "markup": False})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax.sharding import Mesh
 
 from ling3 import checkpoint
 from ling3.checkpoint import hub
@@ -19,7 +20,7 @@ from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.evals.predictions import fingerprint
 from ling3.execution import Execution
-from ling3.mesh import Rules, place
+from ling3.mesh import Rules
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.serve import Engine
@@ -38,8 +39,8 @@ class Source(Protocol):
         """The tokenizer."""
         ...
 
-    def load(self, tokenizer: Tokenizer | None) -> CausalLM:
-        """The model, which has to fit the tokenizer."""
+    def load(self, tokenizer: Tokenizer | None, mesh: Mesh | None, rules: Rules | None) -> CausalLM:
+        """The model, which has to fit the tokenizer; on a mesh, if one is given, cut by the rules."""
         ...
 
 
@@ -60,9 +61,9 @@ class Checkpoint:
         """The tokenizer; FileNotFoundError if there is none."""
         return load_tokenizer(self.path, revision=self.revision)
 
-    def load(self, tokenizer: Tokenizer | None) -> CausalLM:
-        """The model."""
-        return checkpoint.load(self.path, self.dtype, revision=self.revision)
+    def load(self, tokenizer: Tokenizer | None, mesh: Mesh | None, rules: Rules | None) -> CausalLM:
+        """The model; of a mesh each device's part is read alone."""
+        return checkpoint.load(self.path, self.dtype, mesh=mesh, rules=rules, revision=self.revision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +124,17 @@ class Answer:
     output: RequestOutput
 
 
+Warmup = dict[str, bool]
+"""The arguments of `Engine.warmup`."""
+
+
 class Replica:
     """One engine, for callers in other processes; each call has a thread of its own."""
 
     def __init__(self) -> None:
         self._left = -1
         self._warming = threading.Lock()
-        self._warm = False
+        self._warm: list[Warmup] = []
 
     def where(self) -> Process:
         """Where it runs."""
@@ -141,10 +146,8 @@ class Replica:
             os.chdir(plan.directory)
         compilation_cache.switch_on()
         tokenizer = plan.source.tokenizer()
-        model = plan.source.load(tokenizer)
-        weights = fingerprint(model)
-        if plan.mesh is not None:
-            model = place(model, jax.make_mesh(plan.mesh, AXES), plan.rules)
+        mesh = None if plan.mesh is None else jax.make_mesh(plan.mesh, AXES)
+        model = plan.source.load(tokenizer, mesh, plan.rules)
         platform, own = jax.default_backend(), plan.settings
         if platform == "cpu":  # replicas of one host share its memory
             own = dataclasses.replace(own, mem_fraction=own.mem_fraction / plan.replicas)
@@ -155,7 +158,7 @@ class Replica:
             dataclasses.replace(self._engine._intake, tokenizer=None),
             {
                 "version": __version__,
-                "weights": weights,
+                "weights": fingerprint(model),
                 "device": self._engine.device_kind,
                 "settings": dataclasses.replace(settings, num_pages=None),
             },
@@ -164,12 +167,17 @@ class Replica:
             platform,
         )
 
-    def answer(self, run: int, jobs: Sequence[Job], warmup: dict[str, bool] | None) -> Iterator[Answer]:
-        """The answers to a batch as they finish, until the run is left; first the engine's `warmup`, once."""
+    def warm(self, warmup: Warmup) -> None:
+        """Has the engine compile, once for the same arguments."""
         with self._warming:
-            if warmup is not None and not self._warm:
+            if warmup not in self._warm:
                 self._engine.warmup(**warmup)
-                self._warm = True
+                self._warm.append(warmup)
+
+    def answer(self, run: int, jobs: Sequence[Job], warmup: Warmup | None) -> Iterator[Answer]:
+        """The answers to a batch as they finish, until the run is left; first the engine compiles."""
+        if warmup is not None:
+            self.warm(warmup)
         prompts, params = [job.ids for job in jobs], [job.params for job in jobs]
         with contextlib.closing(self._engine.stream_all(prompts, params)) as deltas:
             for i, delta in deltas:

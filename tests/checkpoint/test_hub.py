@@ -126,7 +126,7 @@ import numpy as np
 import ling3
 from ling3 import cli
 from ling3.checkpoint import hub
-from ling3.cli.options import Loading
+from ling3.cli.loading import Loading
 
 class Seen(ling3.Engine):
     def __init__(self, model, tokenizer, *others, **more):

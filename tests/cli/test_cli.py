@@ -375,7 +375,7 @@ def test_any_exception_is_one_line(directory, capsys, monkeypatch, error, code, 
 
 
 def test_what_takes_long_to_compile_is_said(directory, scripted, capsys, monkeypatch):
-    monkeypatch.setattr("ling3.cli.options.PATIENCE", 0.0)
+    monkeypatch.setattr("ling3.cli.terminal.PATIENCE", 0.0)
     monkeypatch.setattr(ScriptedEngine, "warmup", lambda engine, first_token: time.sleep(0.2))
     scripted("x")
     assert "compiling (first time)…" in run(capsys, directory, "-p", "hello")[2]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ling3.cli.options import Devices
+from ling3.cli.devices import Devices
 from ling3.mesh import Rules
 
 

@@ -204,7 +204,7 @@ def test_a_chat(tmp_path, capsys):
 )
 def test_senseless_options(prompts, tmp_path, capsys, monkeypatch, arguments, message):
     """They are refused before any weight is read."""
-    monkeypatch.setattr("ling3.cli.options.Source.load", lambda *arguments: pytest.fail("the weights are loaded"))
+    monkeypatch.setattr("ling3.cli.loading.Source.load", lambda *arguments: pytest.fail("the weights are loaded"))
     bad = tmp_path / "bad.json"
     bad.write_text('[\n{"prompt": "a"}]')
     filled = [argument.format(prompts=prompts, bad=bad) for argument in arguments]

@@ -15,7 +15,6 @@ import fleet_models
 from fleet_models import ONE_CORE, SETTINGS
 
 import ling3
-from ling3.fleet import fleet as fleets
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
 
@@ -26,7 +25,7 @@ PARAMS = ling3.SamplingParams(max_tokens=100, ignore_eos=True)
 def test_a_node_joins_and_another_dies(tmp_path, monkeypatch):
     for name, value in fleet_models.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    ray = fleets._ray()
+    ray = cluster.library()
     cluster_utils = importlib.import_module("ray.cluster_utils")
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:

@@ -30,7 +30,6 @@ from ling3.evals.predictions import fingerprint
 from ling3.evals.prompts import Question, write
 from ling3.evals.run import evaluate, prepare
 from ling3.fleet import FleetError, work
-from ling3.fleet import fleet as fleets
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
 
@@ -50,8 +49,8 @@ def cluster():
             patch.setenv(name, value)
         # Replicas import `fleet_models`.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        ray = fleets._ray()
-        fleets._connect(ray, None, 4)
+        ray = cluster.library()
+        cluster.connect(ray, None, 4)
         yield
         ray.shutdown()
 
@@ -213,4 +212,4 @@ def test_generate_prints_what_one_engine_says(directory, capsys):
 
 def test_all_replicas_run_at_once_on_as_many_cores_as_there_are():
     cases = [([2], 2), ([2], 1), ([8, 8], 3), ([6, 2], 2), ([2], 4), ([], 1)]
-    assert [fleets._cores_each(*case) for case in cases] == [1, 2, 4, 3, 1, 1]
+    assert [cluster.cores_each(*case) for case in cases] == [1, 2, 4, 3, 1, 1]

@@ -1,4 +1,4 @@
-"""What needs Ray says so, and nothing else does."""
+"""What needs Ray says so."""
 
 import sys
 
@@ -10,16 +10,18 @@ from ling3 import cli
 MISSING = r"a fleet needs Ray, which is not installed: pip install 'ling3\[fleet\]'"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
 
 
+@pytest.mark.usefixtures("no_ray")
 def test_a_fleet_names_the_extra():
     with pytest.raises(ValueError, match=MISSING):
         ling3.Fleet("nano", replicas=2)
 
 
+@pytest.mark.usefixtures("no_ray")
 def test_commands_name_it_too(capsys):
     assert cli.main(["generate", "nano", "-p", "hello", "--replicas", "2"]) == 2
     assert "pip install 'ling3[fleet]'" in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""Options of commands: over how many devices a model lies, and in how many processes."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ling3.cli.options import TextOption, WholeNumber, whole_number
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from ling3.mesh import Rules
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Over how many devices the model lies; on one without these."""
+
+    tp: WholeNumber = None
+    """Devices that share the heads, channels and vocabulary of every layer; 1 without it."""
+    dp: WholeNumber = None
+    """Groups of so many devices, each with its own requests; 1 without it."""
+    ep: WholeNumber = None
+    """Devices that share the experts: --tp of them, all of --dp times --tp, or --dp where each has all heads; as many
+    as --tp without it. With 1 the channels of every expert are shared instead."""
+
+    def slots(self, requests: int) -> int:
+        """So many requests at once, or a few more, that each group of devices has as many."""
+        groups = self._size("dp")
+        return -(-requests // groups) * groups
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
+        """How many devices there are along ("data", "tensor"); None without options."""
+        return None if self == type(self)() else (self._size("dp"), self._size("tp"))
+
+    @property
+    def count(self) -> int:
+        """How many devices these are."""
+        return self._size("dp") * self._size("tp")
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> "tuple[Mesh, Rules] | None":
+        """The first of `devices` (JAX's own without them) as a mesh of ("data", "tensor"), and what is cut along it.
+
+        None without options. ValueError for senseless numbers, and for more devices than there are.
+        """
+        import jax
+
+        if (sizes := self.sizes) is None:
+            return None
+        rules, devices = self.rules(), jax.devices() if devices is None else devices
+        if self.count > len(devices):
+            on_cpus = f"; XLA_FLAGS=--xla_force_host_platform_device_count={self.count} makes a CPU as many, for trials"
+            raise ValueError(
+                f"{self._named()} are {self.count} devices, and there are {len(devices)} "
+                f"({devices[0].platform}){on_cpus if devices[0].platform == 'cpu' else ''}"
+            )
+        return jax.make_mesh(sizes, ("data", "tensor"), devices=devices[: self.count]), rules
+
+    def rules(self) -> "Rules":
+        """What is cut along which axis; ValueError if no axes have --ep devices."""
+        from ling3.mesh import Rules
+
+        dp, tp = self._size("dp"), self._size("tp")
+        shared = {dp * tp: ("data", "tensor"), dp: "data", 1: None, tp: "tensor"}
+        ep = tp if self.ep is None else self._size("ep")
+        if ep not in shared:
+            fits = ", ".join(map(str, sorted(shared)))
+            raise ValueError(f"--ep is {ep}, expected one of {fits}, which are axes of {self._named()}")
+        return Rules(experts=shared[ep])
+
+    def _size(self, name: str) -> int:
+        size = getattr(self, name)
+        if size is not None and size < 1:
+            raise ValueError(f"--{name} is {size}, expected at least 1")
+        return 1 if size is None else size
+
+    def _named(self) -> str:
+        return f"--dp {self._size('dp')} --tp {self._size('tp')}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machines(Devices):
+    """Over how many devices the model lies, and in how many processes; on one device without these."""
+
+    tp: WholeNumber = None
+    """Devices that share the heads, channels and vocabulary of every layer; 1 without it, with --nnodes all."""
+    nnodes: WholeNumber = None
+    """Processes that run this command together, each with its own devices. The first one prints and writes."""
+    node_rank: WholeNumber = None
+    """With --nnodes: this process's number, from 0 on; NODE_RANK without it."""
+    dist_init_addr: TextOption = None
+    """With --nnodes: HOST:PORT of the first process; DIST_INIT_ADDR without it. If neither is set, both are found from
+    Slurm, Open MPI, Kubernetes or a TPU pod."""
+
+    def connect(self) -> bool:
+        """Connects this process with the others, if there are any; True if it is not the first.
+
+        ValueError for options that do not fit together.
+        """
+        import os
+
+        if self.nnodes is None:
+            for name in ("node_rank", "dist_init_addr"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--{name.replace('_', '-')} is for --nnodes: say how many processes there are")
+            return False
+        import jax
+
+        from ling3.runtime.processes import connect
+
+        rank, address = self.node_rank, self.dist_init_addr or os.environ.get("DIST_INIT_ADDR")
+        if rank is None and "NODE_RANK" in os.environ:
+            rank = whole_number(os.environ["NODE_RANK"])
+        if (rank is None) != (address is None):
+            missing = "--node-rank (or NODE_RANK)" if rank is None else "--dist-init-addr (or DIST_INIT_ADDR)"
+            raise ValueError(f"--nnodes is {self.nnodes}, and {missing} is missing: give both, or neither on a cluster")
+        connect(self.nnodes if rank is not None else None, rank, address)
+        if jax.process_count() != self.nnodes:
+            raise ValueError(f"--nnodes is {self.nnodes}, and the cluster has started {jax.process_count()} processes")
+        return jax.process_index() > 0
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> "tuple[Mesh, Rules] | None":
+        """The same; of several processes all devices are to be used."""
+        import jax
+
+        if self.nnodes is not None and self.count < len(found := jax.devices()):
+            raise ValueError(
+                f"{self._named()} are {self.count} devices, and {self.nnodes} processes have {len(found)}: use all"
+            )
+        return super().mesh(devices)
+
+    def _size(self, name: str) -> int:
+        if name == "tp" and self.tp is None and self.nnodes is not None:
+            import jax
+
+            return max(1, len(jax.devices()) // self._size("dp"))
+        return super()._size(name)
+
+
+def fake_devices(count: int) -> None:
+    """Makes the CPU as many devices, and JAX's default; only before JAX has looked for devices."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(RuntimeError):  # it has: `Devices.mesh` says if there are too few
+        jax.config.update("jax_num_cpu_devices", count)

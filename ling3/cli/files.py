@@ -1,0 +1,73 @@
+"""Files that commands read and write: where results go, and texts."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ling3.cli.options import FileOption
+from ling3.cli.terminal import print_json
+
+if TYPE_CHECKING:
+    from ling3.bench.report import Report
+    from ling3.interpret.ablation_report import Report as AblationReport
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where the numbers go besides, or instead of, the table."""
+
+    json: FileOption = None
+    """Write the numbers there as JSON; - prints them instead of the table."""
+    plot: FileOption = None
+    """Draw them there (PNG, PDF or SVG)."""
+
+    def check(self) -> None:
+        """ValueError for files that could not be written, before any work."""
+        from ling3.bench.report import check_plot
+
+        if self.json not in (None, "-"):
+            check_directory("--json", self.json)
+        if self.plot is None:
+            return
+        check_plot(self.plot)
+        if self.json is not None and pathlib.Path(self.plot).absolute() == pathlib.Path(self.json).absolute():
+            raise ValueError(f"--json and --plot name the same file, {self.json}: give two")
+
+    def write(self, report: "Report | AblationReport", width: int) -> None:
+        """Prints the table, of at least `width` columns since rich leaves out what does not fit, or JSON; the files."""
+        if self.json == "-":
+            print_json(report.to_dict(), indent=1)
+        else:
+            Console(width=max(width, Console().width)).print(report)
+        if self.json not in (None, "-"):
+            numbers = json.dumps(report.to_dict(), indent=1, ensure_ascii=False)
+            pathlib.Path(self.json).write_text(numbers + "\n", encoding="utf-8")
+        if self.plot is not None:
+            report.plot(self.plot)
+
+
+def check_directory(option: str, path: str) -> None:
+    """ValueError if `option` names no file, or one in no directory: before the work whose result would go there."""
+    if not path:
+        raise ValueError(f"{option}: it is empty, expected the name of a file")
+    if pathlib.Path(path).is_dir():
+        raise ValueError(f"{option}: {path} is a directory, expected the name of a file")
+    directory = pathlib.Path(path).absolute().parent
+    if not directory.is_dir():
+        raise ValueError(f"{option}: there is no directory {directory}: make it first")
+
+
+def read_text(path: str) -> str:
+    """The text of a file in UTF-8, or of standard input for -; ValueError if it is not UTF-8."""
+    content = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}): convert it first") from error

@@ -1,0 +1,83 @@
+"""Options of commands: one engine, or a fleet of them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ling3.cli import interruption
+from ling3.cli.devices import Devices, Machines
+from ling3.cli.loading import Loading, Source
+from ling3.cli.options import TextOption, WholeNumber
+
+if TYPE_CHECKING:
+    from ling3.engine.settings import EngineSettings
+    from ling3.fleet import Fleet
+    from ling3.serve import Server
+    from ling3.text.tokenizer import Tokenizer
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving(Loading):
+    """Which weights, on how many engines, and how errors are shown."""
+
+    replicas: WholeNumber = None
+    """Share the prompts among so many engines, each in a process of its own (extra: fleet), with the same answers."""
+    ray_address: TextOption = None
+    """With --replicas: the Ray cluster to run them on, as HOST:PORT, or auto for this machine's; without it they run
+    here."""
+
+    def check(self, devices: Machines) -> None:
+        """ValueError for senseless options, before any work."""
+        if self.replicas is not None and devices.nnodes is not None:
+            raise ValueError("--nnodes is for one model over several machines, and --replicas for many: give one")
+        if self.replicas is not None and self.replicas < 1:
+            raise ValueError(f"--replicas is {self.replicas}, expected at least 1")
+        if self.ray_address is not None and self.replicas is None:
+            raise ValueError("--ray-address is for --replicas")
+
+    @contextlib.contextmanager
+    def serve(
+        self, source: Source, tokenizer: "Tokenizer", settings: "EngineSettings", console: Console
+    ) -> "Iterator[Served]":
+        """Loads the model, says which it is, and serves it."""
+        from ling3.evals.predictions import fingerprint
+        from ling3.serve import Engine
+
+        if self.replicas is not None:
+            with self._fleet(self.replicas, source, settings) as fleet:
+                source.say(fleet.parameters, fleet.dtype, f"{self.replicas} × {fleet.platform}", console)
+                yield Served(fleet, lambda: fleet.fingerprint)
+            return
+        model = source.load(tokenizer)
+        source.introduce(model, console)
+        yield Served(Engine(model, tokenizer, settings), lambda: fingerprint(model))
+
+    @contextlib.contextmanager
+    def _fleet(self, replicas: int, source: Source, settings: "EngineSettings") -> "Iterator[Fleet]":
+        """Replicas, each over as many devices as `source` names. Ctrl-C ends them, and Ray, before this process."""
+        from ling3.fleet import Fleet
+
+        devices = source.devices or Devices()
+        mesh, rules = (None, None) if devices.sizes is None else (devices.sizes, devices.rules())
+        where = {"mesh": mesh, "rules": rules, "address": self.ray_address}
+        interruption.raise_again()
+        try:
+            with Fleet(dataclasses.replace(source, devices=None), replicas, settings=settings, **where) as fleet:
+                yield fleet
+        except KeyboardInterrupt:
+            interruption.end_process()  # at a second Ctrl-C
+            raise
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What answers prompts, and how the model that it has is identified."""
+
+    server: "Server"
+    fingerprint: Callable[[], str]

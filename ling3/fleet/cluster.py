@@ -1,0 +1,110 @@
+"""Ray's cluster: the one that is joined, or started on this machine, and what it reserves for a replica."""
+
+# pyright: reportMissingImports=false
+# Ray is an extra, and types are checked without it too.
+
+import logging
+import math
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from ling3.runtime.cores import cores
+
+OBJECTS = 2**27
+"""Bytes of Ray's object store on this machine: answers are small."""
+KNOCKING = 10.0
+"""Seconds in which a cluster's address has to accept a connection."""
+SAME = ("JAX_", "XLA_", "LING3_")
+"""Replicas have the caller's environment variables that begin so: the bits of an answer may depend on them."""
+QUIETLY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray prints to stdout what becomes of processes; the fleet says it itself.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Its own choice is 15: a replica would wait for whatever else the machine does.
+    "RAY_worker_niceness": "0",
+}
+"""For Ray, unless the environment says otherwise: it reports to nobody and prints nothing."""
+JOINING = {"RAY_gcs_server_port_wait_time_s": "3"}
+"""For joining a cluster, unless the environment says otherwise: three attempts, each with a line on stderr, for 20."""
+
+
+def library() -> Any:
+    """Ray; ValueError where it is not installed."""
+    for name, value in QUIETLY.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray  # noqa: PLC0415 -- from an extra
+    except ModuleNotFoundError as error:
+        raise ValueError("a fleet needs Ray, which is not installed: pip install 'ling3[fleet]'") from error
+    return ray
+
+
+def connect(ray: Any, address: str | None, cpus: int) -> None:
+    """Joins the cluster at `address`, or starts one of this machine that has so many cores at least.
+
+    A process that has done either before stays with that cluster. Raises ValueError for what is no address, and
+    ConnectionError where there is no cluster.
+    """
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        own = {"num_cpus": max(cpus, cores()), "object_store_memory": OBJECTS, "include_dashboard": False}
+        ray.init("local", **own, **quiet)
+        return
+    if address != "auto":
+        _knock(address)
+    for name, value in JOINING.items():
+        os.environ.setdefault(name, value)
+    try:
+        ray.init(address, **quiet)
+    except ConnectionError as error:
+        advice = (
+            "start one here (ray start --head), or give its address as HOST:PORT"
+            if address == "auto"
+            else "if one runs there, Ray's messages above say why; where it asks for a token, as by default since Ray "
+            "2.60, this machine needs the same in ~/.ray/auth_token, and RAY_AUTH_MODE=token"
+        )
+        raise ConnectionError(f"no Ray cluster could be joined at {address}: {advice}") from error
+
+
+def _knock(address: str) -> None:
+    """Raises ConnectionError where nothing listens, for which Ray would wait for a quarter of an hour."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and "/" not in host and port.isdecimal() and int(port) < 2**16):
+        raise ValueError(f"the address of a Ray cluster is {address!r}, expected HOST:PORT, or auto for this machine's")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCKING).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"no Ray cluster could be joined at {address}: {error}; ray start --head starts one, and says its address"
+        ) from error
+
+
+def reserved(ray: Any, replicas: int, mesh: tuple[int, int] | None, cpus: int | None) -> dict[str, Any]:
+    """What Ray reserves for a replica, and its environment."""
+    devices = math.prod(mesh or (1,))
+    # What reaches a replica has been checked here.
+    unchecked = {"worker_process_setup_hook": "ling3.leave_types_unchecked"}
+    environment = {name: value for name, value in os.environ.items() if name.startswith(SAME)}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    on_cpus = environment.get("JAX_PLATFORMS") == "cpu"
+    if not on_cpus and any("GPU" in node for node in nodes):
+        return {"num_gpus": devices, "runtime_env": {"env_vars": environment, **unchecked}}
+    if not on_cpus and any("TPU" in node for node in nodes):
+        return {"resources": {"TPU": devices}, "runtime_env": {"env_vars": environment, **unchecked}}
+    cpus = cpus or cores_each([int(node.get("CPU", 0)) for node in nodes], replicas)
+    environment["NPROC"] = str(cpus)  # the threads of XLA's pool
+    if mesh is not None:
+        flags = environment.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+    return {"num_cpus": cpus, "runtime_env": {"env_vars": environment, **unchecked}}
+
+
+def cores_each(nodes: Sequence[int], replicas: int) -> int:
+    """The most cores that so many replicas can each have on nodes of so many."""
+    fitting = (cores for cores in range(max(nodes, default=1), 0, -1) if sum(n // cores for n in nodes) >= replicas)
+    return next(fitting, 1)
