@@ -206,9 +206,10 @@ def native_experts(
         if one_format(gate_proj, up_proj, down_proj) and suits(x, gate_proj, up_proj, down_proj):
             gate, up, down = arrays_of(gate_proj), arrays_of(up_proj), arrays_of(down_proj)
             rows = quantized_cpu.expert_rows(x, *groups, gate, up, down, limit, limit_first)
-    elif not (isinstance(gate_proj, Quantized) or isinstance(up_proj, Quantized) or isinstance(down_proj, Quantized)):
-        if experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
-            rows = experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first)
+    elif isinstance(gate_proj, Quantized) or isinstance(up_proj, Quantized) or isinstance(down_proj, Quantized):
+        pass
+    elif experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
+        rows = experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first)
     if rows is None:
         return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread)
     return _weighted(weights, rows if spread is None else spread.together(rows))
