@@ -200,21 +200,18 @@ def native_experts(
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The same by the kernel for CPUs, where it is the faster one."""
-    if isinstance(gate_proj, Quantized) and isinstance(up_proj, Quantized) and isinstance(down_proj, Quantized):
-        native = one_format(gate_proj, up_proj, down_proj) and suits(x, gate_proj, up_proj, down_proj)
-    elif isinstance(gate_proj, Quantized) or isinstance(up_proj, Quantized) or isinstance(down_proj, Quantized):
-        native = False
-    else:
-        native = experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj)
-    if not native:
-        return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread)
-    experts = gate_proj.shape[0]
+    experts, rows = gate_proj.shape[0], None
     groups = Groups.of(chosen if spread is None else spread.own(chosen, experts), experts)
-    if isinstance(gate_proj, Quantized):
-        stacks = (arrays_of(stack) for stack in (gate_proj, up_proj, down_proj))
-        rows = quantized_cpu.expert_rows(x, *groups, *stacks, limit, limit_first)
-    else:
+    if isinstance(gate_proj, Quantized) and isinstance(up_proj, Quantized) and isinstance(down_proj, Quantized):
+        if one_format(gate_proj, up_proj, down_proj) and suits(x, gate_proj, up_proj, down_proj):
+            gate, up, down = arrays_of(gate_proj), arrays_of(up_proj), arrays_of(down_proj)
+            rows = quantized_cpu.expert_rows(x, *groups, gate, up, down, limit, limit_first)
+    elif isinstance(gate_proj, Quantized) or isinstance(up_proj, Quantized) or isinstance(down_proj, Quantized):
+        pass
+    elif experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
         rows = experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first)
+    if rows is None:
+        return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread)
     return _weighted(weights, rows if spread is None else spread.together(rows))
 
 

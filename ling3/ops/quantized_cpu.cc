@@ -169,12 +169,12 @@ inline bool fused(const F& weight, int64_t outer, int64_t part, const float* con
   for (int o = 0; o < STRIP; o++) plain &= weight.open(outer + o, part, scales + o * UNITS);
   if (!plain) return false;
   const uint8_t* at = weight.row(outer) + part * LINE;
-  const typename F::Scale* scale = scales;
   const float* rows[R];
   for (int r = 0; r < R; r++) rows[r] = x[r];
   Bytes worst{};
   Lanes sums[R][STRIP] = {};
   for (int64_t i = 0; i < bytes / BYTES; i++) {
+    const typename F::Scale* scale = scales + i * F::STEP / UNIT;
 #pragma GCC unroll 8
     for (int o = 0; o < STRIP; o++) {
       __builtin_prefetch(at + o * stride + ahead, 0, 1);
@@ -193,7 +193,6 @@ inline bool fused(const F& weight, int64_t outer, int64_t part, const float* con
       }
     }
     at += BYTES;
-    scale += F::STEP / UNIT;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) rows[r] += F::STEP;
   }

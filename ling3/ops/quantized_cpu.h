@@ -321,12 +321,16 @@ struct Scaled : Stored {
       scale = picked<Repeated<BITS>>(units, units, std::make_integer_sequence<int, LANES>());
     }
     const Words words = (Words) * reinterpret_cast<const LooseBytes*>(at);
-    const Lanes least = scale * -float(OFFSET);
 #pragma GCC unroll 8
     for (int k = 0; k < REGISTERS; k++) {
       const Words code = k == REGISTERS - 1 ? words >> (32 - BITS) : (words >> (BITS * k)) & MASK;
-      // code · scale - OFFSET · scale: what is rounded is q · scale.
-      out[k] = nearest(Numbers<float>::add(__builtin_convertvector((Signed)code, Lanes), scale, least));
+      const Lanes number = __builtin_convertvector((Signed)code, Lanes);
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+      // Rounded once, it is q · scale.
+      out[k] = nearest(Numbers<float>::add(number, scale, scale * -float(OFFSET)));
+#else
+      out[k] = nearest((number - float(OFFSET)) * scale);
+#endif
     }
   }
 

@@ -32,7 +32,8 @@ def suits(
 ) -> bool:
     """True if the kernels are there: for x in float32 or bfloat16, and groups of 32, 64, 128, … or whole rows.
 
-    `inner` is how many numbers a row of the matrix has; x is of the call, and may be narrower or wider.
+    `inner` is how many numbers a row of the matrix has. x need not have as many: of experts' three stacks the last is
+    multiplied with what the others give.
     """
     if x.dtype not in (jnp.float32, jnp.bfloat16) or x.size == 0 or numbers.size == 0:
         return False

@@ -3,6 +3,7 @@
 import functools
 import os
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -182,7 +183,7 @@ y = jax.jit(quantized_cpu.product)(jnp.asarray(case["x"]), jnp.asarray(case["pac
 np.save(sys.argv[2], y)
 """
     environment = {**os.environ, "XLA_FLAGS": "", "NPROC": "1", "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
-    command = [os.sys.executable, "-c", program, str(tmp_path / "case.npz"), str(tmp_path / "y.npy")]
+    command = [sys.executable, "-c", program, str(tmp_path / "case.npz"), str(tmp_path / "y.npy")]
     subprocess.run(command, env=environment, check=True, timeout=300)
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), KERNEL(x, matrix))
 
