@@ -234,13 +234,20 @@ class Machines(Devices):
 
         from ling3.runtime.processes import connect
 
+        if self.nnodes < 1:
+            raise ValueError(f"--nnodes is {self.nnodes}, expected at least 1")
         rank, address = self.node_rank, self.dist_init_addr or os.environ.get("DIST_INIT_ADDR")
         if rank is None and "NODE_RANK" in os.environ:
-            rank = _whole(os.environ["NODE_RANK"])
+            try:
+                rank = _whole(os.environ["NODE_RANK"])
+            except ValueError as error:
+                raise ValueError(f"NODE_RANK: {error}") from None
         if (rank is None) != (address is None):
             missing = "--node-rank (or NODE_RANK)" if rank is None else "--dist-init-addr (or DIST_INIT_ADDR)"
             raise ValueError(f"--nnodes is {self.nnodes}, and {missing} is missing: give both, or neither on a cluster")
-        connect(self.nnodes if rank is not None else None, rank, address)
+        where = "" if rank is None else f" at {address}" if rank else f": the first one, at {address}"
+        with announced(f"waiting for the other processes, {self.nnodes} in all{where}…"):
+            connect(self.nnodes if rank is not None else None, rank, address)
         if jax.process_count() != self.nnodes:
             raise ValueError(f"--nnodes is {self.nnodes}, and the cluster has started {jax.process_count()} processes")
         return jax.process_index() > 0
@@ -455,7 +462,16 @@ class Output:
 @contextlib.contextmanager
 def compiling(console: Console) -> Iterator[None]:
     """Says on stderr that programs are being compiled, once that has taken `PATIENCE` seconds."""
-    timer = threading.Timer(PATIENCE, console.print, ["compiling (first time)…"], {"style": "dim", "markup": False})
+    with announced("compiling (first time)…", console):
+        yield
+
+
+@contextlib.contextmanager
+def announced(words: str, console: Console | None = None) -> Iterator[None]:
+    """Says on stderr what is going on, once that has taken `PATIENCE` seconds."""
+    console = Console(stderr=True, highlight=False) if console is None else console
+    how = {"style": "dim", "markup": False, "soft_wrap": True}
+    timer = threading.Timer(PATIENCE, console.print, [words], how)
     timer.daemon = True
     timer.start()
     try:
