@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, before: Callable[[bool], Any] | None
             raise
         lines = str(error).strip().splitlines()
         words = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        return _failed(1, f"{words} (--debug shows the traceback)")
+        return _failed(1, f"{words} (--debug shows the traceback)", of_jax=type(error).__name__ == "JaxRuntimeError")
     return 0
 
 
@@ -91,6 +91,7 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
     from ling3.cli import ablate, bench, chat, eval, generate, inspect, quantize
     from ling3.cli.devices import Machines
     from ling3.cli.loading import follow
+    from ling3.cli.serving import Serving
 
     command = tyro.cli(
         generate.Generate | chat.Chat | bench.Bench | eval.Eval | ablate.Ablate | inspect.Inspect | quantize.Quantize,
@@ -105,6 +106,8 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
     if before is not None:
         before("--debug" in argv)
     module, devices = sys.modules[type(command).__module__], getattr(command, "devices", None)
+    if isinstance(devices, Machines) and isinstance(command.common, Serving):
+        command.common.check(devices)  # before it waits for other processes
     if isinstance(devices, Machines) and devices.nnodes is not None:
         _keep_stdout()
     if isinstance(devices, Machines) and devices.connect():
@@ -123,10 +126,19 @@ def _keep_stdout() -> None:
     os.dup2(sys.stderr.fileno(), descriptor)
 
 
-def _failed(code: int, message: str) -> int:
-    """Prints an error in one line, at most a screen long, and returns the exit code."""
+def _failed(code: int, message: str, of_jax: bool = False) -> int:
+    """Prints an error in one line, at most a screen long, and returns the exit code.
+
+    Where several processes run the command the others hear of it. An error of JAX's may be that another process has
+    ended: then that one's is printed.
+    """
     from ling3.runtime.quoting import printable
 
+    if (processes := sys.modules.get("ling3.runtime.processes")) is not None:
+        if of_jax and (errors := processes.failed()):
+            message = "; ".join(errors)
+        else:
+            processes.say_failed(message)
     print(f"ling3: error: {printable(' '.join(message.splitlines()), LONGEST_ERROR)}", file=sys.stderr)
     return code
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ling3.cli.options import TextOption, WholeNumber, whole_number
+from ling3.cli.terminal import announced
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -113,13 +114,20 @@ class Machines(Devices):
 
         from ling3.runtime.processes import connect
 
+        if self.nnodes < 1:
+            raise ValueError(f"--nnodes is {self.nnodes}, expected at least 1")
         rank, address = self.node_rank, self.dist_init_addr or os.environ.get("DIST_INIT_ADDR")
         if rank is None and "NODE_RANK" in os.environ:
-            rank = whole_number(os.environ["NODE_RANK"])
+            try:
+                rank = whole_number(os.environ["NODE_RANK"])
+            except ValueError as error:
+                raise ValueError(f"NODE_RANK: {error}") from None
         if (rank is None) != (address is None):
             missing = "--node-rank (or NODE_RANK)" if rank is None else "--dist-init-addr (or DIST_INIT_ADDR)"
             raise ValueError(f"--nnodes is {self.nnodes}, and {missing} is missing: give both, or neither on a cluster")
-        connect(self.nnodes if rank is not None else None, rank, address)
+        own = "waiting for" if rank is None else f"process {rank} waits at {address} for"
+        with announced(f"{own} the others of {self.nnodes} processes…"):
+            connect(self.nnodes if rank is not None else None, rank, address)
         if jax.process_count() != self.nnodes:
             raise ValueError(f"--nnodes is {self.nnodes}, and the cluster has started {jax.process_count()} processes")
         return jax.process_index() > 0

@@ -110,6 +110,11 @@ class Eval:
     )
 
     @property
+    def common(self) -> Loading:
+        """How the model is loaded."""
+        return self.task.common
+
+    @property
     def devices(self) -> Machines:
         """Over how many the model lies."""
         return self.task.devices
@@ -181,7 +186,6 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
 
 def _check(command: Asking) -> None:
     """ValueError for senseless options, before any work."""
-    command.common.check(command.devices)
     if (command.prompts is None) == (command.questions is None):
         raise ValueError("give either --prompts, questions ready to be asked, or --questions, those of the data set")
     for name in ("examples", "shots"):

@@ -81,7 +81,6 @@ def run(command: Generate) -> None:
     """Prints each prompt's continuation; FloatingPointError, after all of them, for those that ended in an error."""
     from ling3.engine.sampling_params import check_prompt, check_room
 
-    command.common.check(command.devices)
     if command.logprobs is not None and not command.json:
         raise ValueError("--logprobs is for --json")
     most = MAX_TOKENS if command.max_tokens is None else command.max_tokens

@@ -43,7 +43,16 @@ def count(number: int) -> str:
 @contextlib.contextmanager
 def compiling(console: Console) -> Iterator[None]:
     """Says on stderr that programs are being compiled, once that has taken `PATIENCE` seconds."""
-    timer = threading.Timer(PATIENCE, console.print, ["compiling (first time)…"], {"style": "dim", "markup": False})
+    with announced("compiling (first time)…", console):
+        yield
+
+
+@contextlib.contextmanager
+def announced(words: str, console: Console | None = None) -> Iterator[None]:
+    """Says on stderr what is going on, once that has taken `PATIENCE` seconds."""
+    console = Console(stderr=True, highlight=False) if console is None else console
+    how = {"style": "dim", "markup": False, "soft_wrap": True}
+    timer = threading.Timer(PATIENCE, console.print, [words], how)
     timer.daemon = True
     timer.start()
     try:

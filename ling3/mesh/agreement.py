@@ -31,8 +31,8 @@ class Together:
         """Raises if another process has failed, or has something else for `same`. All call this at the same point."""
         if self._mesh is None:
             return
+        self._over = True  # also if the others cannot be asked, as they have ended
         told = _told(self._mesh, _WELL + same)
-        self._over = True
         failed = [f"process {i}, {text[1:]}" for i, text in told.items() if text.startswith(_FAILED)]
         if failed:
             raise self._error("\n".join(failed))

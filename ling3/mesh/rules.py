@@ -25,9 +25,11 @@ Axes = str | tuple[str, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Along which axes of the mesh each logical axis is cut; one that the mesh does not have cuts nothing.
+    """Along which axes of the mesh each logical axis is cut.
 
-    All other logical axes (`hidden`, `latent`, …) are whole on every device, and so is the residual stream.
+    `data` and `tensor` cut nothing where the mesh has no such axis. All other logical axes (`hidden`, `latent`, …) are
+    whole on every device, and so is the residual stream. Devices along `batch` have different tokens, so only experts,
+    to which all tokens come, can be cut along it too.
 
     With `sums`, a matrix whose inputs are cut is cut by its columns, and the devices' products are summed. Without, it
     is cut by its rows and gets all inputs: each number is then the sum of the same products in the same order as on one
@@ -55,6 +57,29 @@ class Rules:
         if self.sums and self.same_bits:
             raise ValueError(
                 "Rules: sums of partial products depend on the number of devices: leave out sums or same_bits"
+            )
+        named = {name: getattr(self, name) for name in ("heads", "intermediate", "vocab")}
+        if self.batch is not None and (shared := [name for name, axis in named.items() if axis == self.batch]):
+            raise ValueError(
+                f"Rules: {' and '.join(shared)} along {self.batch!r}, where devices have different rows of a batch and "
+                "cannot share a product: give another axis, or batch=None"
+            )
+        if isinstance(self.experts, tuple) and len({*self.experts}) < len(self.experts):
+            raise ValueError(f"Rules: experts are cut along {self.experts}, expected different axes")
+
+    def check(self, mesh: Mapping[str, int]) -> None:
+        """MeshError for rules that name axes which a mesh of such sizes lacks, or leave some of its devices idle."""
+        own = {name: getattr(self, name) for name in ("batch", "heads", "intermediate", "experts", "vocab")}
+        axes = {name: (axis,) if isinstance(axis, str) else axis or () for name, axis in own.items()}
+        shown = ", ".join(f"{axis!r} ({size})" for axis, size in mesh.items())
+        for name, found in axes.items():
+            if missing := [axis for axis in found if axis not in mesh and axis not in ("data", "tensor")]:
+                raise MeshError(f"Rules: {name} along {missing[0]!r}, and the mesh has the axes {shown}")
+        used = {axis for found in axes.values() for axis in found}
+        if idle := [axis for axis, size in mesh.items() if size > 1 and axis not in used]:
+            raise MeshError(
+                f"the mesh has the axes {shown}, and the rules put nothing along {idle[0]!r}, whose devices would all "
+                "do the same: name the axes 'data' and 'tensor', or say in Rules what lies along yours"
             )
 
     def axes_of(self, logical: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -280,7 +305,10 @@ def _repeats(leaf: Leaf, axis: str, units: int, over: tuple[str, ...], mesh: Map
         return 1
     if devices % units:
         fits = ", ".join(str(d) for d in range(1, units + 1) if units % d == 0)
-        raise MeshError(f"{leaf.path}: {axis} are {units}, which {devices} devices cannot share evenly; {fits} can")
+        raise MeshError(
+            f"{leaf.path}: {axis} are {units}, which {devices} devices cannot share evenly; {fits} can, and any "
+            f"multiple of {units}, where several devices have the same"
+        )
     return devices // units
 
 

@@ -71,9 +71,16 @@ class Layout:
 def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
     """How a model (or its structure) lies on a mesh.
 
-    Raises MeshError, with the axis, its size and what would fit, if it cannot be cut so.
+    Raises MeshError, with the axis, its size and what would fit, if it cannot be cut so; and for a model that lies on a
+    mesh already.
     """
     rules, sizes = Rules() if rules is None else rules, dict(mesh.shape)
+    rules.check(sizes)
+    if model.placement is not None:
+        raise MeshError(
+            f"the model lies on a mesh of {model.placement.mesh.size} devices already, and its arrays are padded and "
+            "repeated for it: place the whole model, or load it again with this mesh"
+        )
     shares, exchanges = [], {}
     for leaf in leaves(model):
         share, exchange = share_of(leaf, sizes, rules)

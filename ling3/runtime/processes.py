@@ -4,7 +4,9 @@
 others with an error that names it.
 """
 
+import contextlib
 import itertools
+import socket
 from typing import Any
 
 import jax
@@ -14,12 +16,15 @@ from jax.experimental import multihost_utils
 
 HEARTBEAT = 20
 """Seconds after which a process that is no longer heard of is taken for dead."""
-PATIENCE = 30
-"""Seconds that a process which ends waits for the others."""
+PATIENCE = 45
+"""Seconds that a process which ends waits for the others: gloo gives up after 30."""
 LISTEN = 5_000
 """Milliseconds of one wait for a message."""
 KEPT = 64
 """Messages that are kept for processes that have not read them yet."""
+
+FAILED = "ling3/failed"
+"""Where processes that end in an error say so."""
 
 _wires = itertools.count()
 
@@ -38,9 +43,36 @@ def connect(nodes: int | None = None, rank: int | None = None, address: str | No
     if address is not None and not address.rpartition(":")[2].isdigit():
         raise ValueError(f"address is {address!r}, expected HOST:PORT of the first process")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        address, nodes, rank, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=PATIENCE
-    )
+    try:
+        jax.distributed.initialize(
+            address, nodes, rank, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=PATIENCE
+        )
+    except ValueError as error:
+        if address is not None and rank is not None:
+            raise
+        raise ValueError(
+            f"JAX finds no Slurm, Open MPI, Kubernetes or TPU pod that would tell of the other processes ({error}): "
+            "give rank and address (--node-rank and --dist-init-addr, or NODE_RANK and DIST_INIT_ADDR)"
+        ) from error
+
+
+def say_failed(error: str) -> None:
+    """Leaves word of an error in which this process ends, for the `failed` of others."""
+    state = distributed.global_state
+    if (client := state.client) is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator may be gone
+            client.key_value_set(
+                f"{FAILED}/{state.process_id}", f"process {state.process_id}, on {socket.gethostname()}: {error}"
+            )
+
+
+def failed() -> list[str]:
+    """In what other processes have ended, as far as they could say so."""
+    state = distributed.global_state
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        said = [] if state.client is None else state.client.key_value_dir_get(FAILED)
+        return [text for key, text in said if not key.endswith(f"/{state.process_id}")]
+    return []
 
 
 def least(number: int) -> int:
@@ -71,13 +103,15 @@ class Wire:
         self._count += 1
 
     def hear(self) -> str:
-        """The next message, once there is one."""
+        """The next message, once there is one. RuntimeError if a process has ended in an error instead."""
         while True:
             try:
                 message = self._client.blocking_key_value_get(self._key(self._count), LISTEN)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+                if errors := failed():
+                    raise RuntimeError("; ".join(errors)) from None
             else:
                 self._count += 1
                 return message
