@@ -245,8 +245,8 @@ class Machines(Devices):
         if (rank is None) != (address is None):
             missing = "--node-rank (or NODE_RANK)" if rank is None else "--dist-init-addr (or DIST_INIT_ADDR)"
             raise ValueError(f"--nnodes is {self.nnodes}, and {missing} is missing: give both, or neither on a cluster")
-        where = "" if rank is None else f" at {address}" if rank else f": the first one, at {address}"
-        with announced(f"waiting for the other processes, {self.nnodes} in all{where}…"):
+        own = "waiting for" if rank is None else f"process {rank} waits at {address} for"
+        with announced(f"{own} the others of {self.nnodes} processes…"):
             connect(self.nnodes if rank is not None else None, rank, address)
         if jax.process_count() != self.nnodes:
             raise ValueError(f"--nnodes is {self.nnodes}, and the cluster has started {jax.process_count()} processes")
