@@ -1,0 +1,83 @@
+"""Models that are cut, and the meshes of fake devices that they are cut over."""
+
+import dataclasses
+import functools
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny_transformers
+from jax.sharding import PartitionSpec
+from tiny import FLASH, TINY, open_model
+
+import ling3
+from ling3.cache import Span
+from ling3.execution import PLAIN
+from ling3.mesh import Rules, place
+
+EIGHT_HEADS = {
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+    "v_head_dim": 32,
+    "initializer_range": 0.1,
+}
+SEEDS = {"tiny": 9, "flash": 1}
+"""Of models whose logits in float32 are, on `TOKENS`, within `WITHIN` of those in float64: others amplify rounding."""
+TOKENS = np.random.default_rng(4).integers(3, 64, (2, 40))
+WITHIN = {"tiny": 1e-5, "flash": 1e-5, "grouped": 1e-5, "nano": 3e-5}
+"""How far logits in float32 may be from one device's. Nano's are up to 23, and have an error of 2e-5 on one device."""
+
+MESHES = {
+    "TP 1": ({"data": 1, "tensor": 1}, Rules()),
+    "TP 2": ({"data": 1, "tensor": 2}, Rules()),
+    "TP 4": ({"data": 1, "tensor": 4}, Rules()),
+    "TP 8": ({"data": 1, "tensor": 8}, Rules()),
+    "DP 4": ({"data": 4, "tensor": 1}, Rules()),
+    "DP 2 x TP 2": ({"data": 2, "tensor": 2}, Rules()),
+    "DP 2 x TP 4, EP 8": ({"data": 2, "tensor": 4}, Rules(experts=("data", "tensor"))),
+    "TP 2, EP 4 beside it": ({"data": 1, "tensor": 2, "expert": 4}, Rules(experts="expert")),
+}
+
+
+@functools.cache
+def model(name: str, dtype=jnp.float32) -> ling3.CausalLM:
+    """A model of Ling-3's two shapes with 8 heads, nano, or one of a family of grouped queries; on one device."""
+    if dtype == jnp.float64:
+        return jax.tree.map(lambda x: x.astype(dtype), model(name))
+    if name == "nano":
+        return ling3.load("nano", dtype)
+    if name == "grouped":
+        return tiny_transformers.open_model("qwen3-moe")
+    config = dataclasses.replace({"tiny": TINY, "flash": FLASH}[name], **EIGHT_HEADS)
+    return open_model(config, SEEDS[name], dtype)
+
+
+def mesh(tensor=1, data=1, **others) -> jax.sharding.Mesh:
+    """The first fake devices as a mesh of such sizes."""
+    sizes = {"data": data, "tensor": tensor, **others}
+    count = math.prod(sizes.values())
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=jax.devices()[:count])
+
+
+@functools.cache
+def placed(name: str, tensor=1, data=1, rules: Rules | None = None) -> ling3.CausalLM:
+    """A model on a mesh."""
+    return place(model(name), mesh(tensor, data), rules)
+
+
+@eqx.filter_jit
+def logits_as_computed(model: ling3.CausalLM, tokens) -> jax.Array:
+    """A model's logits in its own dtype: `model(tokens)` gives float32 whatever that is."""
+
+    def scored(part, tokens):
+        span, head = Span.whole(*tokens.shape, PLAIN), part.lm_head or part.model.word_embeddings
+        hidden, _ = part.model(tokens, (None,) * len(part.model.attentions), span)
+        return head(hidden, PLAIN, hidden.dtype)[..., : part.config.vocab_size]
+
+    if (placement := model.placement) is None:
+        return scored(model, tokens)
+    where = PartitionSpec(placement.rows(tokens.shape[0]))
+    return placement.run(scored, (tokens,), (where,), where, model.part)
