@@ -1,5 +1,6 @@
 """One model in several processes, each with its own devices: the commands, and what becomes of them if one dies."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -10,6 +11,9 @@ import time
 
 import conftest
 import pytest
+from tiny import TINY, open_model
+
+import ling3
 
 pytestmark = pytest.mark.slow
 
@@ -51,14 +55,21 @@ def predictions(path):
     return [{name: value for name, value in line.items() if name != "timings"} for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("count", "devices", "tensor"),
-    [(2, 2, 4), (4, 4, 16)],
-)
-def test_an_evaluation_writes_what_one_process_writes(tmp_path, count, devices, tensor):
+def sixteen_heads(path):
+    """A checkpoint shaped like Ling-3.0-tiny with its sixteen heads, small and random, with nano's tokenizer."""
+    nano = ling3.load("nano").config
+    sizes = {"vocab_size": nano.vocab_size, "hidden_size": 64, "num_attention_heads": 16, "num_experts": 16}
+    config = dataclasses.replace(TINY, **sizes, eos_token_id=nano.eos_token_id)
+    ling3.save(open_model(config), path, tokenizer_from="nano")
+    return str(path)
+
+
+@pytest.mark.parametrize(("name", "count", "devices"), [("nano", 2, 2), ("sixteen heads", 4, 4)])
+def test_an_evaluation_writes_what_one_process_writes(tmp_path, name, count, devices):
     (tmp_path / "questions.json").write_text(json.dumps(QUESTIONS))
-    words = ["eval", "gsm8k", "nano", "--prompts", str(tmp_path / "questions.json"), "--chat", "--max-tokens", "40"]
-    words += ["--max-running-requests", "4", "--tp", str(tensor)]
+    model = name if name == "nano" else sixteen_heads(tmp_path / "model")
+    words = ["eval", "gsm8k", model, "--prompts", str(tmp_path / "questions.json"), "--chat", "--max-tokens", "40"]
+    words += ["--max-running-requests", "4", "--tp", str(count * devices)]
     shown = {}
     for processes, each in ((count, devices), (1, count * devices)):
         out = tmp_path / f"{processes}.jsonl"
@@ -66,7 +77,7 @@ def test_an_evaluation_writes_what_one_process_writes(tmp_path, count, devices, 
         assert codes == [0] * processes, stderr
         assert not any(stdout[1:])
         shown[processes] = stdout[0]
-    assert shown[count] == shown[1] and "4/4" in shown[1]
+    assert shown[count] == shown[1] and ("4/4" if name == "nano" else "/4") in shown[1]
     assert predictions(tmp_path / f"{count}.jsonl") == predictions(tmp_path / "1.jsonl")
 
 
