@@ -182,7 +182,7 @@ def packed_kv(module):
 def cache(module):
     tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
     own = module.Span(WHOLE.start, WHOLE.length, span(SEQ).table, tokens=tokens)
-    own.positions(SEQ), own.valid(SEQ), module.Span.whole(BATCH, SEQ)
+    own.positions(SEQ), own.valid(SEQ), own.seen, own.cleared(numbers(BATCH, SEQ, 3)), module.Span.whole(BATCH, SEQ)
     module.Paged.empty(4, PAGE, (3,), jnp.float32).append(numbers(BATCH, SEQ, 3), own)
     module.Paged.empty(4, PAGE, (128,), jnp.float32, packing=KEYS).append(numbers(BATCH, SEQ, 128), own)
     state = module.KDAState(numbers(BATCH, 2, 4, 4), numbers(BATCH, 3, 12))

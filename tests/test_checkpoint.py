@@ -283,7 +283,7 @@ class TestRefused:
         message = refusal(
             with_weights(directory, lambda weights: weights.update({EXPERT: weights[EXPERT].astype(dtype)}))
         )
-        assert EXPERT in message and "expected F32, BF16, F16" in message and "unquantized" in message
+        assert EXPERT in message and "expected F32, BF16, F16" in message and "use another checkpoint" in message
 
     def test_experts_of_several_types(self, directory):
         with_weights(directory, lambda weights: weights.update({EXPERT: weights[EXPERT].astype(np.float32)}))
