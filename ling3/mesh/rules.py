@@ -36,10 +36,11 @@ class Rules:
     device, whatever carries the messages, and no row's bits depend on its place in a batch.
 
     XLA may still order the sums within fewer heads otherwise than within all. With `same_bits` each device has what all
-    heads remember and does the arithmetic between their projections for all, as one device does: answers in float32
-    then have the same bits on any number of devices. (In bfloat16 if XLA may not keep float32 between operations, with
-    `XLA_FLAGS=--xla_allow_excess_precision=false`.) The weights are cut as without it, but for those that attention
-    reads as numbers (MLA's `kv_b_proj`).
+    heads remember and does the arithmetic between their projections for all, and XLA fuses nothing over a product:
+    logits in float32 then have the same bits for 1, 2, 4 and 8 devices along `tensor`. (In bfloat16 if XLA may not keep
+    float32 between operations, with `XLA_FLAGS=--xla_allow_excess_precision=false`.) A model without a mesh may still be
+    fused otherwise, and so may other numbers of rows along `data`. The weights are cut as without it, but for those that
+    attention reads as numbers (MLA's `kv_b_proj`).
     """
 
     batch: str | None = "data"
@@ -185,6 +186,10 @@ def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, 
     if not isinstance(leaf.module, Matrix):
         return _of_heads(leaf, mesh, rules), LOCAL
     share, exchange = _of_matrix(leaf, mesh, rules)
+    *stack, outer, inner = leaf.module.axes
+    axes = rules.axes_of(outer, mesh) or rules.axes_of(inner, mesh)
+    if rules.same_bits and axes and not stack:
+        exchange = dataclasses.replace(exchange, axis=axes[0], fenced=True)
     return _in_elements(leaf, share), exchange
 
 

@@ -29,6 +29,8 @@ class Exchange:
     gathered: W has some rows, and everybody needs all outputs; summed: inputs and columns are cut alike, and each
     device has a part of every sum; sliced: W is whole, and each device keeps its own part of the outputs.
     """
+    fenced: bool = False
+    """The product is a result of its own in the program, however W is cut: what XLA fuses, it may round otherwise."""
 
     def inputs_of(self, columns: int) -> int:
         """Inputs that a device has before the exchange, where its W has so many columns."""
@@ -43,7 +45,10 @@ class Exchange:
         return self._together(x)[..., :columns] if self.x == "gathered" else x
 
     def summed(self, y: Float[Array, "*batch outer"]) -> Float[Array, "*batch outer"]:
-        """The product, where each device has computed a part of each sum."""
+        """The product, where each device has computed a part of each sum, or where it is `fenced`."""
+        if self.fenced:  # an exchange of each device with itself, over which XLA fuses nothing; nothing is sent
+            alone = [[device] for device in range(lax.axis_size(self.axis))]
+            return lax.all_gather(y, self.axis, axis_index_groups=alone, tiled=True)
         if self.y != "summed":
             return y
         first = lax.axis_index(self.axis) % self.repeats == 0
@@ -72,7 +77,7 @@ class Exchange:
     ) -> Float[Array, "*batch inner"]:
         """`read(index)` of a matrix of which each device has `rows` rows. A sum with zeros changes no number."""
         if self.y != "gathered":
-            return read(index)
+            return self.summed(read(index)) if self.fenced else read(index)
         own = index - lax.axis_index(self.axis) * rows
         here = (own >= 0) & (own < rows)
         found = jnp.where(here[..., None], read(jnp.clip(own, 0, rows - 1)), 0)
