@@ -125,8 +125,9 @@ plt.show()
 # or 16 of their 128 outputs, and XLA may sum a product with so few columns in another order; `ling3` then lets every
 # device compute all and keep its own, so that each product is the sum that one device makes. (What is left of a
 # difference below is arithmetic between products, which XLA rounds otherwise for fewer heads; `Rules(same_bits=True)`
-# does that for all heads everywhere, and apart from the products.) With `Rules(sums=True)` everything is cut, and matrices whose inputs are cut give
-# partial sums that are added up. In a model of the published sizes this concerns fewer matrices, as they are wider.
+# does that for all heads everywhere, and apart from the products.) With `Rules(sums=True)` everything is cut, and
+# matrices whose inputs are cut give partial sums that are added up. In a model of the published sizes this concerns
+# fewer matrices, as they are wider.
 #
 # Each device's part holds the numbers of the checkpoint, bit for bit, and together they are the model:
 

@@ -38,9 +38,9 @@ class Rules:
     XLA may still order the sums within fewer heads otherwise than within all. With `same_bits` each device has what all
     heads remember and does the arithmetic between their projections for all, and XLA fuses nothing over a product:
     logits in float32 then have the same bits for 1, 2, 4 and 8 devices along `tensor`. (In bfloat16 if XLA may not keep
-    float32 between operations, with `XLA_FLAGS=--xla_allow_excess_precision=false`.) A model without a mesh may still be
-    fused otherwise, and so may other numbers of rows along `data`. The weights are cut as without it, but for those that
-    attention reads as numbers (MLA's `kv_b_proj`).
+    float32 between operations, with `XLA_FLAGS=--xla_allow_excess_precision=false`.) A model without a mesh may still
+    be fused otherwise, and so may other numbers of rows along `data`. The weights are cut as without it, but for those
+    that attention reads as numbers (MLA's `kv_b_proj`).
     """
 
     batch: str | None = "data"
