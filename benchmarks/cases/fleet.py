@@ -6,32 +6,36 @@ import ling3
 from benchmarks.cases.engine import seconds, together
 from benchmarks.registry import Absent, Setting, Side, Trial, Wrong, case
 from ling3.bench.measure import random_requests
+from ling3.fleet import cluster
 
 
-@case("fleet/threads", "64 mixed requests on nano: two replicas of one thread against one of two threads.", rounds=5)
+@case("fleet/threads", "64 mixed requests on nano: two replicas of one thread against one engine of two.", rounds=11)
 def threads(setting: Setting) -> Trial:
-    """Seconds for all of them; each side is a fleet, so that both send prompts and answers through Ray."""
+    """Seconds for all of them. The engine of two threads is a replica too, and then one of this process without Ray."""
     try:
-        import ray  # noqa: PLC0415 -- from an extra
-    except ModuleNotFoundError:
+        ray = cluster.library()
+    except ValueError:
         raise Absent("Ray (pip install 'ling3[fleet]')") from None
-    if not ray.is_initialized():
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    cluster.connect(ray, None, 4)  # before JAX computes anything here
     longest = setting.size(full=256, toy=16)
     model = ling3.load("nano", dtype=jnp.float32)
     requests = random_requests(setting.size(full=64, toy=8), model.config.vocab_size, (16, longest), (16, longest))
     shape = {"max_running_requests": 16, "max_model_len": 512, "prefix_cache": False}
     engine = ling3.Engine(model, **shape)
     expected = together(engine, requests)
-    sides = []
-    for name, replicas, cpus in (("2 replicas, 1 thread each", 2, 1), ("1 replica, 2 threads", 1, 2)):
-        fleet = ling3.Fleet("nano", replicas, jnp.float32, cpus=cpus, **shape)
 
-        def check(fleet: ling3.Fleet = fleet) -> str:
-            if together(fleet, requests) != expected:
-                raise Wrong("the fleet's tokens are not the engine's")
+    def side(name: str, server: ling3.Engine | ling3.Fleet) -> Side:
+        def check() -> str:
+            if together(server, requests) != expected:
+                raise Wrong("its tokens are not those of an engine in this process")
             return "the tokens of an engine in this process"
 
-        sides.append(Side(name, seconds(lambda fleet=fleet: together(fleet, requests)), check))
+        return Side(name, seconds(lambda: together(server, requests)), check)
+
+    sides = [
+        side("2 replicas, 1 thread each", ling3.Fleet("nano", 2, jnp.float32, cpus=1, **shape)),
+        side("1 replica, 2 threads", ling3.Fleet("nano", 1, jnp.float32, cpus=2, **shape)),
+        side("an engine in this process", engine),
+    ]
     about = {"requests": len(requests), "settings": shape}
     return Trial(sides, unit="s", tokens=sum(request.max_tokens for request in requests), about=about)

@@ -1,14 +1,22 @@
 """Ctrl-C for the command line: the process ends at once with status 130 and no traceback."""
 
 import _thread
+import contextlib
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 STATUS = 130
 SHOW_CURSOR = b"\x1b[?25h"
 
 _ending = _thread.allocate_lock()
+_last: list[Callable[[], object]] = []
+
+
+def do_last(step: Callable[[], object]) -> None:
+    """Has Ctrl-C do this too, in whichever thread ends the process; it is quick, and its errors are dropped."""
+    _last.append(step)
 
 
 def end_process() -> None:
@@ -47,5 +55,8 @@ def _end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
     try:
         # A progress bar hides the cursor.
         os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + b"\ninterrupted\n")
+        for step in _last:
+            with contextlib.suppress(Exception):
+                step()
     finally:
         os._exit(STATUS)

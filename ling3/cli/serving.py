@@ -58,21 +58,17 @@ class Serving(Loading):
         source.introduce(model, console)
         yield Served(Engine(model, tokenizer, settings), lambda: fingerprint(model))
 
-    @contextlib.contextmanager
-    def _fleet(self, replicas: int, source: Source, settings: "EngineSettings") -> "Iterator[Fleet]":
-        """Replicas, each over as many devices as `source` names. Ctrl-C ends them, and Ray, before this process."""
+    def _fleet(self, replicas: int, source: Source, settings: "EngineSettings") -> "Fleet":
+        """Replicas, each over as many devices as `source` names."""
         from ling3.fleet import Fleet
+        from ling3.runtime import descendants
 
+        # On Ctrl-C: Ray's agents would outlive this process by a minute and more.
+        interruption.do_last(descendants.kill)
         devices = source.devices or Devices()
         mesh, rules = (None, None) if devices.sizes is None else (devices.sizes, devices.rules())
         where = {"mesh": mesh, "rules": rules, "address": self.ray_address}
-        interruption.raise_again()
-        try:
-            with Fleet(dataclasses.replace(source, devices=None), replicas, settings=settings, **where) as fleet:
-                yield fleet
-        except KeyboardInterrupt:
-            interruption.end_process()  # at a second Ctrl-C
-            raise
+        return Fleet(dataclasses.replace(source, devices=None), replicas, settings=settings, **where)
 
 
 @dataclasses.dataclass(frozen=True)

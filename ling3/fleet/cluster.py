@@ -27,8 +27,8 @@ QUIETLY = {
     "RAY_worker_niceness": "0",
 }
 """For Ray, unless the environment says otherwise: it reports to nobody and prints nothing."""
-JOINING = {"RAY_gcs_server_port_wait_time_s": "3"}
-"""For joining a cluster, unless the environment says otherwise: three attempts, each with a line on stderr, for 20."""
+JOINING = {"RAY_gcs_server_port_wait_time_s": "1"}
+"""For joining a cluster, unless the environment says otherwise: one attempt, of up to 40 seconds, instead of 20."""
 
 
 def library() -> Any:
@@ -65,8 +65,8 @@ def connect(ray: Any, address: str | None, cpus: int) -> None:
         advice = (
             "start one here (ray start --head), or give its address as HOST:PORT"
             if address == "auto"
-            else "if one runs there, Ray's messages above say why; where it asks for a token, as by default since Ray "
-            "2.60, this machine needs the same in ~/.ray/auth_token, and RAY_AUTH_MODE=token"
+            else "if one runs there, Ray's messages above say why; where it asks for a token, this machine needs the "
+            "same in ~/.ray/auth_token, and RAY_AUTH_MODE=token"
         )
         raise ConnectionError(f"no Ray cluster could be joined at {address}: {advice}") from error
 

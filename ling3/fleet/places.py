@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ling3.engine.outputs import Stats
@@ -64,6 +64,8 @@ class Places:
     def __init__(self, ray: Any, plan: Plan, options: dict[str, Any]):
         self._ray = ray
         self._plan = ray.put(plan)
+        taken = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **options.get("resources", {})}
+        self._takes = {name: number for name, number in taken.items() if number}
         self._actor = ray.remote(concurrency_groups={"beside": 2})(Replica).options(**options)
         self._pending: dict[Any, Place] = {}
         """What Ray will answer, and whose answer it is."""
@@ -213,11 +215,15 @@ class Places:
         waiting = [place for place in self._all if place.error is None and place.process is None]
         if all(time.monotonic() - place.since < PATIENCE for place in waiting):
             return
-        resources = self._ray.available_resources()
-        free = ", ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if name in resources)
+        free, takes = self._ray.available_resources(), self._takes
         logger.warning(
-            "%d of %d replicas wait for room: of the cluster's devices, free are: %s",
-            *(len(waiting), len(self._all), free or "none"),
+            "%d of %d replicas wait for room: each takes %s, and free in the cluster are %s",
+            *(len(waiting), len(self._all), _counted(takes), _counted({name: free.get(name, 0) for name in takes})),
         )
         for place in waiting:
             place.since = math.inf
+
+
+def _counted(devices: Mapping[str, float]) -> str:
+    """As in "2 CPU"."""
+    return ", ".join(f"{number:g} {name}" for name, number in devices.items())

@@ -96,7 +96,9 @@ def ray():
 @pytest.fixture
 def pair(ray):
     """Two replicas that have not answered yet."""
-    return Places(ray, Plan(Checkpoint("nano", None, None), ling3.EngineSettings(), None, None, None, 2, "."), {})
+    return Places(
+        ray, Plan(Checkpoint("nano", None, None), ling3.EngineSettings(), None, None, None, 2, "."), {"num_cpus": 2}
+    )
 
 
 def test_a_replica_is_ready_when_it_has_told_of_itself(ray, pair):
@@ -155,7 +157,9 @@ def test_those_without_room_are_reported_once(ray, pair, caplog, monkeypatch):
     pair.wait()
     ray.answer(ray.actors[1], "start", card())
     pair.wait()
-    assert caplog.text.count("1 of 2 replicas wait for room: of the cluster's devices, free are: 0.5 CPU") == 1
+    assert (
+        caplog.text.count("1 of 2 replicas wait for room: each takes 2 CPU, and free in the cluster are 0.5 CPU") == 1
+    )
 
 
 def test_a_closed_fleet_says_so(ray, pair):

@@ -1,5 +1,6 @@
 """A fleet beside one engine: the same answers, and the same file, whatever dies."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -20,7 +22,7 @@ if importlib.util.find_spec("ray") is None:
 
 import fleet_models
 import small_engine
-from fleet_models import CONFIG, ENVIRONMENT, ONE_CORE, POISON, SETTINGS, Deadly
+from fleet_models import CONFIG, ENVIRONMENT, ONE_CORE, POISON, SETTINGS, Deadly, Stillborn
 from tiny import open_model
 
 import ling3
@@ -29,9 +31,13 @@ from ling3.evals.answers import number
 from ling3.evals.predictions import fingerprint
 from ling3.evals.prompts import Question, write
 from ling3.evals.run import evaluate, prepare
-from ling3.fleet import FleetError, work
+from ling3.fleet import FleetError, cluster, places, work
+from ling3.runtime import descendants
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's"),
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),  # Ray is started after JAX was used here
+]
 
 PROMPTS = [[7, 8, 9], "2 + 3?", list(range(20, 65)), [11], [{"role": "user", "content": "4?"}], [12, 14]] * 3
 PARAMS = [
@@ -42,7 +48,7 @@ KILLS = 10
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
+def ray():
     """Ray on this machine, with room for two fleets."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
@@ -164,6 +170,12 @@ def test_a_prompt_that_kills_its_replicas_is_named(directory, monkeypatch):
         assert len(fleet.generate([[7], [8]], PARAMS[0])) == 2, "the fleet is whole again"
 
 
+def test_a_replica_that_dies_before_it_can_answer_is_not_replaced_for_ever(directory, monkeypatch):
+    monkeypatch.setattr(places, "MOST_LOSSES", 2)
+    with pytest.raises(FleetError, match=r"it died 2 times before it could answer: .*worker process has died"):
+        ling3.Fleet(Stillborn(str(directory)), 1, **ONE_CORE)
+
+
 def test_what_a_replica_cannot_load_ends_all(directory, tmp_path):
     for file in directory.iterdir():
         if file.suffix != ".safetensors":
@@ -175,11 +187,76 @@ def test_what_a_replica_cannot_load_ends_all(directory, tmp_path):
     assert str(raised.value) == str(expected.value)
 
 
+def test_what_is_compiled_is_compiled_in_the_warmup(directory):
+    with ling3.Fleet(directory, 1, **ONE_CORE) as fleet:
+        fleet.warmup()
+        before = fleet.stats().compile_seconds
+        assert before > 0 and fleet.generate(PROMPTS[:6], PARAMS[:6]) and fleet.stats().compile_seconds == before
+        deltas = fleet.stream_all([[7], [8]], PARAMS[0])
+        next(deltas)
+        with pytest.raises(RuntimeError, match="at work for another caller"):
+            fleet.warmup()
+    deltas.close()
+    with pytest.raises(RuntimeError, match="the fleet is closed"):
+        fleet.generate([[7]])
+
+
 def test_a_replica_spans_devices(directory, engine):
     with ling3.Fleet(directory, 1, mesh=(1, 2), **ONE_CORE) as fleet:
         answers = fleet.generate(PROMPTS[:6], PARAMS[:6])
     expected = engine.generate(PROMPTS[:6], PARAMS[:6])
     assert [output.token_ids for output in answers] == [output.token_ids for output in expected]
+
+
+def test_so_does_one_of_a_command(directory, capsys):
+    options = ["generate", str(directory), "--max-tokens", "8", "--json", "-p", "1 + 1?", "-p", "2 + 3?"]
+    assert cli.main(options) == 0
+    expected = capsys.readouterr().out
+    assert cli.main([*options, "--replicas", "2", "--tp", "2"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.skipif(not descendants.PROCESSES.is_dir(), reason="processes are found in /proc")
+def test_ctrl_c_ends_all_of_it(directory, tmp_path):
+    """While answers come: whatever was started for the command is gone with it, and what was written stays."""
+    write(tmp_path / "prompts.json", [Question(f"{i} + 1?", "1") for i in range(1000)])
+    options = ["eval", "gsm8k", str(directory), "--prompts", str(tmp_path / "prompts.json"), "--replicas", "2"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the child's, were it ignored here
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ling3.cli", *options, "--max-tokens", "200", "--out", str(tmp_path / "out")],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    until = time.monotonic() + 300
+    while not ((tmp_path / "out").exists() and (tmp_path / "out").read_bytes().count(b"\n") > 4):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.2)
+    assert len(session(process.pid)) > 6, "Ray's own processes, and the replicas"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.endswith("\ninterrupted\n") and "Traceback" not in err
+    until = time.monotonic() + 20
+    while session(process.pid) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not session(process.pid)
+    lines = (tmp_path / "out").read_text().splitlines()[:-1]
+    assert len({json.loads(line)["index"] for line in lines}) == len(lines) >= 4
+
+
+def session(leader):
+    """The names of the processes in a session that still run."""
+    names = []
+    for file in descendants.PROCESSES.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = file.read_text(errors="replace").rpartition(")")
+            state, _, _, number = rest.split()[:4]
+            if int(number) == leader and state not in "ZX":
+                names.append(name)
+    return names
 
 
 def test_a_run_of_one_engine_is_taken_up_by_a_fleet(directory, tmp_path, capsys):
@@ -200,16 +277,12 @@ def test_a_run_of_one_engine_is_taken_up_by_a_fleet(directory, tmp_path, capsys)
     assert "float32, on 2 × cpu" in done.stderr and timeless(out) == timeless(whole)
 
 
-def test_generate_prints_what_one_engine_says(directory, capsys):
-    """One of these replicas waits for room all the while."""
+def test_generate_prints_what_one_engine_says(directory, capsys, caplog, monkeypatch):
+    """One of these replicas waits for room all the while, and that is said; here of both, at once."""
+    monkeypatch.setattr(places, "PATIENCE", 0.0)
     options = ["generate", str(directory), "--max-tokens", "8", "--temperature", "1", "--json", "--logprobs", "1"]
     options += itertools.chain.from_iterable(("-p", f"{i} + 1?") for i in range(5))
     assert cli.main(options) == 0
     expected = capsys.readouterr().out
     assert cli.main([*options, "--replicas", "2"]) == 0
-    assert capsys.readouterr().out == expected
-
-
-def test_all_replicas_run_at_once_on_as_many_cores_as_there_are():
-    cases = [([2], 2), ([2], 1), ([8, 8], 3), ([6, 2], 2), ([2], 4), ([], 1)]
-    assert [cluster.cores_each(*case) for case in cases] == [1, 2, 4, 3, 1, 1]
+    assert capsys.readouterr().out == expected and "replicas wait for room: each takes 2 CPU, and free" in caplog.text
