@@ -11,16 +11,18 @@ from ling3.fleet import cluster
 
 @case("fleet/threads", "64 mixed requests on nano: two replicas of one thread against one engine of two.", rounds=11)
 def threads(setting: Setting) -> Trial:
-    """Seconds for all of them. The engine of two threads is a replica too, and then one of this process without Ray."""
+    """Seconds for all of them, against a replica with as many requests at once as each of the two, one with as many as
+    both, and an engine without Ray."""
     try:
         ray = cluster.library()
     except ValueError:
         raise Absent("Ray (pip install 'ling3[fleet]')") from None
-    cluster.connect(ray, None, 4)  # before JAX computes anything here
+    cluster.connect(ray, None, 6)  # before JAX computes anything here
     longest = setting.size(full=256, toy=16)
     model = ling3.load("nano", dtype=jnp.float32)
     requests = random_requests(setting.size(full=64, toy=8), model.config.vocab_size, (16, longest), (16, longest))
     shape = {"max_running_requests": 16, "max_model_len": 512, "prefix_cache": False}
+    wide = shape | {"max_running_requests": 32}
     engine = ling3.Engine(model, **shape)
     expected = together(engine, requests)
 
@@ -35,6 +37,7 @@ def threads(setting: Setting) -> Trial:
     sides = [
         side("2 replicas, 1 thread each", ling3.Fleet("nano", 2, jnp.float32, cpus=1, **shape)),
         side("1 replica, 2 threads", ling3.Fleet("nano", 1, jnp.float32, cpus=2, **shape)),
+        side("1 replica, 2 threads, 32 at once", ling3.Fleet("nano", 1, jnp.float32, cpus=2, **wide)),
         side("an engine in this process", engine),
     ]
     about = {"requests": len(requests), "settings": shape}
