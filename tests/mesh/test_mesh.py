@@ -80,15 +80,15 @@ PARAMS = [
 
 
 @pytest.mark.parametrize(
-    ("tensor", "data", "rules"),
+    ("tensor", "data", "rules", "num_pages"),
     [
-        (2, 2, Rules(experts=("data", "tensor"))),
-        pytest.param(4, 1, Rules(), marks=SLOW),
-        pytest.param(1, 4, Rules(), marks=SLOW),
+        (2, 2, Rules(experts=("data", "tensor")), 16),
+        pytest.param(4, 1, Rules(), 9, marks=SLOW),  # few enough for preemption
+        pytest.param(1, 4, Rules(), 20, marks=SLOW),  # on each device five, which the longest request needs
     ],
 )
-def test_an_engine_answers_as_on_one_device_and_alike_in_any_company(tensor, data, rules):
-    settings = SETTINGS | {"decode_rows": SETTINGS["max_running_requests"] // data}
+def test_an_engine_answers_as_on_one_device_and_alike_in_any_company(tensor, data, rules, num_pages):
+    settings = SETTINGS | {"decode_rows": SETTINGS["max_running_requests"] // data, "num_pages": num_pages}
     own = [each.outputs[0] for each in ling3.Engine(model("tiny"), **settings).generate(PROMPTS, PARAMS)]
     engine = ling3.Engine(placed("tiny", tensor, data, rules), **settings)
     found = [each.outputs[0] for each in engine.generate(PROMPTS, PARAMS)]
