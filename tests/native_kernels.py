@@ -34,6 +34,7 @@ def installed():
         jax.clear_caches()
         for name, kernel in KERNELS.items():
             assert native.target(kernel.SOURCE, name) is not None
+        assert native.target(products_cpu.SOURCE, "product", "QUANTIZED") is not None
         yield
     forget()
     jax.clear_caches()

@@ -104,7 +104,8 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
 
 def _is_large(model: CausalLM, execution: Execution) -> bool:
     """True on a CPU for a model whose matrices are all large enough for the kernels in C++."""
-    return execution.lowering.native and all(x.nbytes >= products_cpu.LEAST["dense"] for x in jax.tree.leaves(model) if x.ndim > 1)
+    least = products_cpu.LEAST["dense"]
+    return execution.lowering.native and all(x.nbytes >= least for x in jax.tree.leaves(model) if x.ndim > 1)
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:

@@ -214,9 +214,10 @@ def _is_native(
     chosen: Int32[Array, "tokens top_k"],
     stacks: tuple[Float[Array, "..."] | Quantized, ...],
 ) -> bool:
-    """True if the kernel for CPUs is the faster form: for large weights, of bfloat16 up to one row per expert on average.
+    """True if the kernel for CPUs is the faster form: for large weights, in bfloat16 up to one row per expert.
 
-    For more rows XLA uses the bfloat16 products that some processors have; the bound was measured on one of those.
+    That is an average. For more rows XLA uses the bfloat16 products that some processors have; the bound was measured
+    on one of those.
     """
     quantized = [stack for stack in stacks if isinstance(stack, Quantized)]
     if quantized:

@@ -1,4 +1,5 @@
-// x Wᵀ and the experts' feed-forward with matrices in any format, for `products_cpu.py`. Each matrix is read in place.
+// x Wᵀ and the experts' feed-forward with matrices in floats, for `products_cpu.py`, and with QUANTIZED defined those in 8
+// and 4 bits, since few need both and compiling takes its time. Each matrix is read in place.
 
 #include "products_cpu.h"
 
@@ -38,14 +39,15 @@ struct Arrays {
   template <class Run>
   void with(int64_t i, Run run) const {
     const Stored stored = at(i);
-    const ffi::DataType scale = scales.element_type();
     auto as = [&](auto format) {
       static_cast<Stored&>(format) = stored;
       run(format);
     };
-    if (is_dense()) {
-      numbers.element_type() == ffi::F32 ? as(Dense<float>{}) : as(Dense<BFloat16>{});
-    } else if (is_fp8()) {
+#if !defined(QUANTIZED)
+    numbers.element_type() == ffi::F32 ? as(Dense<float>{}) : as(Dense<BFloat16>{});
+#else
+    const ffi::DataType scale = scales.element_type();
+    if (is_fp8()) {
       scale == ffi::F32 ? as(E4M3<float>{}) : as(E4M3<uint8_t>{});
     } else if (numbers.element_type() == ffi::U8) {
       as(Nibbles<Mxfp4Codes>{});
@@ -54,6 +56,7 @@ struct Arrays {
     } else {
       scale == ffi::BF16 ? as(Nibbles<Int4Codes>{}) : scale == ffi::F16 ? as(Scaled<4, Float16>{}) : as(Scaled<4, float>{});
     }
+#endif
   }
 
   // Lays out a row of x in the order of the format.
