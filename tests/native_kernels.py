@@ -7,16 +7,10 @@ import shutil
 import jax
 import pytest
 
-from ling3.ops import attention_cpu, experts_cpu, kda_cpu, matmul_cpu, quantized_cpu
+from ling3.ops import attention_cpu, kda_cpu, products_cpu
 from ling3.runtime import native
 
-KERNELS = {
-    "attention": attention_cpu,
-    "experts": experts_cpu,
-    "kda_step": kda_cpu,
-    "matmul": matmul_cpu,
-    "quantized": quantized_cpu,
-}
+KERNELS = {"attention": attention_cpu, "kda_step": kda_cpu, "product": products_cpu}
 KEPT = pathlib.Path(__file__).parent.parent / ".jax_cache" / "native"
 HAS_COMPILER = bool(native._compiler()) and shutil.which(native._compiler()[0]) is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
@@ -33,12 +27,14 @@ def installed():
     """Inside, operators run on their kernels, whatever the size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(native.VARIABLE, str(KEPT))
-        for kernel in KERNELS.values():
+        for kernel in (attention_cpu, kda_cpu):
             patch.setattr(kernel, "LEAST", 0)
+        patch.setattr(products_cpu, "LEAST", dict.fromkeys(products_cpu.LEAST, 0))
         forget()
         jax.clear_caches()
         for name, kernel in KERNELS.items():
             assert native.target(kernel.SOURCE, name) is not None
+        assert native.target(products_cpu.SOURCE, "product", "QUANTIZED") is not None
         yield
     forget()
     jax.clear_caches()

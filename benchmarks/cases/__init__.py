@@ -1,5 +1,29 @@
 """The registered cases, by group; importing this registers them all, in the order of the table."""
 
-from benchmarks.cases import engine, families, fleet, gpu, growth, loading, model, operators, prefixes, start
+from benchmarks.cases import (
+    engine,
+    families,
+    fleet,
+    formats,
+    gpu,
+    growth,
+    loading,
+    model,
+    operators,
+    prefixes,
+    start,
+)
 
-__all__ = ["engine", "families", "fleet", "gpu", "growth", "loading", "model", "operators", "prefixes", "start"]
+__all__ = [
+    "engine",
+    "families",
+    "fleet",
+    "formats",
+    "gpu",
+    "growth",
+    "loading",
+    "model",
+    "operators",
+    "prefixes",
+    "start",
+]

@@ -10,7 +10,7 @@ from ling3.engine.prefixes import Grid
 from ling3.engine.settings import MAX_PAGES, EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
-from ling3.ops import matmul_cpu
+from ling3.ops import products_cpu
 
 WIDTHS = (16, 128, 512)
 """Tokens of a prefill call, unless `token_paddings` says otherwise; a larger `chunked_prefill_size` comes to these."""
@@ -104,7 +104,8 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
 
 def _is_large(model: CausalLM, execution: Execution) -> bool:
     """True on a CPU for a model whose matrices are all large enough for the kernels in C++."""
-    return execution.lowering.native and all(x.nbytes >= matmul_cpu.LEAST for x in jax.tree.leaves(model) if x.ndim > 1)
+    least = products_cpu.LEAST["dense"]
+    return execution.lowering.native and all(x.nbytes >= least for x in jax.tree.leaves(model) if x.ndim > 1)
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:

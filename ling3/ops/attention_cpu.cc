@@ -11,30 +11,24 @@ namespace {
 // PARTS, of at least LEAST positions. The cut depends on nothing but the row.
 constexpr int64_t PARTS = 8, LEAST = 256;
 // Positions whose scores are kept together, and queries of a block.
-constexpr int64_t SCORES = 64, BLOCK = 128;
+constexpr int64_t SCORES = 64, QUERIES_AT_ONCE = 128;
 // Registers of a value, and queries, whose sums are kept in registers together.
 constexpr int CHANNELS = LANES == 8 ? 2 : 4, QUERIES = 4;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-inline Lanes every(float x) { return Numbers<float>::every(x); }
-
-inline Lanes load(const float* at) { return Numbers<float>::words(at); }
-
 inline void store(float* at, Lanes x) { std::memcpy(at, &x, sizeof x); }
-
-inline Lanes fused(Lanes a, Lanes b, Lanes sum) { return Numbers<float>::add(a, b, sum); }
 
 // e^x for x <= 0, to a last bit or two; NaN stays NaN. 2^n times Cephes' polynomial for e^f, |f| <= log(2) / 2.
 inline Lanes exponential(Lanes x) {
   constexpr float SHIFT = 12582912;  // 1.5 · 2^23: a sum with it is rounded to an integer
-  const Lanes shifted = fused(x, every(1.44269504f), every(SHIFT));
+  const Lanes shifted = multiply_add(x, every(1.44269504f), every(SHIFT));
   const Lanes n = shifted - SHIFT;
-  const Lanes f = fused(n, every(2.12194440e-4f), fused(n, every(-0.693359375f), x));
+  const Lanes f = multiply_add(n, every(2.12194440e-4f), multiply_add(n, every(-0.693359375f), x));
   Lanes y = every(1.9875691500e-4f);
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    y = fused(y, f, every(c));
+    y = multiply_add(y, f, every(c));
   }
-  y = fused(y, f * f, f + 1.0f);
+  y = multiply_add(y, f * f, f + 1.0f);
   Words bits, exponent;
   std::memcpy(&bits, &y, sizeof bits);
   std::memcpy(&exponent, &shifted, sizeof exponent);
@@ -62,14 +56,14 @@ struct Part {
 };
 
 // Some rows of numbers, which lie `stride` numbers apart.
-struct Table {
+struct Strided {
   const float* at;
   int64_t stride;
 };
 
 // sums[q] = rescale[q] · sums[q] + Σ_j weights[q][j] · values[j] for Q rows and R registers of a value, of `count` values.
 template <int Q, int R>
-inline void add_values(Table values, int64_t count, Table weights, const float* rescale, float* sums, int64_t stride) {
+inline void add_values(Strided values, int64_t count, Strided weights, const float* rescale, float* sums, int64_t stride) {
   Lanes own[Q][R];
 #pragma GCC unroll 4
   for (int q = 0; q < Q; q++) {
@@ -84,7 +78,7 @@ inline void add_values(Table values, int64_t count, Table weights, const float* 
     for (int q = 0; q < Q; q++) {
       const Lanes weight = every(weights.at[q * weights.stride + j]);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) own[q][r] = fused(weight, loaded[r], own[q][r]);
+      for (int r = 0; r < R; r++) own[q][r] = multiply_add(weight, loaded[r], own[q][r]);
     }
   }
 #pragma GCC unroll 4
@@ -96,7 +90,7 @@ inline void add_values(Table values, int64_t count, Table weights, const float* 
 
 // The same for all numbers of a value.
 template <int Q>
-inline void add_values_of(Table values, int64_t count, Table weights, const float* rescale, float* sums, int64_t value) {
+inline void add_values_of(Strided values, int64_t count, Strided weights, const float* rescale, float* sums, int64_t value) {
   int64_t c = 0;
   for (; c + CHANNELS * LANES <= value; c += CHANNELS * LANES) {
     add_values<Q, CHANNELS>({values.at + c, values.stride}, count, weights, rescale, sums + c, value);
@@ -114,10 +108,10 @@ inline void add_values_of(Table values, int64_t count, Table weights, const floa
 }
 
 // The same for all rows.
-void add_values(int64_t rows, Table values, int64_t count, Table weights, const float* rescale, float* sums,
+void add_values(int64_t rows, Strided values, int64_t count, Strided weights, const float* rescale, float* sums,
                 int64_t value) {
   for (int64_t q = 0; q < rows; q += QUERIES) {
-    const Table own{weights.at + q * weights.stride, weights.stride};
+    const Strided own{weights.at + q * weights.stride, weights.stride};
     switch (rows - q) {
       case 1: add_values_of<1>(values, count, own, rescale + q, sums + q * value, value); break;
       case 2: add_values_of<2>(values, count, own, rescale + q, sums + q * value, value); break;
@@ -129,11 +123,22 @@ void add_values(int64_t rows, Table values, int64_t count, Table weights, const 
 
 void attend(const Sizes& sizes, const float* q, const int32_t* positions, const float* pages, const int32_t* table,
             Part& part) {
-  const float *queries[BLOCK], *first = q + ((part.row * sizes.heads + part.head) * sizes.rows + part.begin) * sizes.width;
-  for (int64_t r = 0; r < part.count; r++) queries[r] = first + r * sizes.width;
-  const Rows<float> packed(queries, part.count, sizes.width);
-  alignas(4 * LANES) float scores[BLOCK][SCORES];
-  float rescale[BLOCK];
+  const float* const first = q + ((part.row * sizes.heads + part.head) * sizes.rows + part.begin) * sizes.width;
+  const std::unique_ptr<float[]> laid(new float[part.count * padded(sizes.width)]);
+  alignas(4 * LANES) float scores[QUERIES_AT_ONCE][SCORES];
+  const float* queries[QUERIES_AT_ONCE];
+  float* rows[QUERIES_AT_ONCE];
+  for (int64_t r = 0; r < part.count; r++) {
+    float* own = laid.get() + r * padded(sizes.width);
+    Order<Dense<float>>::own().lay(first + r * sizes.width, sizes.width, own);
+    queries[r] = own;
+    rows[r] = scores[r];
+  }
+  Dense<float> keys{};
+  keys.inner = sizes.width;
+  keys.bytes = sizes.width * sizeof(float);
+  keys.stride = sizes.entry * sizeof(float);
+  float rescale[QUERIES_AT_ONCE];
   part.top.assign(part.count, -INFINITE);
   part.total.assign(part.count, 0);
   part.sums.assign(part.count * sizes.value, 0);
@@ -142,8 +147,8 @@ void attend(const Sizes& sizes, const float* q, const int32_t* positions, const 
     count = std::min({SCORES, part.to - p, sizes.page - inside});
     const int64_t page = table[part.row * sizes.columns + p / sizes.page];
     const float* at = pages + (std::clamp<int64_t>(page, 0, sizes.pages - 1) * sizes.page + inside) * sizes.entry;
-    multiply(at + part.head * sizes.width, sizes.entry, 0, count, packed,
-             [&](int64_t r, int64_t j, float score) { scores[r][j] = score; });
+    keys.numbers = reinterpret_cast<const uint8_t*>(at + part.head * sizes.width);
+    products(keys, 0, count, queries, part.count, rows);
     for (int64_t r = 0; r < part.count; r++) {
       const int64_t own = positions[part.row * sizes.rows + part.begin + r];
       const int64_t oldest = sizes.window ? own - sizes.window + 1 - p : 0;
@@ -167,7 +172,7 @@ void attend(const Sizes& sizes, const float* q, const int32_t* positions, const 
       part.total[r] = part.total[r] * rescale[r] + total(sum);
       part.top[r] = top;
     }
-    const Table values{at + sizes.values + part.head * sizes.value, sizes.entry};
+    const Strided values{at + sizes.values + part.head * sizes.value, sizes.entry};
     add_values(part.count, values, count, {scores[0], SCORES}, rescale, part.sums.data(), sizes.value);
   }
 }
@@ -199,12 +204,12 @@ ffi::Error Attention(ffi::ThreadPool pool, Floats q, Ints positions, Floats page
   const int64_t batch = queries[0];
   const Sizes sizes{queries[1], queries[2], queries[3], out->dimensions()[3],   held[0],
                     held[1],    held[2],    table.dimensions()[1], values, window};
-  const int64_t most = sizes.rows <= BLOCK ? PARTS : 1;
+  const int64_t most = sizes.rows <= QUERIES_AT_ONCE ? PARTS : 1;
   std::vector<Part> parts;
   std::vector<int64_t> begins;  // of each block's parts
   for (int64_t row = 0; row < batch; row++) {
-    for (int64_t begin = 0; begin < sizes.rows; begin += BLOCK) {
-      const int64_t count = std::min(BLOCK, sizes.rows - begin);
+    for (int64_t begin = 0; begin < sizes.rows; begin += QUERIES_AT_ONCE) {
+      const int64_t count = std::min(QUERIES_AT_ONCE, sizes.rows - begin);
       const int32_t* own = positions.typed_data() + row * sizes.rows + begin;
       const auto [first, last] = std::minmax_element(own, own + count);
       const int64_t from = window ? std::max<int64_t>(0, *first - window + 1) : 0;

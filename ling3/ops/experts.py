@@ -2,7 +2,7 @@
 
 `dense_experts` runs every expert on every token; it is the specification, and the form that is differentiated.
 `block_experts` sorts the rows by expert and runs only the experts that were chosen, each on its own rows; its gradient
-is that of the dense form. On a CPU with a C++ compiler a kernel (`experts_cpu`) takes its place where it is faster.
+is that of the dense form. On a CPU with a C++ compiler a kernel (`products_cpu`) takes its place where it is faster.
 Each stack is an array, or a `Quantized` stack, of which a block decodes its expert's matrices alone. A row goes through
 `down(silu(gate x) · up x)`, or with a limit L > 0 through
 `down(min(silu(gate x), L) · clip(up x, -L, L))` (Ling-3.0-flash), where the limit comes first through
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops import experts_cpu, quantized_cpu
+from ling3.ops import products_cpu
 from ling3.ops.exchange import Spread
 from ling3.ops.in_place import read_in_place
 from ling3.ops.lowering import XLA, Lowering
@@ -200,19 +200,34 @@ def native_experts(
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The same by the kernel for CPUs, where it is the faster one."""
-    experts, rows = gate_proj.shape[0], None
+    experts, stacks = gate_proj.shape[0], (gate_proj, up_proj, down_proj)
+    if not _is_native(x, chosen, stacks):
+        return block_experts(x, chosen, weights, *stacks, limit, lowering, limit_first, spread)
     groups = Groups.of(chosen if spread is None else spread.own(chosen, experts), experts)
-    if isinstance(gate_proj, Quantized) and isinstance(up_proj, Quantized) and isinstance(down_proj, Quantized):
-        if one_format(gate_proj, up_proj, down_proj) and suits(x, gate_proj, up_proj, down_proj):
-            gate, up, down = arrays_of(gate_proj), arrays_of(up_proj), arrays_of(down_proj)
-            rows = quantized_cpu.expert_rows(x, *groups, gate, up, down, limit, limit_first)
-    elif isinstance(gate_proj, Quantized) or isinstance(up_proj, Quantized) or isinstance(down_proj, Quantized):
-        pass
-    elif experts_cpu.suits(x, chosen, gate_proj, up_proj, down_proj):
-        rows = experts_cpu.expert_rows(x, *groups, gate_proj, up_proj, down_proj, limit, limit_first)
-    if rows is None:
-        return block_experts(x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread)
+    arrays = [arrays_of(stack) if isinstance(stack, Quantized) else (stack, None) for stack in stacks]
+    rows = products_cpu.expert_rows(x, *groups, *arrays, limit, limit_first)
     return _weighted(weights, rows if spread is None else spread.together(rows))
+
+
+def _is_native(
+    x: Float[Array, "tokens hidden"],
+    chosen: Int32[Array, "tokens top_k"],
+    stacks: tuple[Float[Array, "..."] | Quantized, ...],
+) -> bool:
+    """True if the kernel for CPUs is the faster form: for large weights, in bfloat16 up to one row per expert.
+
+    That is an average. For more rows XLA uses the bfloat16 products that some processors have; the bound was measured
+    on one of those.
+    """
+    quantized = [stack for stack in stacks if isinstance(stack, Quantized)]
+    if quantized:
+        return len(quantized) == len(stacks) and one_format(*quantized) and suits(x, *quantized)
+    gate = stacks[0]
+    if x.dtype == jnp.bfloat16 and chosen.size > gate.shape[0]:
+        return False
+    if any(stack.dtype != x.dtype for stack in stacks):
+        return False
+    return products_cpu.suits(x, gate, None, gate.shape[-1], products_cpu.LEAST["experts"])
 
 
 def _weighted(

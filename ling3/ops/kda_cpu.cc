@@ -1,11 +1,9 @@
 // One token of the KDA recurrence on a CPU, for `kda_cpu.py`: each state is updated where it lies, and that of a row
 // without a token is not touched.
 
-#include "products_cpu.h"
+#include "lanes_cpu.h"
 
 namespace {
-
-using N = Numbers<float>;
 
 struct Sizes {
   int64_t heads, key, value;
@@ -24,12 +22,12 @@ inline void read(const float* state, const float* a, const float* b, const Sizes
   for (; v + BLOCK * LANES <= sizes.value; v += BLOCK * LANES) {
     Lanes sums[2][BLOCK] = {};
     for (int64_t k = 0; k < sizes.key; k++) {
-      const Lanes own = N::every(a[k]), other = N::every(b[k]);
+      const Lanes own = every(a[k]), other = every(b[k]);
 #pragma GCC unroll 4
       for (int i = 0; i < BLOCK; i++) {
-        const Lanes row = N::words(state + k * sizes.value + v + i * LANES);
-        sums[0][i] = N::add(row, own, sums[0][i]);
-        sums[1][i] = N::add(row, other, sums[1][i]);
+        const Lanes row = load(state + k * sizes.value + v + i * LANES);
+        sums[0][i] = multiply_add(row, own, sums[0][i]);
+        sums[1][i] = multiply_add(row, other, sums[1][i]);
       }
     }
     std::memcpy(first + v, sums[0], sizeof sums[0]);
@@ -50,10 +48,10 @@ inline void read(const float* state, const float* a, const float* b, const Sizes
 inline void write(float* state, const float* decay, const float* k, const float* u, const Sizes& sizes) {
   for (int64_t i = 0; i < sizes.key; i++) {
     float* row = state + i * sizes.value;
-    const Lanes kept = N::every(decay[i]), written = N::every(k[i]);
+    const Lanes kept = every(decay[i]), written = every(k[i]);
     int64_t v = 0;
     for (; v + LANES <= sizes.value; v += LANES) {
-      const Lanes next = N::add(kept, N::words(row + v), written * N::words(u + v));
+      const Lanes next = multiply_add(kept, load(row + v), written * load(u + v));
       std::memcpy(row + v, &next, sizeof next);
     }
     for (; v < sizes.value; v++) row[v] = decay[i] * row[v] + k[i] * u[v];

@@ -1,10 +1,13 @@
 """The product with a weight matrix, in the form that the backend runs at the speed of its memory."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
-from ling3.ops import matmul_cpu
+from ling3.ops import products_cpu
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.precision import exact, wide
 
@@ -23,8 +26,8 @@ def matmul_transposed(
     With `lowering.native` a kernel for CPUs takes the place of all this where it is faster; there a row's bits are the
     same for every number of rows.
     """
-    if lowering.native and lowering.accumulation == "float32" and matmul_cpu.suits(x, weight):
-        return matmul_cpu.product(x, weight)
+    if is_native(x, weight, lowering):
+        return _native(x, weight)
     rows = x.shape[-2]
     if rows == 1 and x.dtype == jnp.bfloat16:
         return matmul_transposed(jnp.concatenate([x, x], axis=-2), weight, lowering)[..., :1, :]
@@ -36,3 +39,36 @@ def matmul_transposed(
         # Without the barrier XLA would fold the transposition into the product and put the weight on its right again.
         return jnp.swapaxes(lax.optimization_barrier(lax.dot_general(weight, x, dimensions, **options)), -1, -2)
     return lax.dot_general(x, weight, dimensions, **options)
+
+
+def is_native(
+    x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"], lowering: Lowering
+) -> bool:
+    """True if the kernel for CPUs computes it: for one large weight, in float32 or bfloat16 as x is."""
+    if not lowering.native or lowering.accumulation != "float32" or weight.ndim != 2:
+        return False
+    return products_cpu.suits(x, weight, None, weight.shape[1], products_cpu.LEAST["dense"])
+
+
+@jax.custom_jvp
+def _native(x: Float[Array, "rows inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "rows outer"]:
+    """x Wᵀ by the kernel for CPUs."""
+    return products_cpu.product(x, weight)
+
+
+def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    """dx Wᵀ + x dWᵀ, by XLA."""
+    (x, weight), (dx, dweight) = primals, tangents
+
+    def times(x: Array, weight: Array) -> Array:
+        dimensions = (((1,), (1,)), ((), ()))
+        return lax.dot_general(x, weight, dimensions, exact(x.dtype), preferred_element_type=jnp.float32)
+
+    zero = jax.custom_derivatives.SymbolicZero
+    terms = [] if isinstance(dx, zero) else [times(dx, weight)]
+    terms += [] if isinstance(dweight, zero) else [times(x, dweight)]
+    y = _native(x, weight)
+    return y, sum(terms, jnp.zeros_like(y))
+
+
+_native.defjvp(_tangent, symbolic_zeros=True)

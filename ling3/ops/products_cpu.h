@@ -1,454 +1,392 @@
-// Products of rows of x with a weight's rows, for the kernels beside this file. A weight is read in place, once for all
-// rows, and asked for ahead of its use: a product with few rows takes as long as reading the weight.
-//
-// Every number is a sum in one fixed order, whatever else is computed: a row's bits depend on nothing but the row and
-// the weight. So products are added by `Numbers::add` alone, and nothing else may be contracted (-ffp-contract=off).
+// Products of rows of x with the rows of a stored matrix, for the kernels beside this file. The matrix is decoded in
+// registers for few rows of x, and a panel of it in the cache for more.
 
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <thread>
-#include <utility>
-#include <vector>
-
-#if defined(__SSE2__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "formats_cpu.h"
 
 namespace {
 
-// Floats in a register; registers of outputs, and rows of x, whose sums are kept in registers together; how few rows of
-// x are multiplied with what has just been turned.
-#if defined(__AVX512F__)
-constexpr int LANES = 16, VECTORS = 2, ROWS = 12, FEW = 4;
-#elif defined(__AVX__)
-constexpr int LANES = 8, VECTORS = 2, ROWS = 6, FEW = 2;
-#elif defined(__aarch64__)
-constexpr int LANES = 4, VECTORS = 4, ROWS = 6, FEW = 4;
+// Rows of a weight that are decoded together, whose sums are kept in registers for up to FEW_ROWS rows of x; the tile of
+// TALL rows of x by WIDE of the weight; rows of a panel, and rows of x that it is decoded for.
+constexpr int STRIP = 4, FEW_ROWS = 3;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TALL = 6, WIDE = 4, PANEL = 48;
 #else
-constexpr int LANES = 4, VECTORS = 2, ROWS = 6, FEW = 2;
+constexpr int TALL = 4, WIDE = 3, PANEL = 48;
 #endif
-// Rows of a weight that are multiplied together.
-constexpr int OUTER = VECTORS * LANES;
-// Words of a row whose products are summed before they are added to those of the words before.
-constexpr int64_t CHUNK = 128;
+constexpr int64_t BLOCK = 64;
+// Up to so many rows are multiplied by a dense weight as it lies.
+template <class F>
+constexpr int64_t IN_PLACE = F::REGISTERS == 1 ? BLOCK : 16;
+// Bytes of a step.
+constexpr int64_t BYTES = 4 * LANES;
+// Bytes ahead of their use at which a weight is asked for.
+constexpr int64_t AHEAD = 4096;
 
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef float LooseLanes __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t LooseHalves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+// Floats of a row that is laid out: whole steps, of which the longest has 128 numbers, and such rows begin in other
+// lines of the cache.
+inline int64_t padded(int64_t inner) { return (inner + 127) / 128 * 128 + 16; }
 
-// bfloat16 is the upper half of a float32.
-struct BFloat16 {
-  uint16_t bits;
-};
+// F's order of a row.
+template <class F>
+struct Order {
+  int16_t from[F::STEP], to[F::STEP];
 
-// The number is ±0: its bits but for the sign are.
-inline bool is_zero(float number) { return number == 0; }
-inline bool is_zero(BFloat16 number) { return uint16_t(number.bits << 1) == 0; }
-
-// True for a row of zeros, as padding is: its products with finite numbers are zeros, and need not be computed.
-template <class T>
-inline bool all_zero(const T* row, int64_t count) {
-  return std::all_of(row, row + count, [](T number) { return is_zero(number); });
-}
-
-// Numbers of a type as they are multiplied. A word is one number, or two whose products are added to one sum.
-template <class T>
-struct Numbers;
-
-template <>
-struct Numbers<float> {
-  static constexpr int IN_WORD = 1;
-  using Word = float;
-  static Word word(const float* at) { return *at; }
-  static Lanes words(const float* at) { return *reinterpret_cast<const LooseLanes*>(at); }
-  // As one load: zeros + word would be an addition.
-  static Lanes every(Word word) {
-#if defined(__AVX512F__)
-    return (Lanes)_mm512_set1_ps(word);
-#elif defined(__AVX__) && defined(__FMA__)
-    return (Lanes)_mm256_set1_ps(word);
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-    return (Lanes)vdupq_n_f32(word);
-#else
-    return Lanes{} + word;
-#endif
-  }
-  // a · b + sum, rounded once where the processor can.
-  static Lanes add(Lanes a, Lanes b, Lanes sum) {
-#if defined(__AVX512F__)
-    return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
-#elif defined(__AVX__) && defined(__FMA__)
-    return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-    return (Lanes)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
-#else
-    return a * b + sum;
-#endif
-  }
-};
-
-#if defined(__AVX512BF16__)
-// Each of a word's products is added with a rounding of its own.
-template <>
-struct Numbers<BFloat16> {
-  static constexpr int IN_WORD = 2;
-  using Word = uint32_t;
-  static Word word(const BFloat16* at) {
-    Word word;
-    std::memcpy(&word, at, sizeof word);
-    return word;
-  }
-  static Lanes words(const BFloat16* at) { return *reinterpret_cast<const LooseLanes*>(at); }
-  static Lanes every(Word word) { return (Lanes)(Words{} + word); }
-  static Lanes add(Lanes a, Lanes b, Lanes sum) {
-    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-  }
-};
-#else
-template <>
-struct Numbers<BFloat16> : Numbers<float> {
-  static Word word(const BFloat16* at) {
-    const uint32_t word = uint32_t(at->bits) << 16;
-    float wide;
-    std::memcpy(&wide, &word, sizeof wide);
-    return wide;
-  }
-  static Lanes words(const BFloat16* at) {
-    return (Lanes)(__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(at), Words) << 16);
-  }
-};
-#endif
-
-// `lanes` in a register: the compiler would load it again for every product.
-inline Lanes kept(Lanes lanes) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(lanes));
-#elif defined(__AVX__)
-  asm("" : "+x"(lanes));
-#endif
-  return lanes;
-}
-
-// The sum of a register's numbers: of its halves, their halves and so on.
-inline float total(Lanes lanes) {
-  float numbers[LANES];
-  std::memcpy(numbers, &lanes, sizeof numbers);
-#pragma GCC unroll 4
-  for (int half = LANES / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < half; i++) numbers[i] += numbers[half + i];
-  }
-  return numbers[0];
-}
-
-inline void narrow(float x, float* to) { *to = x; }
-
-// Rounds to nearest, ties to even; NaN stays NaN.
-inline void narrow(float x, BFloat16* to) {
-  uint32_t word;
-  std::memcpy(&word, &x, sizeof word);
-  if (std::isnan(x)) {
-    to->bits = uint16_t(word >> 16) | 0x40;
-  } else {
-    to->bits = uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
-  }
-}
-
-// Rows of x, for `multiply`: in tiles of up to ROWS rows, whose words lie in the order of their use.
-template <class T>
-class Rows {
-  using N = Numbers<T>;
-  using Word = typename N::Word;
-
- public:
-  const int64_t count, inner, steps;  // rows; numbers and words of a row
-  const int64_t tiles = (count + ROWS - 1) / ROWS;
-
-  // Rows to `fill`.
-  Rows(int64_t count, int64_t inner)
-      : count(count), inner(inner), steps((inner + N::IN_WORD - 1) / N::IN_WORD), words_(new Word[count * steps]) {}
-
-  Rows(const T* const* rows, int64_t count, int64_t inner) : Rows(count, inner) {
-    for (int64_t tile = 0; tile < tiles; tile++) fill(tile, rows + begin(tile));
-  }
-
-  // Lays out the rows of a tile.
-  void fill(int64_t tile, const T* const* rows) {
-    const int64_t in_tile = begin(tile + 1) - begin(tile), left = inner % N::IN_WORD;
-    Word* to = words_.get() + begin(tile) * steps;
-    for (int64_t i = 0; i + N::IN_WORD <= inner; i += N::IN_WORD) {
-      for (int64_t r = 0; r < in_tile; r++) *to++ = N::word(rows[r] + i);
-    }
-    for (int64_t r = 0; left && r < in_tile; r++) {
-      T last[N::IN_WORD] = {};
-      std::memcpy(last, rows[r] + inner - left, left * sizeof(T));
-      *to++ = N::word(last);
+  Order() {
+    for (int k = 0; k < F::REGISTERS; k++) {
+      for (int lane = 0; lane < LANES; lane++) {
+        for (int i = 0; i < F::IN_LANE; i++) {
+          const int64_t place = (k * LANES + lane) * F::IN_LANE + i, element = F::element(k, lane) + i;
+          from[place] = element;
+          to[element] = place;
+        }
+      }
     }
   }
 
-  // The first row of a tile. All tiles have one size or the next smaller one.
-  int64_t begin(int64_t tile) const { return (tile * count + tiles - 1) / tiles; }
+  static const Order& own() {
+    static const Order order;
+    return order;
+  }
 
-  // The words of a tile from step `step` on: each step's of all rows.
-  const Word* at(int64_t tile, int64_t step) const {
-    return words_.get() + begin(tile) * steps + step * (begin(tile + 1) - begin(tile));
+  // Lays out a row, with zeros behind it.
+  template <class T>
+  void lay(const T* row, int64_t inner, float* laid) const {
+    Laid* to = reinterpret_cast<Laid*>(laid);
+    const int64_t end = (inner + F::STEP - 1) / F::STEP * F::STEP;
+    for (int64_t i = 0; i < end; i += F::STEP) {
+      if (i + F::STEP <= inner) {
+        for (int j = 0; j < F::STEP; j++) narrow(widened(row[i + from[j]]), &to[i + j]);
+      } else {
+        for (int j = 0; j < F::STEP; j++) narrow(i + from[j] < inner ? widened(row[i + from[j]]) : 0, &to[i + j]);
+      }
+    }
+  }
+
+  // Writes number i of a row that is laid out.
+  void put(int64_t i, float x, float* laid) const {
+    narrow(x, reinterpret_cast<Laid*>(laid) + i / F::STEP * F::STEP + to[i % F::STEP]);
+  }
+
+  // The zeros behind it.
+  void end(int64_t inner, float* laid) const {
+    for (int64_t i = inner; i % F::STEP; i++) put(i, 0, laid);
   }
 
  private:
-  std::unique_ptr<Word[]> words_;
+  using Laid = std::conditional_t<F::IN_LANE == 2, BFloat16, float>;
 };
 
-// Words of two registers, by constant indices: b's come after a's.
-template <class Index, int... I>
-inline Lanes picked(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, Index::of(I)...);
+// True if one of the bytes is 255.
+inline bool any_255(Bytes bytes) {
+  const Bytes found = (Bytes)(bytes == 255);
+  uint64_t eights[LANES / 2], all = 0;
+  std::memcpy(eights, &found, sizeof found);
+  for (uint64_t eight : eights) all |= eight;
+  return all;
+}
+
+template <class F>
+INLINE bool is_open(const F& weight, int64_t outer, int64_t part, typename F::Scale* scales) {
+  if constexpr (F::DENSE) return true;
+  else return weight.open(outer, part, scales);
+}
+
+// The sums of four registers' numbers, each that of `total`.
+INLINE void totals(const Lanes* lanes, float* to) {
+#if defined(__AVX__)
+  __m128 halves[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+#if defined(__AVX512F__)
+    const __m512d all = (__m512d)lanes[i];
+    const __m256 half = _mm256_add_ps((__m256)_mm512_castpd512_pd256(all), (__m256)_mm512_extractf64x4_pd(all, 1));
 #else
-  return __builtin_shuffle(a, b, Words{uint32_t(Index::of(I))...});
+    const __m256 half = (__m256)lanes[i];
+#endif
+    halves[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+  const __m128 a = _mm_add_ps(_mm_unpacklo_ps(halves[0], halves[1]), _mm_unpackhi_ps(halves[0], halves[1]));
+  const __m128 b = _mm_add_ps(_mm_unpacklo_ps(halves[2], halves[3]), _mm_unpackhi_ps(halves[2], halves[3]));
+  _mm_storeu_ps(to, _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a)));
+#else
+  for (int i = 0; i < 4; i++) to[i] = total(lanes[i]);
 #endif
 }
 
-// In each quarter of 128 bits, the units of SIZE words from the lower (or UPPER) half of a's and b's in turn.
-template <int SIZE, bool UPPER>
-struct Interleaved {
-  static constexpr int of(int i) {
-    const int unit = i % 4 / SIZE;
-    return i / 4 * 4 + (unit / 2 + UPPER * 2 / SIZE) * SIZE + i % SIZE + unit % 2 * LANES;
-  }
-};
+// Where the products of some rows of x with some of a weight go: at to[row][outer], after the last part. Until then they
+// are in sums[row · SUMS + outer].
+struct Place {
+  Lanes* sums;
+  bool first, last;  // of the parts
+  float* const* to;
+  int64_t outer;
 
-// The even (or ODD) quarters of a, and then of b.
-template <bool ODD>
-struct Quarters {
-  static constexpr int of(int i) { return (i / 4 * 2 + ODD) * 4 + i % 4; }
-};
-
-// LANES registers, the columns of what they were the rows of.
-inline void turn(Lanes* rows) {
-  constexpr std::make_integer_sequence<int, LANES> ALL;
-  constexpr int QUARTERS = LANES / 4;
-#pragma GCC unroll 4
-  for (int i = 0; i < LANES; i += 4) {
-    Lanes pairs[4];
-    for (int j = 0; j < 2; j++) {
-      pairs[j] = picked<Interleaved<1, false>>(rows[i + 2 * j], rows[i + 2 * j + 1], ALL);
-      pairs[2 + j] = picked<Interleaved<1, true>>(rows[i + 2 * j], rows[i + 2 * j + 1], ALL);
-    }
-    for (int j = 0; j < 2; j++) {
-      rows[i + 2 * j] = picked<Interleaved<2, false>>(pairs[2 * j], pairs[2 * j + 1], ALL);
-      rows[i + 2 * j + 1] = picked<Interleaved<2, true>>(pairs[2 * j], pairs[2 * j + 1], ALL);
-    }
-  }
-#pragma GCC unroll 4
-  for (int round = 1; round < QUARTERS; round *= 2) {
-    Lanes next[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES / 2; i++) {
-      const Lanes a = rows[i / 4 * 8 + i % 4], b = rows[i / 4 * 8 + 4 + i % 4];
-      next[i] = picked<Quarters<false>>(a, b, ALL);
-      next[LANES / 2 + i] = picked<Quarters<true>>(a, b, ALL);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) rows[i] = next[i];
-  }
-}
-
-// OUTER rows of a weight, from some number on.
-template <class T>
-struct Strip {
-  using N = Numbers<T>;
-  static constexpr int64_t WIDTH = LANES * N::IN_WORD, LINE = 64 / sizeof(T);
-  const T* rows[OUTER];
-
-  // The first row is `outer`; past the end comes the last one again.
-  Strip(const T* numbers, int64_t stride, int64_t outer, int64_t end, int64_t from) {
-    for (int w = 0; w < OUTER; w++) rows[w] = numbers + std::min(outer + w, end - 1) * stride + from;
-  }
-
-  // LANES words of LANES rows from number `at` on, turned: each register has a word of every row. After `left` numbers
-  // come zeros.
-  void turned(int first, int64_t at, int64_t left, Lanes* words) const {
-    if (left >= WIDTH) {
-#pragma GCC unroll 16
-      for (int w = 0; w < LANES; w++) words[w] = N::words(rows[first + w] + at);
-    } else {
-      for (int w = 0; w < LANES; w++) {
-        T last[WIDTH] = {};
-        std::memcpy(last, rows[first + w] + at, left * sizeof(T));
-        words[w] = N::words(last);
+  template <int SUMS, int R, int O>
+  INLINE void put(Lanes (&own)[R][O]) const {
+    if (!first) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+        for (int o = 0; o < O; o++) own[r][o] = sums[r * SUMS + o] + own[r][o];
       }
     }
-    turn(words);
-  }
-
-  // Asks for a cache line, of all rows' first lines, their second ones and so on.
-  void ask(int64_t line) const { __builtin_prefetch(rows[line % OUTER] + line / OUTER * LINE, 0, 1); }
-};
-
-// Adds the products of `steps` words of OUTER turned rows with those of R rows of x to sums[row][outer]. Before each it
-// calls `ask`, for what is read next.
-template <int R, class T, class Ask>
-inline void tile(const typename Numbers<T>::Word* turned, const typename Numbers<T>::Word* x, int64_t steps,
-                 float* sums, Ask ask) {
-  using N = Numbers<T>;
-  Lanes own[R][VECTORS] = {};
-  for (int64_t i = 0; i < steps; i++) {
-    ask(i);
-    Lanes weight[VECTORS];
+    if (!last) {
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) {
-      std::memcpy(&weight[v], turned + i * OUTER + v * LANES, sizeof weight[v]);
-      weight[v] = kept(weight[v]);
+      for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+        for (int o = 0; o < O; o++) sums[r * SUMS + o] = own[r][o];
+      }
+      return;
     }
-#pragma GCC unroll 16
+    float numbers[R * O + 3];
+#pragma GCC unroll 8
+    for (int i = 0; i < R * O; i += 4) {
+      Lanes four[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) four[j] = i + j < R * O ? own[(i + j) / O][(i + j) % O] : Lanes{};
+      totals(four, numbers + i);
+    }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const Lanes row = N::every(x[i * R + r]);
 #pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) own[r][v] = N::add(weight[v], row, own[r][v]);
+      for (int o = 0; o < O; o++) to[r][outer + o] = numbers[r * O + o];
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
+};
+
+// Decodes a part of a row, in the format's order, to every WIDE-th register; how many it fills.
+template <class F>
+inline int64_t decode(const F& weight, int64_t outer, int64_t part, float* to) {
+  constexpr int64_t LINE = PART / F::STEP * BYTES;
+  const int64_t bytes = std::min(LINE, weight.bytes - part * LINE), steps = (bytes + BYTES - 1) / BYTES;
+  typename F::Scale scales[UNITS + LANES];
+  if (is_open(weight, outer, part, scales)) {
+    const uint8_t* at = weight.row(outer) + part * LINE;
+    Bytes worst{};
+    auto step = [&](int64_t i, const uint8_t* at) {
+      Lanes numbers[F::REGISTERS];
+      F::step(at, scales + i * F::STEP / UNIT, numbers, worst);
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) *reinterpret_cast<LooseLanes*>(sums + r * OUTER + v * LANES) += own[r][v];
+      for (int k = 0; k < F::REGISTERS; k++) {
+        std::memcpy(to + (i * F::REGISTERS + k) * WIDE * LANES, &numbers[k], sizeof numbers[k]);
+      }
+    };
+    for (int64_t i = 0; i < bytes / BYTES; i++) step(i, at + i * BYTES);
+    if (bytes % BYTES) {
+      uint8_t last[BYTES] = {};
+      std::memcpy(last, at + bytes / BYTES * BYTES, bytes % BYTES);
+      step(steps - 1, last);
+    }
+    if (!F::HAS_NAN || !any_255(worst)) return steps * F::REGISTERS;
   }
+  if constexpr (!F::DENSE) {
+    const Order<F>& order = Order<F>::own();
+    for (int64_t i = 0; i < steps * F::STEP; i++) {
+      const int64_t column = part * PART + i / F::STEP * F::STEP + order.from[i % F::STEP];
+      to[i / LANES * WIDE * LANES + i % LANES] = column < weight.inner ? weight.number(outer, column) : 0;
+    }
+  }
+  return steps * F::REGISTERS;
 }
 
-template <class T, int R, class... Arguments>
-inline void tile_of(int64_t rows, Arguments... arguments) {
-  if constexpr (R > 1) {
-    if (rows < R) return tile_of<T, R - 1>(rows, arguments...);
-  }
-  tile<R, T>(arguments...);
-}
-
-// The same for all rows of x, of which there are R: what has just been turned is multiplied in registers. `left` numbers
-// of the weight's rows are there.
-template <int R, class T>
-inline void few(const Strip<T>& weight, int64_t left, const typename Numbers<T>::Word* x, int64_t steps, float* sums,
-                const Strip<T>& next) {
-  using N = Numbers<T>;
-  Lanes own[VECTORS][R] = {};
-  for (int64_t i = 0; i < steps; i += LANES) {
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) {
-      const int64_t at = i * N::IN_WORD;
-#pragma GCC unroll 16
-      for (int w = 0; w < LANES; w++) __builtin_prefetch(next.rows[v * LANES + w] + at, 0, 1);
-      Lanes words[LANES];
-      weight.turned(v * LANES, at, left - at, words);
-      auto step = [&](int k) {
+// The products of R rows of x with O rows of a weight, of `steps` steps, whose registers `read(o, step, registers)` gives,
+// and x's from the float `from` on.
+template <class F, int R, int O, int SUMS, class Read>
+INLINE void tile(const float* const* x, int64_t from, int64_t steps, const Place& place, Read read) {
+  Lanes own[R][O] = {};
+  const float* rows[R];
+  for (int r = 0; r < R; r++) rows[r] = x[r] + from;
+  for (int64_t i = 0; i < steps; i++) {
+    Lanes weight[O][F::REGISTERS];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) own[v][r] = N::add(words[k], N::every(x[(i + k) * R + r]), own[v][r]);
-      };
-      if (i + LANES <= steps) {
-#pragma GCC unroll 16
-        for (int k = 0; k < LANES; k++) step(k);
-      } else {
-        for (int k = 0; i + k < steps; k++) step(k);
+    for (int o = 0; o < O; o++) {
+      read(o, i, weight[o]);
+#pragma GCC unroll 8
+      for (int k = 0; k < F::REGISTERS; k++) weight[o][k] = kept(weight[o][k]);
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < F::REGISTERS; k++) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const Lanes row = kept(load(rows[r] + (i * F::REGISTERS + k) * LANES));
+#pragma GCC unroll 8
+        for (int o = 0; o < O; o++) own[r][o] = F::add(weight[o][k], row, own[r][o]);
       }
     }
   }
+  place.put<SUMS>(own);
+}
+
+// A register of decoded numbers is a step of one.
+template <class F>
+struct Decoded : Stored {
+  static constexpr int REGISTERS = 1;
+  INLINE static Lanes add(Lanes weight, Lanes x, Lanes sum) { return F::add(weight, x, sum); }
+};
+
+// The same for rows that are decoded.
+template <class F, int R, int O, int SUMS>
+void decoded_tile(const float* weight, const float* const* x, int64_t from, int64_t registers, const Place& place) {
+  tile<Decoded<F>, R, O, SUMS>(x, from, registers, place,
+                               [=](int o, int64_t i, Lanes* to) ALWAYS { *to = load(weight + (i * WIDE + o) * LANES); });
+}
+
+// The same for rows as they lie, of a dense format. ASK: asks for the O rows after them.
+template <class F, int R, int O, int SUMS, bool ASK>
+void dense_tile(const uint8_t* weight, int64_t stride, const float* const* x, int64_t from, int64_t steps,
+                const Place& place) {
+  tile<F, R, O, SUMS>(x, from, steps, place, [=](int o, int64_t i, Lanes* to) ALWAYS {
+    const uint8_t* at = weight + o * stride + i * BYTES;
+    if (ASK) __builtin_prefetch(at + O * stride, 0, 1);
+    Bytes none;
+    F::step(at, nullptr, to, none);
+  });
+}
+
+// run(R, O) for the `rows` and `outer` that there are, as constants up to these.
+template <int R, int O, class Run>
+INLINE void sized(int64_t rows, int64_t outer, Run run) {
+  if constexpr (R > 1) {
+    if (rows < R) return sized<R - 1, O>(rows, outer, run);
+  }
+  if constexpr (O > 1) {
+    if (outer < O) return sized<R, O - 1>(rows, outer, run);
+  }
+  run(std::integral_constant<int, R>(), std::integral_constant<int, O>());
+}
+
+// The products of a part of STRIP rows of a weight with R rows of x, whose numbers of this part x[r] are; false if they
+// have to be computed from `decode`d numbers.
+template <int R, class F>
+inline bool fused(const F& weight, int64_t outer, int64_t part, const float* const* x, int64_t ahead,
+                  Lanes (&own)[R][STRIP]) {
+  constexpr int64_t LINE = PART / F::STEP * BYTES;
+  const int64_t bytes = std::min(LINE, weight.bytes - part * LINE), stride = weight.stride;
+  alignas(64) typename F::Scale scales[STRIP * UNITS + LANES];
+  bool plain = bytes % BYTES == 0;
+  for (int o = 0; o < STRIP; o++) plain &= is_open(weight, outer + o, part, scales + o * UNITS);
+  if (!plain) return false;
+  const uint8_t* at = weight.row(outer) + part * LINE;
+  const float* rows[R];
+  for (int r = 0; r < R; r++) rows[r] = x[r];
+  Bytes worst{};
+  Lanes sums[R][STRIP] = {};
+  for (int64_t i = 0; i < bytes / BYTES; i++) {
+    const typename F::Scale* scale = scales + i * F::STEP / UNIT;
+#pragma GCC unroll 8
+    for (int o = 0; o < STRIP; o++) {
+      __builtin_prefetch(at + o * stride + ahead, 0, 1);
+      Lanes numbers[F::REGISTERS];
+      F::step(at + o * stride, scale + o * UNITS, numbers, worst);
+      // Otherwise the compiler keeps all of x's numbers from one row of the weight to the next, on the stack.
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) asm("" : "+r"(rows[r]));
+#pragma GCC unroll 8
+      for (int k = 0; k < F::REGISTERS; k++) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          sums[r][o] = F::add(numbers[k], load(rows[r] + k * LANES), sums[r][o]);
+        }
+      }
+    }
+    at += BYTES;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) rows[r] += F::REGISTERS * LANES;
+  }
+  if (F::HAS_NAN && any_255(worst)) return false;
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) *reinterpret_cast<LooseLanes*>(sums + r * OUTER + v * LANES) += own[v][r];
+    for (int o = 0; o < STRIP; o++) own[r][o] = sums[r][o];
   }
+  return true;
 }
 
-template <class T, int R, class... Arguments>
-inline void few_of(int64_t rows, const Arguments&... arguments) {
-  if constexpr (R > 1) {
-    if (rows < R) return few_of<T, R - 1>(rows, arguments...);
-  }
-  few<R, T>(arguments...);
-}
-
-// put(row, outer, x[row] · weight[outer]) for all rows of x and the weight's rows from `begin` to `end`, which have
-// x.inner numbers and lie `stride` numbers apart.
-template <class T, class Put>
-void multiply(const T* weight, int64_t stride, int64_t begin, int64_t end, const Rows<T>& x, Put put) {
-  using N = Numbers<T>;
-  // Lines that are read for each word of a chunk.
-  constexpr int64_t ASKED = std::max<int64_t>(1, OUTER * N::IN_WORD / Strip<T>::LINE);
-  alignas(4 * LANES) typename N::Word turned[CHUNK * OUTER];
-  const std::unique_ptr<float[]> sums(new float[x.count * OUTER]);
-  for (int64_t outer = begin; outer < end; outer += OUTER) {
-    std::fill_n(sums.get(), x.count * OUTER, 0.0f);
-    for (int64_t from = 0, to; from < x.steps; from = to) {
-      to = std::min(from + CHUNK, x.steps);
-      const int64_t left = x.inner - from * N::IN_WORD;
-      const Strip<T> strip(weight, stride, outer, end, from * N::IN_WORD);
-      const bool same = to < x.steps;
-      const Strip<T> next(weight, stride, same ? outer : outer + OUTER, end, same ? to * N::IN_WORD : 0);
-      if (x.count <= FEW) {
-        few_of<T, FEW>(x.count, strip, left, x.at(0, from), to - from, sums.get(), next);
+// to[r][outer] = x[r] · weight[outer] from `begin` to `end` for R rows, which are laid out in F's order.
+template <int R, class F>
+void few(const F& weight, int64_t begin, int64_t end, const float* const* x, float* const* to) {
+  const int64_t parts = (weight.inner + PART - 1) / PART, strip = STRIP * weight.stride;
+  const int64_t ahead = (AHEAD + strip - 1) / strip * strip;
+  for (int64_t outer = begin; outer < end; outer += STRIP) {
+    const int64_t wide = std::min<int64_t>(STRIP, end - outer);
+    Lanes sums[R * STRIP];
+    for (int64_t p = 0; p < parts; p++) {
+      const float* rows[R];
+      for (int r = 0; r < R; r++) rows[r] = x[r] + p * PART / F::IN_LANE;
+      const Place place{sums, p == 0, p == parts - 1, to, outer};
+      Lanes own[R][STRIP];
+      if (wide == STRIP && fused<R>(weight, outer, p, rows, ahead, own)) {
+        place.put<STRIP>(own);
         continue;
       }
-      for (int v = 0; v < VECTORS; v++) {
-        for (int64_t i = 0; i < to - from; i += LANES) {
-          Lanes words[LANES];
-          strip.turned(v * LANES, i * N::IN_WORD, left - i * N::IN_WORD, words);
-#pragma GCC unroll 16
-          for (int k = 0; k < LANES; k++) std::memcpy(turned + (i + k) * OUTER + v * LANES, &words[k], sizeof words[k]);
-        }
+      alignas(64) float decoded[WIDE * PART];
+      for (int64_t o = 0; o < wide; o++) {
+        const int64_t registers = decode(weight, outer + o, p, decoded);
+        decoded_tile<F, R, 1, STRIP>(decoded, rows, 0, registers, {sums + o, p == 0, p == parts - 1, to, outer + o});
       }
-      for (int64_t t = 0; t < x.tiles; t++) {
-        auto run = [&](auto ask) {
-          tile_of<T, ROWS>(x.begin(t + 1) - x.begin(t), turned, x.at(t, from), to - from,
-                           sums.get() + x.begin(t) * OUTER, ask);
-        };
-        if (x.tiles == 1) {
-          run([&](int64_t i) {
-#pragma GCC unroll 2
-            for (int64_t k = 0; k < ASKED; k++) next.ask(i * ASKED + k);
-          });
-        } else if (t < ASKED) {
-          run([&, t](int64_t i) { next.ask(t * CHUNK + i); });
-        } else {
-          run([](int64_t) {});
-        }
-      }
-    }
-    for (int64_t r = 0; r < x.count; r++) {
-      for (int64_t w = 0; w < std::min<int64_t>(OUTER, end - outer); w++) put(r, outer + w, sums[r * OUTER + w]);
     }
   }
 }
 
-// task(0) to task(total - 1), on this thread and on idle threads of the pool. It waits only for threads that have
-// started a task, so that a pool whose threads are all here does not deadlock. Tasks must not throw: unwinding would
-// destroy what the helpers work on.
-inline void each(ffi::ThreadPool& pool, int64_t total, const std::function<void(int64_t)>& task) noexcept {
-  struct Progress {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  auto progress = std::make_shared<Progress>();
-  // A helper that starts late finds no task left and does not touch this call's variables, which are gone.
-  auto work = [progress, total, &task] {
-    for (int64_t i; (i = progress->next.fetch_add(1)) < total;) {
-      task(i);
-      progress->done.fetch_add(1, std::memory_order_release);
+// to[r][outer] = x[r] · weight[outer] from `begin` to `end` for rows that are laid out in F's order. Every sum is one
+// of the same terms in the same order, whatever the number of rows.
+template <class F>
+void products(const F& weight, int64_t begin, int64_t end, const float* const* x, int64_t rows, float* const* to) {
+  if (rows <= FEW_ROWS) {
+    if (rows > 0) sized<FEW_ROWS, 1>(rows, 1, [&](auto r, auto) { few<r>(weight, begin, end, x, to); });
+    return;
+  }
+  constexpr int64_t LINE = PART / F::STEP * BYTES;
+  const int64_t parts = (weight.inner + PART - 1) / PART;
+  // Kept from one call to the next: the system would clear fresh pages. A register must not cross lines.
+  alignas(64) static thread_local float panel[PANEL * PART];
+  alignas(64) static thread_local Lanes sums[BLOCK * PANEL];
+  for (int64_t row = 0; row < rows; row += BLOCK) {
+    const int64_t some = std::min(BLOCK, rows - row), tiles = (some + TALL - 1) / TALL;
+    const bool in_place = F::DENSE && weight.bytes % BYTES == 0 && some <= IN_PLACE<F>;
+    for (int64_t outer = begin; outer < end; outer += PANEL) {
+      const int64_t wide = std::min<int64_t>(PANEL, end - outer);
+      for (int64_t p = 0; p < parts; p++) {
+        const int64_t from = p * PART / F::IN_LANE;
+        int64_t registers = 0;
+        if (!in_place) {
+          for (int64_t o = 0; o < wide; o++) registers = decode(weight, outer + o, p, panel + o / WIDE * WIDE * PART + o % WIDE * LANES);
+        }
+        for (int64_t t = 0; t < tiles; t++) {
+          const int64_t first = t * some / tiles, last = (t + 1) * some / tiles;
+          const float* const* own = x + row + first;
+          auto place = [&](int64_t o) {
+            return Place{sums + first * PANEL + o, p == 0, p == parts - 1, to + row + first, outer + o};
+          };
+          if constexpr (F::DENSE) {
+            if (in_place) {
+              const uint8_t* at = weight.row(outer) + p * LINE;
+              const int64_t steps = std::min(LINE, weight.bytes - p * LINE) / BYTES;
+              constexpr int WIDE = F::REGISTERS == 1 ? ::WIDE : 2;
+              for (int64_t o = 0; o < wide; o += WIDE) {
+                sized<TALL, WIDE>(last - first, wide - o, [&](auto r, auto columns) {
+                  const uint8_t* weights = at + o * weight.stride;
+                  if (t == 0) {
+                    dense_tile<F, r, columns, PANEL, true>(weights, weight.stride, own, from, steps, place(o));
+                  } else {
+                    dense_tile<F, r, columns, PANEL, false>(weights, weight.stride, own, from, steps, place(o));
+                  }
+                });
+              }
+              continue;
+            }
+          }
+          for (int64_t o = 0; o < wide; o += WIDE) {
+            sized<TALL, WIDE>(last - first, wide - o, [&](auto r, auto columns) {
+              decoded_tile<F, r, columns, PANEL>(panel + o * PART, own, from, registers, place(o));
+            });
+          }
+        }
+      }
     }
-  };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads() - 1, total - 1);
-  for (int64_t i = 0; i < helpers; i++) pool.Schedule([work] { work(); });
-  work();
-  while (progress->done.load(std::memory_order_acquire) < total) std::this_thread::yield();
+  }
 }
 
 }  // namespace

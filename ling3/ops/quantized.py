@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import AbstractDtype, Array, Float, Float8e4m3fn, Float32, Int, Int32, Shaped, UInt8
 
-from ling3.ops import matmul_cpu, quantized_cpu
+from ling3.ops import products_cpu
 from ling3.ops.lowering import XLA, Lowering
-from ling3.ops.matmul import matmul_transposed
+from ling3.ops.matmul import is_native, matmul_transposed
 from ling3.ops.precision import Wide, wide
 
 if TYPE_CHECKING:
@@ -314,7 +314,8 @@ def constant(matrix: Quantized) -> Quantized:
 
 def suits(x: Float[Array, "rows inner"], *matrices: Quantized) -> bool:
     """True if the kernels for CPUs are there and can read the matrices, or stacks."""
-    return all(quantized_cpu.suits(x, *arrays_of(matrix), matrix.shape[-1]) for matrix in matrices)
+    least = products_cpu.LEAST["quantized"]
+    return all(products_cpu.suits(x, *arrays_of(matrix), matrix.shape[-1], least) for matrix in matrices)
 
 
 def one_format(*matrices: Quantized) -> bool:
@@ -331,7 +332,7 @@ def arrays_of(matrix: Quantized) -> tuple[Array, Array]:
 @jax.custom_jvp
 def _native(x: Float[Array, "rows inner"], matrix: Quantized) -> Float32[Array, "rows outer"]:
     """x Wᵀ by the kernel for CPUs."""
-    return quantized_cpu.product(x, *arrays_of(matrix))
+    return products_cpu.product(x, *arrays_of(matrix))
 
 
 def _native_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
@@ -368,7 +369,7 @@ def _times(
     """x Wᵀ, in calls of the same size for every number of rows where the size would change a row's bits."""
     weight, rows = weight.astype(x.dtype), x.shape[0]
     multiplied: Callable[..., Array] = lambda own: matmul_transposed(own, weight, lowering)  # noqa: E731
-    if lowering.native and lowering.accumulation == "float32" and matmul_cpu.suits(x, weight):
+    if is_native(x, weight, lowering):
         return multiplied(x)
     blocks = -(-rows // ROWS)
     filled = jnp.pad(x, ((0, blocks * ROWS - rows), (0, 0))).reshape(blocks, ROWS, -1)

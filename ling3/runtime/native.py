@@ -35,14 +35,16 @@ LONGEST = 300.0
 
 
 @functools.cache
-def target(source: pathlib.Path, handler: str) -> str | None:
+def target(source: pathlib.Path, handler: str, macro: str = "") -> str | None:
     """The name by which `jax.ffi.ffi_call` finds `handler` of a C++ file on a CPU; None if it is not available.
+
+    With a `macro` the file is compiled with that defined, as a library of its own.
 
     The first call on a machine compiles the file, which takes seconds; other processes wait for it. A file that does
     not compile gives a RuntimeWarning once and is not tried again. Any other failure, such as a CXX that names no
     compiler, gives one each time. ValueError if a variable has an invalid value.
     """
-    library, key = _library(source)
+    library, key = _library(source, macro)
     if library is None:
         return None
     name = f"ling3_{handler}_{key}"
@@ -51,7 +53,7 @@ def target(source: pathlib.Path, handler: str) -> str | None:
 
 
 @functools.cache
-def _library(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
+def _library(source: pathlib.Path, macro: str) -> tuple[ctypes.CDLL | None, str]:
     """The library made from a source, compiled now if it is not cached, and the hash in its name."""
     directory = user_cache.directory(VARIABLE, "native")
     try:
@@ -62,7 +64,8 @@ def _library(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
         return _without(source, str(error))
     if directory is None or processor is None:
         return None, ""
-    made_from = (content, processor, jaxlib.version.__version__.encode(), repr((compiler, FLAGS)).encode())
+    command = [*compiler, *FLAGS, *([f"-D{macro}"] if macro else [])]
+    made_from = (content, processor, jaxlib.version.__version__.encode(), repr(command).encode())
     key = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
     library = directory / f"{source.stem}-{key}.so"
     failed = library.with_suffix(".failed")
@@ -71,7 +74,7 @@ def _library(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
             if not library.exists():
                 if failed.exists():
                     return None, ""
-                _compile(compiler, source, library, failed)
+                _compile(command, source, library, failed)
         return ctypes.CDLL(str(library)), key
     except subprocess.CalledProcessError as error:
         advice = f": {failed} has its messages; remove that file to try again" if failed.exists() else ""
@@ -125,16 +128,16 @@ def _output(command: list[str]) -> bytes | None:
         return None
 
 
-def _compile(compiler: list[str], source: pathlib.Path, library: pathlib.Path, failed: pathlib.Path) -> None:
+def _compile(command: list[str], source: pathlib.Path, library: pathlib.Path, failed: pathlib.Path) -> None:
     """Compiles a source into `library`, atomically. Raises what `subprocess.run` does.
 
     If the compiler refuses the source, its messages go to `failed`. A compiler that was killed may be tried again.
     """
     with tempfile.TemporaryDirectory(dir=library.parent) as aside:
         made = pathlib.Path(aside) / library.name
-        command = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), str(source), "-o", str(made)]
+        whole = [*command, "-isystem", jax.ffi.include_dir(), str(source), "-o", str(made)]
         try:
-            subprocess.run(command, capture_output=True, check=True, timeout=LONGEST)
+            subprocess.run(whole, capture_output=True, check=True, timeout=LONGEST)
         except subprocess.CalledProcessError as error:
             if error.returncode > 0:
                 failed.write_bytes(error.stderr)

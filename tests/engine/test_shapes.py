@@ -12,7 +12,7 @@ from ling3.engine.loop import Loop
 from ling3.engine.shapes import FINE_WIDTHS, WIDTHS, settle
 from ling3.execution import PLAIN, Execution
 from ling3.families.llama import LlamaConfig
-from ling3.ops import matmul_cpu
+from ling3.ops import products_cpu
 
 CONFIG = LlamaConfig.from_dict(
     {
@@ -50,7 +50,7 @@ def test_decode_calls_have_one_size_unless_bits_may_differ():
 @needs_compiler
 def test_large_models_are_padded_to_finer_widths(monkeypatch):
     assert settled(llama(), Execution.default())[2] == WIDTHS
-    monkeypatch.setattr(matmul_cpu, "LEAST", 0)
+    monkeypatch.setitem(products_cpu.LEAST, "dense", 0)
     assert settled(llama(), Execution.default())[1:] == ((16,), FINE_WIDTHS)
     assert settled(llama(), PLAIN)[2] == WIDTHS
 

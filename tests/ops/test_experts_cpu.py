@@ -10,7 +10,7 @@ from native_kernels import installed, needs_compiler
 from tiny import FLASH, TINY, open_model
 
 import ling3
-from ling3.ops import experts_cpu, matmul_cpu
+from ling3.ops import products_cpu
 from ling3.ops.experts import native_experts
 from ling3.runtime import native
 
@@ -150,12 +150,12 @@ class TestWhereItDoesNotSuit:
         np.testing.assert_allclose(KERNEL(*x, 0.0), by_hand(*x, 0.0), atol=3e-5)
 
     def test_small_weights_are_not_worth_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(experts_cpu, "LEAST", 2**24)
+        monkeypatch.setitem(products_cpu.LEAST, "experts", 2**24)
         program = jax.jit(lambda *a: native_experts(*a, 0.0))
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "target", lambda source, handler: None)
+        monkeypatch.setattr(native, "target", lambda *_: None)
         program = jax.jit(lambda *a: native_experts(*a, 0.0))
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
@@ -164,13 +164,13 @@ class TestModel:
     # The clamps, which are all that the second has besides, have been compared above.
     @pytest.mark.parametrize("config", [TINY, pytest.param(FLASH, marks=pytest.mark.slow)], ids=["tiny", "flash"])
     def test_its_logits_are_the_plain_forms(self, config, monkeypatch):
-        monkeypatch.setattr(matmul_cpu, "LEAST", 2**40)  # the experts alone are another form
+        monkeypatch.setitem(products_cpu.LEAST, "dense", 2**40)  # the experts alone are another form
         model = open_model(config)
         tokens = jax.random.randint(jax.random.key(1), (2, 40), 0, config.vocab_size, jnp.int32)
         program = jax.jit(lambda m, t: m(t))
         assert "ling3_experts_" in program.lower(model, tokens).as_text()
         seen = program(model, tokens)
-        monkeypatch.setattr(native, "target", lambda source, handler: None)
+        monkeypatch.setattr(native, "target", lambda *_: None)
         jax.clear_caches()
         assert "ling3_experts_" not in program.lower(model, tokens).as_text()
         np.testing.assert_allclose(seen, program(model, tokens), atol=2e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from native_kernels import installed, needs_compiler
 
-from ling3.ops import matmul_cpu
+from ling3.ops import products_cpu
 from ling3.ops.lowering import XLA, XLA_CPU
 from ling3.ops.matmul import matmul_transposed
 from ling3.runtime import native
@@ -16,7 +16,7 @@ from ling3.runtime import native
 pytestmark = needs_compiler
 KERNEL = jax.jit(functools.partial(matmul_transposed, lowering=XLA_CPU))
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-CALL = "ling3_matmul_"
+CALL = "ling3_product_"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,7 +112,7 @@ class TestWhereItDoesNotSuit:
         assert CALL not in KERNEL.lower(jnp.ones((2, 8), dtype), jnp.ones((4, 8), jnp.float16)).as_text()
 
     def test_small_weights_are_not_worth_a_call(self, monkeypatch):
-        monkeypatch.setattr(matmul_cpu, "LEAST", 2**21)
+        monkeypatch.setitem(products_cpu.LEAST, "dense", 2**21)
         jax.clear_caches()
         assert CALL not in KERNEL.lower(*case(2, 64, 64, jnp.float32)).as_text()
 
@@ -120,6 +120,6 @@ class TestWhereItDoesNotSuit:
         assert CALL not in jax.jit(matmul_transposed).lower(*case(2, 64, 64, jnp.float32)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "target", lambda source, handler: None)
+        monkeypatch.setattr(native, "target", lambda *_: None)
         jax.clear_caches()
         assert CALL not in KERNEL.lower(*case(2, 64, 64, jnp.float32)).as_text()

@@ -13,7 +13,7 @@ import pytest
 from expert_cases import by_hand
 from native_kernels import installed, needs_compiler
 
-from ling3.ops import quantized_cpu
+from ling3.ops import products_cpu
 from ling3.ops.experts import native_experts
 from ling3.ops.lowering import XLA, XLA_CPU
 from ling3.ops.quantized import Fp8, Integers, Mxfp4
@@ -23,7 +23,7 @@ pytestmark = needs_compiler
 KERNEL = jax.jit(lambda x, matrix: matrix.product(x, XLA_CPU))
 PLAIN = jax.jit(lambda x, matrix: matrix.product(x, XLA))
 EXPERTS = jax.jit(native_experts, static_argnums=6)
-CALL = "ling3_quantized_"
+CALL = "ling3_product_"
 SCALES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 FORMATS = [
     *(f"int{bits}-{group}-{dtype}" for bits in (4, 8) for group in (32, 128) for dtype in SCALES),
@@ -175,11 +175,10 @@ def test_bits_do_not_depend_on_threads(rows, tmp_path):
     program = """
 import sys
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np
-from ling3.ops import quantized_cpu
-quantized_cpu.LEAST = 0
+from ling3.ops import products_cpu
 case = np.load(sys.argv[1])
 scale = jnp.asarray(case["scale"].view(ml_dtypes.bfloat16))
-y = jax.jit(quantized_cpu.product)(jnp.asarray(case["x"]), jnp.asarray(case["packed"]), scale)
+y = jax.jit(products_cpu.product)(jnp.asarray(case["x"]), jnp.asarray(case["packed"]), scale)
 np.save(sys.argv[2], y)
 """
     environment = {**os.environ, "XLA_FLAGS": "", "NPROC": "1", "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
@@ -240,7 +239,7 @@ class TestExperts:
     def test_it_is_the_sum_over_chosen_experts(self, tokens, experts, top_k, limit, kind):
         x = chosen_experts(tokens, experts, top_k, 160, jnp.float32)
         stacks = stacks_of(kind, experts, 160, 96)
-        assert "ling3_quantized_experts_" in EXPERTS.lower(*x, *stacks, limit).as_text()
+        assert "ling3_experts_" in EXPERTS.lower(*x, *stacks, limit).as_text()
         numbers = [np.asarray(stack.decoded()) for stack in stacks]
         expected, terms = (by_hand(*x, *numbers, limit, absolute=absolute) for absolute in (False, True))
         assert np.all(np.abs(np.asarray(EXPERTS(*x, *stacks, limit)) - expected) <= 3e-6 * terms.max() + 1e-6)
@@ -278,31 +277,30 @@ class TestExperts:
     def test_stacks_in_several_formats_are_for_the_plain_form(self):
         x = chosen_experts(3, 4, 1, 64, jnp.float32)
         gate, up, down = stacks_of("mxfp4", 4, 64, 32)[:2] + stacks_of("int8-32-bfloat16", 4, 64, 32)[2:]
-        assert "ling3_quantized_experts_" not in EXPERTS.lower(*x, gate, up, down, 0.0).as_text()
+        assert "ling3_experts_" not in EXPERTS.lower(*x, gate, up, down, 0.0).as_text()
 
 
 class TestWhereItDoesNotSuit:
     def test_other_dtypes(self):
-        assert not quantized_cpu.suits(jnp.ones((2, 64), jnp.float16), *self.arrays(), 64)
+        assert not products_cpu.suits(jnp.ones((2, 64), jnp.float16), *self.arrays(), 64, 0)
 
     def test_groups_between_powers_of_two(self):
         words, scale = jnp.zeros((8, 24), jnp.int32), jnp.ones((8, 2), jnp.bfloat16)
-        assert not quantized_cpu.suits(jnp.ones((2, 192)), words, scale, 192)
-        assert quantized_cpu.suits(jnp.ones((2, 256)), jnp.zeros((8, 32), jnp.int32), scale, 256)
+        assert not products_cpu.suits(jnp.ones((2, 192)), words, scale, 192, 0)
+        assert products_cpu.suits(jnp.ones((2, 256)), jnp.zeros((8, 32), jnp.int32), scale, 256, 0)
 
     def test_rows_of_a_word(self):
-        assert not quantized_cpu.suits(jnp.ones((2, 4)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1)), 4)
+        assert not products_cpu.suits(jnp.ones((2, 4)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1)), 4, 0)
 
-    def test_small_matrices_are_not_worth_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(quantized_cpu, "LEAST", 2**18)
-        assert not quantized_cpu.suits(jnp.ones((2, 64)), *self.arrays(), 64)
+    def test_small_matrices_are_not_worth_a_compiler(self):
+        assert not products_cpu.suits(jnp.ones((2, 64)), *self.arrays(), 64, 2**18)
 
     def test_the_plain_lowering(self):
         assert CALL not in PLAIN.lower(jnp.ones((2, 64)), drawn("mxfp4", 8, 64)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "target", lambda source, handler: None)
-        assert not quantized_cpu.suits(jnp.ones((2, 64)), *self.arrays(), 64)
+        monkeypatch.setattr(native, "target", lambda *_: None)
+        assert not products_cpu.suits(jnp.ones((2, 64)), *self.arrays(), 64, 0)
 
     @staticmethod
     def arrays():

@@ -1,4 +1,4 @@
-// The numbers of matrices in 8 and 4 bits, decoded in registers, for `quantized_cpu.cc`. They are those of the plain
+// The formats in which a matrix is stored, decoded in registers, for `products_cpu.h`. The numbers are those of the plain
 // forms in `quantized.py`, bit for bit.
 //
 // A format decodes a step of a row at once: 4 · LANES bytes become STEP numbers in REGISTERS registers, in an order of
@@ -7,18 +7,18 @@
 
 #pragma once
 
-#include "products_cpu.h"
+#include <type_traits>
+
+#include "lanes_cpu.h"
 
 namespace {
-
-#define INLINE inline __attribute__((always_inline))
 
 typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 typedef uint8_t LooseBytes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
-// Neighbours of a row that have one scale, at least; the numbers of a row whose products are summed before they are
-// added to those before, and their scales.
-constexpr int64_t UNIT = 32, PART = CHUNK * LANES, UNITS = PART / UNIT;
+// Steps of a row whose products are summed before they are added to those before; numbers of such a part, and the units
+// in it: neighbours that have one scale, at least.
+constexpr int64_t CHUNK = 128, PART = CHUNK * LANES, UNIT = 32, UNITS = PART / UNIT;
 // Quarters of a register, of 128 bits each.
 constexpr int QUARTERS = LANES / 4;
 
@@ -140,11 +140,67 @@ struct Stored {
   const uint8_t* numbers;
   const uint8_t* scales;
   int64_t inner, bytes;  // numbers of a row, and the bytes it takes
+  int64_t stride;        // bytes from one row to the next
   int64_t groups;        // scales of a row
   int shift;             // a scale is for 2^shift units
 
-  const uint8_t* row(int64_t outer) const { return numbers + outer * bytes; }
+  // True if `step` alone decodes it, at the cost of a load: it is decoded again for every few rows of x.
+  static constexpr bool DENSE = false;
+  // Numbers in a lane.
+  static constexpr int IN_LANE = 1;
+
+  const uint8_t* row(int64_t outer) const { return numbers + outer * stride; }
+
+  INLINE static Lanes add(Lanes weight, Lanes x, Lanes sum) { return multiply_add(weight, x, sum); }
 };
+
+// ---- numbers as they are multiplied ----
+
+template <class T>
+struct Dense : Stored {
+  static constexpr bool DENSE = true, HAS_NAN = false;
+  static constexpr int REGISTERS = 4 / sizeof(T);
+  static constexpr int64_t STEP = REGISTERS * LANES;
+  using Scale = uint8_t;
+
+  static constexpr int64_t element(int k, int lane) { return lane * REGISTERS + k; }
+
+  INLINE static void step(const uint8_t* at, const Scale*, Lanes* out, Bytes&) {
+    const Words words = (Words) * reinterpret_cast<const LooseBytes*>(at);
+    if constexpr (REGISTERS == 1) {
+      out[0] = (Lanes)words;
+    } else {
+      out[0] = (Lanes)(words << 16);
+      out[1] = (Lanes)(words & 0xffff0000);
+    }
+  }
+};
+
+#if defined(__AVX512BF16__) || defined(PAIRS)
+// Two numbers in a lane, each of whose products is added with a rounding of its own. (PAIRS: as other processors can.)
+template <>
+struct Dense<BFloat16> : Stored {
+  static constexpr bool DENSE = true, HAS_NAN = false;
+  static constexpr int REGISTERS = 1, IN_LANE = 2;
+  static constexpr int64_t STEP = IN_LANE * LANES;
+  using Scale = uint8_t;
+
+  static constexpr int64_t element(int, int lane) { return IN_LANE * lane; }
+
+  INLINE static void step(const uint8_t* at, const Scale*, Lanes* out, Bytes&) {
+    out[0] = (Lanes) * reinterpret_cast<const LooseBytes*>(at);
+  }
+
+  INLINE static Lanes add(Lanes weight, Lanes x, Lanes sum) {
+#if defined(__AVX512BF16__)
+    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)x);
+#else
+    sum = multiply_add((Lanes)((Words)weight << 16), (Lanes)((Words)x << 16), sum);
+    return multiply_add((Lanes)((Words)weight & 0xffff0000), (Lanes)((Words)x & 0xffff0000), sum);
+#endif
+  }
+};
+#endif
 
 // ---- four bits whose sixteen numbers are looked up ----
 
@@ -315,7 +371,7 @@ struct Scaled : Stored {
     typedef int32_t Signed __attribute__((vector_size(4 * LANES)));
     Lanes scale;
     if constexpr (BITS >= LANES) {
-      scale = Numbers<float>::every(scales[0]);
+      scale = every(scales[0]);
     } else {
       const Lanes units = *reinterpret_cast<const LooseLanes*>(scales);
       scale = picked<Repeated<BITS>>(units, units, std::make_integer_sequence<int, LANES>());
@@ -327,7 +383,7 @@ struct Scaled : Stored {
       const Lanes number = __builtin_convertvector((Signed)code, Lanes);
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
       // Rounded once, it is q · scale.
-      out[k] = nearest(Numbers<float>::add(number, scale, scale * -float(OFFSET)));
+      out[k] = nearest(multiply_add(number, scale, scale * -float(OFFSET)));
 #else
       out[k] = nearest((number - float(OFFSET)) * scale);
 #endif
@@ -377,7 +433,7 @@ struct E4M3 : Stored {
     const Halves odd = ((Halves)codes >> 1) & int16_t(0xbf80);
     const Halves even = ((Halves)codes << 8 >> 1) & int16_t(0xbf80);
     const Halves both[2] = {even, odd};
-    const Lanes scale = Numbers<float>::every(scales[0]);
+    const Lanes scale = every(scales[0]);
 #pragma GCC unroll 2
     for (int n = 0; n < 2; n++) {
 #if defined(__AVX512F__)

@@ -1,0 +1,124 @@
+"""A decode step with weights in every format, full width, four layers: beside float32, and beside reading the bytes.
+
+All matrices are in the format, the head too; embedding, norms, convolutions and routers are as they were. The oracle is
+the same checkpoint with its matrices dequantized to float32: each token must be as likely there as the best.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ling3
+from benchmarks import floors
+from benchmarks.cases.model import NEW, PROMPT, Tokens, per_step
+from benchmarks.models import FOUR_LAYERS, TOY, checkpoint, prompts
+from benchmarks.oracles import is_peer, likeliest
+from benchmarks.registry import Setting, Side, Trial, case
+
+WIDE, FLOOR = "ling3, float32", "reading the step's bytes"
+
+
+def quantized(config: ling3.Ling3Config, scratch: Path, form: str) -> Path:
+    """The random checkpoint of a config with all its matrices in a format, written unless it is there."""
+    source = checkpoint(config, scratch)
+    out = source.with_name(f"{source.name}-{form}")
+    if not out.exists():
+        ling3.quantize(source, out, form, keep=())
+    return out
+
+
+def step_bytes(model: ling3.CausalLM) -> float:
+    """Bytes of weights that a decode step of one row reads: of the routed experts those that a token takes."""
+    share = model.config.num_experts_per_tok / model.config.num_experts
+    total = 0.0
+    for path, array in jax.tree_util.tree_leaves_with_path(model):
+        name = jax.tree_util.keystr(path)
+        if "word_embeddings" not in name:
+            total += array.nbytes * (share if ".experts." in name else 1)
+    return total
+
+
+class Models:
+    """A checkpoint in a format, and the one that it was made from in float32."""
+
+    def __init__(self, setting: Setting, form: str):
+        config = setting.size(full=FOUR_LAYERS, toy=dataclasses.replace(TOY, kv_lora_rank=32))
+        source = checkpoint(config, setting.scratch)
+        self.directory = source if form == "bfloat16" else quantized(config, setting.scratch, form)
+        self.own = ling3.load(self.directory, dtype=jnp.bfloat16 if form == "bfloat16" else jnp.float32)
+        self.wide = ling3.load(source, dtype=jnp.float32)
+
+    def likely(self, batch: Tokens, tokens: Tokens, **allowed: float) -> str:
+        """Holds tokens to the dequantized model, which is there no longer than that takes."""
+        seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
+
+        def logits() -> np.ndarray:
+            oracle = ling3.load(self.directory, dtype=jnp.float32, dequantize=True)
+            return np.asarray(oracle(seen)[:, -len(tokens[0]) :])
+
+        return likeliest(tokens, logits, **allowed)
+
+
+def _decode(setting: Setting, form: str, rows: int) -> Trial:
+    models = setting.keep(f"float32 and {form}", lambda: Models(setting, form))
+    batch = prompts(models.wide.config, rows, PROMPT)
+
+    def generate(model: ling3.CausalLM, batch: Tokens, new: int) -> Tokens:
+        return ling3.generate(model, batch, max_tokens=new, ignore_eos=True)
+
+    # Activations of eight bits choose another expert more often, as in `model/bfloat16-*`.
+    allowed = {"nats": 0.3, "share": 0.9} if form == "bfloat16" else {}
+    sides = [
+        Side(
+            f"ling3, {form}",
+            per_step(functools.partial(generate, models.own), batch, NEW),
+            lambda: models.likely(batch, generate(models.own, batch, NEW), **allowed),
+        ),
+        Side(WIDE, per_step(functools.partial(generate, models.wide), batch, NEW), is_peer),
+    ]
+    about = {"rows": rows, "prompt": PROMPT, "new": NEW}
+    if rows == 1:
+        read = step_bytes(models.own)
+        about |= {"megabytes_read": round(read / 1e6)}
+        sides.append(Side(FLOOR, lambda: 1e3 * read / floors.read_bandwidth(), lambda: "at this machine's bandwidth"))
+    return Trial(sides, tokens=rows, about=about)
+
+
+@case("formats/bfloat16-1", "A decode step of one row with weights in bfloat16.", wanted={WIDE: 1.8, FLOOR: 0.8})
+def bfloat16_1(setting: Setting) -> Trial:
+    """Half of float32's bytes, widened by a shift."""
+    return _decode(setting, "bfloat16", 1)
+
+
+@case("formats/fp8-1", "The same in FP8.", wanted={WIDE: 3.0, FLOOR: 0.8})
+def fp8_1(setting: Setting) -> Trial:
+    """A quarter of the bytes, with a scale for each block."""
+    return _decode(setting, "fp8", 1)
+
+
+@case("formats/int8-1", "The same in INT8.", wanted={WIDE: 3.0, FLOOR: 0.8})
+def int8_1(setting: Setting) -> Trial:
+    """A quarter, each number times its group's scale and rounded to bfloat16."""
+    return _decode(setting, "int8", 1)
+
+
+@case("formats/int4-1", "The same in INT4.", wanted={WIDE: 4.5, FLOOR: 0.65})
+def int4_1(setting: Setting) -> Trial:
+    """A seventh, looked up."""
+    return _decode(setting, "int4", 1)
+
+
+@case("formats/mxfp4-1", "The same in MXFP4.", wanted={WIDE: 4.5, FLOOR: 0.65})
+def mxfp4_1(setting: Setting) -> Trial:
+    """A seventh, with powers of two as scales."""
+    return _decode(setting, "mxfp4", 1)
+
+
+@case("formats/int4-8", "A decode step of 8 rows in INT4, each another prompt.")
+def int4_8(setting: Setting) -> Trial:
+    """Eight answers together: most experts have one row."""
+    return _decode(setting, "int4", 8)

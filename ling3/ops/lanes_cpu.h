@@ -1,0 +1,157 @@
+// Registers of floats, for the kernels beside this file, and their tasks on the threads of XLA's pool.
+//
+// Every number is a sum in one fixed order, whatever else is computed: a row's bits depend on nothing but the row and
+// what it is multiplied by. So products are added by `multiply_add` alone, and nothing else may be contracted
+// (-ffp-contract=off).
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+#define ALWAYS __attribute__((always_inline))
+#define INLINE inline ALWAYS
+
+namespace {
+
+// Floats in a register.
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef float LooseLanes __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+
+// bfloat16 is the upper half of a float32.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// The number is ±0: its bits but for the sign are.
+inline bool is_zero(float number) { return number == 0; }
+inline bool is_zero(BFloat16 number) { return uint16_t(number.bits << 1) == 0; }
+
+// True for a row of zeros, as padding is: its products with finite numbers are zeros, and need not be computed.
+template <class T>
+inline bool all_zero(const T* row, int64_t count) {
+  return std::all_of(row, row + count, [](T number) { return is_zero(number); });
+}
+
+INLINE Lanes load(const float* at) { return *reinterpret_cast<const LooseLanes*>(at); }
+
+// As one load: zeros + x would be an addition.
+INLINE Lanes every(float x) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_set1_ps(x);
+#elif defined(__AVX__) && defined(__FMA__)
+  return (Lanes)_mm256_set1_ps(x);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (Lanes)vdupq_n_f32(x);
+#else
+  return Lanes{} + x;
+#endif
+}
+
+// a · b + sum, rounded once where the processor can.
+INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (Lanes)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + sum;
+#endif
+}
+
+// `lanes` in a register: the compiler would load it again for every product.
+INLINE Lanes kept(Lanes lanes) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(lanes));
+#elif defined(__AVX__)
+  asm("" : "+x"(lanes));
+#endif
+  return lanes;
+}
+
+// The sum of a register's numbers: of its halves, their halves and so on.
+INLINE float total(Lanes lanes) {
+  float numbers[LANES];
+  std::memcpy(numbers, &lanes, sizeof numbers);
+#pragma GCC unroll 4
+  for (int half = LANES / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; i++) numbers[i] += numbers[half + i];
+  }
+  return numbers[0];
+}
+
+inline void narrow(float x, float* to) { *to = x; }
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline void narrow(float x, BFloat16* to) {
+  uint32_t word;
+  std::memcpy(&word, &x, sizeof word);
+  if (std::isnan(x)) {
+    to->bits = uint16_t(word >> 16) | 0x40;
+  } else {
+    to->bits = uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+  }
+}
+
+// Words of two registers, by constant indices: b's come after a's.
+template <class Index, int... I>
+INLINE Lanes picked(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Index::of(I)...);
+#else
+  return __builtin_shuffle(a, b, Words{uint32_t(Index::of(I))...});
+#endif
+}
+
+// task(0) to task(total - 1), on this thread and on idle threads of the pool. It waits only for threads that have
+// started a task, so that a pool whose threads are all here does not deadlock. Tasks must not throw: unwinding would
+// destroy what the helpers work on.
+inline void each(ffi::ThreadPool& pool, int64_t total, const std::function<void(int64_t)>& task) noexcept {
+  struct Progress {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto progress = std::make_shared<Progress>();
+  // A helper that starts late finds no task left and does not touch this call's variables, which are gone.
+  auto work = [progress, total, &task] {
+    for (int64_t i; (i = progress->next.fetch_add(1)) < total;) {
+      task(i);
+      progress->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads() - 1, total - 1);
+  for (int64_t i = 0; i < helpers; i++) pool.Schedule([work] { work(); });
+  work();
+  while (progress->done.load(std::memory_order_acquire) < total) std::this_thread::yield();
+}
+
+}  // namespace

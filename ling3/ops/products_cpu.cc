@@ -1,0 +1,240 @@
+// x Wᵀ and the experts' feed-forward with matrices in floats, for `products_cpu.py`, and with QUANTIZED defined those in 8
+// and 4 bits, since few need both and compiling takes its time. Each matrix is read in place.
+
+#include "products_cpu.h"
+
+namespace {
+
+// A matrix, or a stack of them, as the arguments of a call have it. E4M3 numbers tell FP8 and bytes MXFP4; words are
+// integers. Numbers in float32 and bfloat16 are what they are, and have no scales.
+struct Arrays {
+  ffi::AnyBuffer numbers, scales;
+  int64_t inner;  // numbers of a row
+
+  int64_t outer() const { return numbers.dimensions()[numbers.dimensions().size() - 2]; }
+
+  // Matrix i of the stack.
+  Stored at(int64_t i) const {
+    const auto shape = numbers.dimensions(), of_scales = scales.dimensions();
+    const size_t last = shape.size() - 1;
+    Stored own{};
+    own.inner = inner;
+    own.bytes = own.stride = shape[last] * int64_t(ffi::ByteWidth(numbers.element_type()));
+    own.numbers = static_cast<const uint8_t*>(numbers.untyped_data()) + i * shape[last - 1] * own.bytes;
+    if (is_dense()) return own;
+    own.groups = of_scales[last];
+    const int64_t units = std::max<int64_t>(1, (is_fp8() ? 128 : inner / own.groups) / UNIT);
+    // One scale for a whole row may have any width.
+    own.shift = own.groups == 1 ? 40 : std::ilogb(double(units));
+    own.scales = static_cast<const uint8_t*>(scales.untyped_data()) +
+                 i * of_scales[last - 1] * own.groups * int64_t(ffi::ByteWidth(scales.element_type()));
+    return own;
+  }
+
+  bool is_dense() const { return numbers.element_type() == ffi::F32 || numbers.element_type() == ffi::BF16; }
+
+  bool is_fp8() const { return numbers.element_type() == ffi::F8E4M3FN; }
+
+  // run(matrix i of the stack, in its format).
+  template <class Run>
+  void with(int64_t i, Run run) const {
+    const Stored stored = at(i);
+    auto as = [&](auto format) {
+      static_cast<Stored&>(format) = stored;
+      run(format);
+    };
+#if !defined(QUANTIZED)
+    numbers.element_type() == ffi::F32 ? as(Dense<float>{}) : as(Dense<BFloat16>{});
+#else
+    const ffi::DataType scale = scales.element_type();
+    if (is_fp8()) {
+      scale == ffi::F32 ? as(E4M3<float>{}) : as(E4M3<uint8_t>{});
+    } else if (numbers.element_type() == ffi::U8) {
+      as(Nibbles<Mxfp4Codes>{});
+    } else if (stored.bytes >= inner) {
+      scale == ffi::BF16 ? as(Scaled<8, BFloat16>{}) : scale == ffi::F16 ? as(Scaled<8, Float16>{}) : as(Scaled<8, float>{});
+    } else {
+      scale == ffi::BF16 ? as(Nibbles<Int4Codes>{}) : scale == ffi::F16 ? as(Scaled<4, Float16>{}) : as(Scaled<4, float>{});
+    }
+#endif
+  }
+
+  // Lays out a row of x in the order of the format.
+  template <class T>
+  void lay(const T* row, float* laid) const {
+    with(0, [&](auto format) { Order<decltype(format)>::own().lay(row, inner, laid); });
+  }
+};
+
+// Tasks that a thread should find, so that none waits long for another; rows of a weight that a task has at least.
+constexpr int64_t TASKS = 8, LEAST = 4 * PANEL;
+
+// Lays out the rows of x, in tasks of several; true for each that is not all zeros.
+std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffer x, float* laid) {
+  const int64_t rows = x.dimensions()[0], inner = weight.inner;
+  const int64_t some = std::max<int64_t>(1, (int64_t(1) << 14) / std::max<int64_t>(inner, 1));
+  std::vector<char> busy(rows);  // not of bits, which threads would share
+  auto lay_as = [&](const auto* numbers) {
+    each(pool, (rows + some - 1) / some, [&](int64_t task) {
+      for (int64_t r = task * some; r < std::min(rows, (task + 1) * some); r++) {
+        const auto* row = numbers + r * inner;
+        busy[r] = !all_zero(row, inner);
+        weight.lay(row, laid + r * padded(inner));
+      }
+    });
+  };
+  if (x.element_type() == ffi::BF16) {
+    lay_as(static_cast<const BFloat16*>(x.untyped_data()));
+  } else {
+    lay_as(static_cast<const float*>(x.untyped_data()));
+  }
+  return {busy.begin(), busy.end()};
+}
+
+ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer numbers, ffi::AnyBuffer scales,
+                   ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> laid) {
+  const int64_t rows = x.dimensions()[0];
+  const Arrays weight{numbers, scales, x.dimensions()[1]};
+  const int64_t outer = weight.outer(), inner = weight.inner;
+  const std::vector<bool> busy = lay(pool, weight, x, laid->typed_data());
+  std::vector<const float*> from;
+  std::vector<float*> to;
+  for (int64_t r = 0; r < rows; r++) {
+    if (busy[r]) {
+      from.push_back(laid->typed_data() + r * padded(inner));
+      to.push_back(out->typed_data() + r * outer);
+    } else {
+      std::fill_n(out->typed_data() + r * outer, outer, 0.0f);
+    }
+  }
+  const int64_t share = std::max(LEAST, outer / (TASKS * std::max<int64_t>(pool.num_threads(), 1)));
+  const int64_t piece = (share + PANEL - 1) / PANEL * PANEL;
+  weight.with(0, [&](const auto& format) {
+    each(pool, (outer + piece - 1) / piece, [&](int64_t task) {
+      products(format, task * piece, std::min((task + 1) * piece, outer), from.data(), from.size(), to.data());
+    });
+  });
+  return ffi::Error::Success();
+}
+
+struct Groups {
+  const int32_t *order, *starts, *counts;
+};
+
+struct Limit {
+  float value;
+  bool first;  // before silu
+};
+
+inline float swiglu(float gate, float up, Limit limit) {
+  const float most = limit.value;
+  if (most > 0 && limit.first) gate = gate > most ? most : gate;
+  gate = gate / (1 + std::exp(-gate));
+  if (most > 0) {
+    gate = gate > most ? most : gate;  // silu(most) < most: nothing more where the limit came first
+    up = up > most ? most : (up < -most ? -most : up);
+  }
+  return gate * up;
+}
+
+// Rows of a weight that make a task, and rows of x at once.
+constexpr int64_t PIECE = 96, AT_ONCE = 64;
+
+ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> starts,
+                   ffi::Buffer<ffi::S32> counts, ffi::AnyBuffer gate_numbers, ffi::AnyBuffer gate_scales,
+                   ffi::AnyBuffer up_numbers, ffi::AnyBuffer up_scales, ffi::AnyBuffer down_numbers,
+                   ffi::AnyBuffer down_scales, float limit, bool limit_first, ffi::ResultBuffer<ffi::F32> out,
+                   ffi::ResultBuffer<ffi::F32> laid, ffi::ResultBuffer<ffi::F32> between) {
+  const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], intermediate = gate_numbers.dimensions()[1];
+  const int64_t experts = gate_numbers.dimensions()[0], slots = order.dimensions()[0];
+  const int64_t top_k = slots / std::max<int64_t>(tokens, 1);
+  const Arrays gate{gate_numbers, gate_scales, hidden}, up{up_numbers, up_scales, hidden};
+  const Arrays down{down_numbers, down_scales, intermediate};
+  const Groups groups{order.typed_data(), starts.typed_data(), counts.typed_data()};
+  const bool narrowed = x.element_type() == ffi::BF16;
+  lay(pool, gate, x, laid->typed_data());
+  std::vector<int64_t> busy;
+  int64_t rows = 0;
+  for (int64_t e = 0; e < experts; e++) {
+    if (groups.counts[e]) busy.push_back(e);
+    rows += groups.counts[e];
+  }
+  // In the order of the groups: each row's x, its numbers between the two products, and its result.
+  std::vector<const float*> in(rows), middle(rows);
+  std::vector<float*> to(rows);
+  for (int64_t r = 0; r < rows; r++) {
+    in[r] = laid->typed_data() + groups.order[r] / top_k * padded(hidden);
+    middle[r] = between->typed_data() + r * padded(intermediate);
+    to[r] = out->typed_data() + groups.order[r] * hidden;
+  }
+  // Rows without an expert come last in the order.
+  for (int64_t r = rows; r < slots; r++) std::fill_n(out->typed_data() + groups.order[r] * hidden, hidden, 0.0f);
+  const int64_t first = (intermediate + PIECE - 1) / PIECE, second = (hidden + PIECE - 1) / PIECE;
+  each(pool, busy.size() * first, [&](int64_t task) {
+    const int64_t e = busy[task / first], begin = task % first * PIECE, end = std::min(begin + PIECE, intermediate);
+    const int64_t last = groups.starts[e] + groups.counts[e];
+    const std::unique_ptr<float[]> gates(new float[2 * AT_ONCE * PIECE]);
+    float *at_gate[AT_ONCE], *at_up[AT_ONCE];
+    for (int64_t r = 0; r < AT_ONCE; r++) {
+      // `products` writes to a row's place `begin` and on.
+      at_gate[r] = gates.get() + r * PIECE - begin;
+      at_up[r] = at_gate[r] + AT_ONCE * PIECE;
+    }
+    for (int64_t row = groups.starts[e]; row < last; row += AT_ONCE) {
+      const int64_t some = std::min(AT_ONCE, last - row);
+      gate.with(e, [&](const auto& format) { products(format, begin, end, &in[row], some, at_gate); });
+      up.with(e, [&](const auto& format) { products(format, begin, end, &in[row], some, at_up); });
+      down.with(e, [&](auto format) {
+        const auto& order = Order<decltype(format)>::own();
+        for (int64_t r = 0; r < some; r++) {
+          float* laid = between->typed_data() + (row + r) * padded(intermediate);
+          for (int64_t i = begin; i < end; i++) {
+            const float value = swiglu(at_gate[r][i], at_up[r][i], Limit{limit, limit_first});
+            order.put(i, narrowed ? rounded<BFloat16>(value) : value, laid);
+          }
+          if (end == intermediate) order.end(end, laid);
+        }
+      });
+    }
+  });
+  each(pool, busy.size() * second, [&](int64_t task) {
+    const int64_t e = busy[task / second], begin = task % second * PIECE, end = std::min(begin + PIECE, hidden);
+    const int64_t row = groups.starts[e], some = groups.counts[e];
+    down.with(e, [&](const auto& format) { products(format, begin, end, &middle[row], some, &to[row]); });
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+using Any = ffi::AnyBuffer;
+using S32 = ffi::Buffer<ffi::S32>;
+using F32 = ffi::Buffer<ffi::F32>;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(product, Product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()    // x
+                                  .Arg<Any>()    // numbers
+                                  .Arg<Any>()    // scales
+                                  .Ret<F32>()    // out
+                                  .Ret<F32>());  // x, laid out
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(experts, Experts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()  // x
+                                  .Arg<S32>()  // order
+                                  .Arg<S32>()  // starts
+                                  .Arg<S32>()  // counts
+                                  .Arg<Any>()  // gate: numbers, scales
+                                  .Arg<Any>()
+                                  .Arg<Any>()  // up
+                                  .Arg<Any>()
+                                  .Arg<Any>()  // down
+                                  .Arg<Any>()
+                                  .Attr<float>("limit")
+                                  .Attr<bool>("limit_first")
+                                  .Ret<F32>()    // out
+                                  .Ret<F32>()    // x, laid out
+                                  .Ret<F32>());  // between, laid out
