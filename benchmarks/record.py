@@ -29,8 +29,8 @@ PEERS = ("torch", "transformers", "flash-linear-attention", "triton")
 def where(module: str = "benchmarks") -> dict[str, Any]:
     """The command that is running, as it is repeated, and the machine with what is installed.
 
-    `native` is the kernel in C++ that products of few rows run on, "none" where it could not be compiled or is
-    switched off.
+    `native` is the kernel in C++ that products run on, "none" where it could not be compiled or is switched off, and
+    `instructions` are those that it was compiled with.
     """
     versions = {}
     for name in PEERS:
@@ -38,7 +38,8 @@ def where(module: str = "benchmarks") -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    kernels = {"native": native.target(products_cpu.SOURCE, "product") or "none"}
+    kernel = native.target(products_cpu.SOURCE, "product")
+    kernels = {"native": kernel or "none", "instructions": " ".join(native.instructions()) if kernel else "none"}
     where = {"command": shlex.join(["python", "-m", module, *_arguments()]), "machine": machine() | versions | kernels}
     return where | {"commit": commit} if (commit := _commit()) else where
 

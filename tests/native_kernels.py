@@ -20,6 +20,7 @@ def forget():
     """What is known of libraries."""
     native.target.cache_clear()
     native._library.cache_clear()
+    native.instructions.cache_clear()
 
 
 @contextlib.contextmanager

@@ -204,8 +204,8 @@ def native_experts(
     if not _is_native(x, chosen, stacks):
         return block_experts(x, chosen, weights, *stacks, limit, lowering, limit_first, spread)
     groups = Groups.of(chosen if spread is None else spread.own(chosen, experts), experts)
-    arrays = [arrays_of(stack) if isinstance(stack, Quantized) else (stack, None) for stack in stacks]
-    rows = products_cpu.expert_rows(x, *groups, *arrays, limit, limit_first)
+    gate, up, down = (arrays_of(stack) if isinstance(stack, Quantized) else (stack, None) for stack in stacks)
+    rows = products_cpu.expert_rows(x, *groups, gate, up, down, limit, limit_first)
     return _weighted(weights, rows if spread is None else spread.together(rows))
 
 
@@ -222,10 +222,10 @@ def _is_native(
     quantized = [stack for stack in stacks if isinstance(stack, Quantized)]
     if quantized:
         return len(quantized) == len(stacks) and one_format(*quantized) and suits(x, *quantized)
-    gate = stacks[0]
+    gate, *others = [stack for stack in stacks if not isinstance(stack, Quantized)]
     if x.dtype == jnp.bfloat16 and chosen.size > gate.shape[0]:
         return False
-    if any(stack.dtype != x.dtype for stack in stacks):
+    if any(stack.dtype != gate.dtype for stack in others):
         return False
     return products_cpu.suits(x, gate, None, gate.shape[-1], products_cpu.LEAST["experts"])
 

@@ -30,6 +30,8 @@ from ling3.runtime import user_cache
 
 VARIABLE = "LING3_NATIVE"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+INSTRUCTIONS = ("SSE2", "AVX2", "FMA", "F16C", "AVX512F", "AVX512BW", "AVX512BF16", "ARM_NEON")
+"""Sets of instructions that the kernels use where the processor has them, by the names of the compiler's macros."""
 LONGEST = 300.0
 """Seconds after which a compiler is killed."""
 
@@ -50,6 +52,14 @@ def target(source: pathlib.Path, handler: str, macro: str = "") -> str | None:
     name = f"ling3_{handler}_{key}"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, handler)), platform="cpu")
     return name
+
+
+@functools.cache
+def instructions() -> tuple[str, ...]:
+    """Which of `INSTRUCTIONS` the kernels are compiled with on this machine; none without a compiler."""
+    compiler = _compiler()
+    macros = (_processor(compiler) or b"").decode(errors="replace") if compiler else ""
+    return tuple(name for name in INSTRUCTIONS if f"#define __{name}__ " in macros)
 
 
 @functools.cache

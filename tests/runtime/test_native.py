@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import platform
 import stat
 import warnings
 
@@ -61,6 +62,23 @@ def test_a_source_is_compiled_once(kept, source, monkeypatch):
 
     monkeypatch.setattr(native, "_compile", never)
     assert native.target(source, "nothing") == name
+
+
+@needs_compiler
+def test_a_macro_makes_a_library_of_its_own(kept, source):
+    one, other = native.target(source, "nothing"), native.target(source, "nothing", "SOME")
+    assert one is not None and other is not None and one != other
+    assert len(list(kept.glob("*.so"))) == 2
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flags are for another processor")
+def test_instructions_are_those_that_the_compiler_uses(kept, monkeypatch):
+    monkeypatch.setenv("CXX", "c++ -mno-avx")
+    assert native.instructions() == ("SSE2",)
+    forget()
+    monkeypatch.setenv("CXX", "c++ -mavx512bf16 -mavx512bw")
+    assert native.instructions()[:1] == ("SSE2",) and {"AVX512BF16", "AVX512BW"} <= set(native.instructions())
 
 
 @pytest.mark.slow
