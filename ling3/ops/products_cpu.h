@@ -330,6 +330,17 @@ void few(const F& weight, int64_t begin, int64_t end, const float* const* x, flo
   }
 }
 
+// What `products` writes for itself, in whole lines of the cache: a thread keeps it from one call to the next.
+struct Scratch {
+  alignas(64) float panel[PANEL * PART];
+  alignas(64) Lanes sums[BLOCK * PANEL];
+
+  static Scratch& of_this_thread() {
+    static thread_local const std::unique_ptr<Scratch> own(new Scratch);
+    return *own;
+  }
+};
+
 // to[r][outer] = x[r] · weight[outer] from `begin` to `end` for rows that are laid out in F's order. Every sum is one
 // of the same terms in the same order, whatever the number of rows.
 template <class F>
@@ -340,9 +351,7 @@ void products(const F& weight, int64_t begin, int64_t end, const float* const* x
   }
   constexpr int64_t LINE = PART / F::STEP * BYTES;
   const int64_t parts = (weight.inner + PART - 1) / PART;
-  // Kept from one call to the next: the system would clear fresh pages. A register must not cross lines.
-  alignas(64) static thread_local float panel[PANEL * PART];
-  alignas(64) static thread_local Lanes sums[BLOCK * PANEL];
+  auto& [panel, sums] = Scratch::of_this_thread();
   for (int64_t row = 0; row < rows; row += BLOCK) {
     const int64_t some = std::min(BLOCK, rows - row), tiles = (some + TALL - 1) / TALL;
     const bool in_place = F::DENSE && weight.bytes % BYTES == 0 && some <= IN_PLACE<F>;
