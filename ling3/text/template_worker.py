@@ -102,8 +102,9 @@ def main(mebibytes: int) -> None:
         import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (mebibytes * 2**20, mebibytes * 2**20))
+    # The parent reports how it ended; if it is gone already, nobody hears that this has started.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     print(flush=True)  # it has started
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent reports how it ended
     try:
         for line in sys.stdin.buffer:
             request = json.loads(line)

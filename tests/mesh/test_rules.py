@@ -26,7 +26,11 @@ def test_rules_that_contradict_themselves_are_refused(rules, message):
 @pytest.mark.parametrize(
     ("rules", "sizes", "message"),
     [
-        (Rules(experts="expert"), {}, r"experts along 'expert', and the mesh has the axes 'data' \(1\), 'tensor' \(2\)"),
+        (
+            Rules(experts="expert"),
+            {},
+            r"experts along 'expert', and the mesh has the axes 'data' \(1\), 'tensor' \(2\)",
+        ),
         (Rules(), {"pipeline": 2}, r"the rules put nothing along 'pipeline', whose devices would all do the same"),
     ],
 )
