@@ -207,6 +207,19 @@ def test_an_interpreter_that_does_not_start(monkeypatch, tmp_path):
         render("")
 
 
+def test_a_process_that_starts_when_its_parent_is_gone_says_nothing():
+    """As after Ctrl-C, while it was starting."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-S", "-P", str(chat_template.WORKER), str(chat_template.MEBIBYTES)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=write, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write)
+    assert done.returncode != 0 and done.stderr == b""
+
+
 def test_the_process_ends_with_its_parent():
     script = "from ling3.text import chat_template as c; c.ChatTemplate(''); print(c._worker()._process.pid)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True)
