@@ -67,7 +67,7 @@ struct Arrays {
 };
 
 // Tasks that a thread should find, so that none waits long for another; rows of a weight that a task has at least.
-constexpr int64_t TASKS = 8, LEAST = 4 * PANEL;
+constexpr int64_t TASKS = 8, LEAST = 48;
 
 // Lays out the rows of x, in tasks of several; true for each that is not all zeros.
 std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffer x, float* laid) {
@@ -108,7 +108,8 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer number
     }
   }
   const int64_t share = std::max(LEAST, outer / (TASKS * std::max<int64_t>(pool.num_threads(), 1)));
-  const int64_t piece = (share + PANEL - 1) / PANEL * PANEL;
+  constexpr int64_t WHOLE = STRIP * WIDE;
+  const int64_t piece = (share + WHOLE - 1) / WHOLE * WHOLE;
   weight.with(0, [&](const auto& format) {
     each(pool, (outer + piece - 1) / piece, [&](int64_t task) {
       products(format, task * piece, std::min((task + 1) * piece, outer), from.data(), from.size(), to.data());
