@@ -361,7 +361,9 @@ void products(const F& weight, int64_t begin, int64_t end, const float* const* x
         const int64_t from = p * PART / F::IN_LANE;
         int64_t registers = 0;
         if (!in_place) {
-          for (int64_t o = 0; o < wide; o++) registers = decode(weight, outer + o, p, panel + o / WIDE * WIDE * PART + o % WIDE * LANES);
+          for (int64_t o = 0; o < wide; o++) {
+            registers = decode(weight, outer + o, p, panel + o / WIDE * WIDE * PART + o % WIDE * LANES);
+          }
         }
         for (int64_t t = 0; t < tiles; t++) {
           const int64_t first = t * some / tiles, last = (t + 1) * some / tiles;
