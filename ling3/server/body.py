@@ -30,7 +30,7 @@ async def read(request: Request, model: type[Model]) -> Model:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in str(value))
+        param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in model.model_fields)
         if first["type"] == "extra_forbidden":
             raise ApiError(400, f"{param} is not supported", param, "unsupported_parameter") from None
         raise ApiError(400, f"{param}: {first['msg']}", param or None) from None
