@@ -72,4 +72,10 @@ def run(command: Serve) -> None:
     name = command.served_model_name or pathlib.Path(command.model).name
     console.print(f"serving {name} on http://{command.host}:{command.port}", markup=False)
     interruption.raise_again()
-    serve(build(Service(engine, tokenizer, name, most), keys), command.host, command.port, command.root_path, command.drain)
+    serve(
+        build(Service(engine, tokenizer, name, most), keys),
+        command.host,
+        command.port,
+        command.root_path,
+        command.drain,
+    )

@@ -64,7 +64,9 @@ def _message(message: dict[str, Any], where: str) -> dict[str, str]:
         if name not in ("role", "content", "refusal", "reasoning_content") and message[name] is not None:
             raise ApiError(400, f"{where}.{name} is not supported", f"{where}.{name}", "unsupported_parameter")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
         if not all(isinstance(part, str) for part in parts):
             raise ApiError(400, f"{where}.content has a part that is no text", f"{where}.content")
         content = "".join(map(str, parts))

@@ -58,9 +58,7 @@ class Fields(pydantic.BaseModel):
         temperature = 1.0 if self.temperature is None else self.temperature
         try:
             bias = self.logit_bias and {int(token): x for token, x in self.logit_bias.items()}
-            return SamplingParams(
-                **given, temperature=temperature, max_tokens=most, logprobs=logprobs, logit_bias=bias
-            )
+            return SamplingParams(**given, temperature=temperature, max_tokens=most, logprobs=logprobs, logit_bias=bias)
         except ValueError as error:
             text = str(error).removeprefix("sampling parameters: ")
             names = {field.name for field in dataclasses.fields(SamplingParams)}

@@ -1,8 +1,8 @@
 """Tool calls as models write them, read a character at a time: the call's name, then its arguments as JSON.
 
-    tags, with arguments in tags (Ling-3):  <tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>
-    tags, with JSON (Qwen3):                <tool_call>{"name": …, "arguments": {…}}</tool_call>
-    bare JSON (Llama 3):                    {"name": …, "parameters": {…}}, also after <|python_tag|>
+tags, with arguments in tags (Ling-3):  <tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>
+tags, with JSON (Qwen3):                <tool_call>{"name": …, "arguments": {…}}</tool_call>
+bare JSON (Llama 3):                    {"name": …, "parameters": {…}}, also after <|python_tag|>
 """
 
 import json

@@ -62,7 +62,12 @@ def test_the_answer_is_the_engines_bit_for_bit(engine, url):
 def test_an_error_is_openais_object(url, body, status, param):
     answer = httpx.post(f"{url}/v1/chat/completions", headers=KEY, **body)
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (status, param) and set(error) == {"message", "type", "param", "code"}
+    assert (answer.status_code, error["param"]) == (status, param) and set(error) == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
 
 
 def test_a_key_is_asked_for(url):

@@ -28,7 +28,9 @@ def read(texts, **how):
 TAGS = {"tools": TOOLS, "form": "tags"}
 OPEN = {**TAGS, "thinking": True}
 BARE = {"tools": TOOLS, "form": "bare"}
-ADD = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>2</arg_value></tool_call>"
+ADD = (
+    "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>2</arg_value></tool_call>"
+)
 LINES = ADD.replace("><", ">\n<").replace("add<", "add\n<").replace("<tool_call>", "<tool_call>\n")
 CASES = [
     ("hello\n", {}, ("", "hello\n", [])),
