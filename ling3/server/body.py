@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import pydantic
 from starlette.requests import Request
 
+from ling3.runtime.quoting import printable
 from ling3.server.errors import ApiError
 
 MOST_BYTES = 2**24
@@ -30,8 +31,10 @@ async def read(request: Request, model: type[Model]) -> Model:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in model.model_fields)
-        if first["type"] == "extra_forbidden":
+        unknown = first["type"] == "extra_forbidden"
+        names = [str(part) for part in first["loc"] if unknown or isinstance(part, int) or part in model.model_fields]
+        param = printable(".".join(names), 80)
+        if unknown:
             raise ApiError(400, f"{param} is not supported", param, "unsupported_parameter") from None
         raise ApiError(400, f"{param}: {first['msg']}", param or None) from None
 

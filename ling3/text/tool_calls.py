@@ -5,6 +5,7 @@ tags, with JSON (Qwen3):                <tool_call>{"name": …, "arguments": {�
 bare JSON (Llama 3):                    {"name": …, "parameters": {…}}, also after <|python_tag|>
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Generator, Mapping
@@ -55,10 +56,8 @@ class CallReader:
 
     def end(self) -> list[Said]:
         """What is left to say at the end of the text; Malformed if the name never came."""
-        try:
+        with contextlib.suppress(StopIteration, _End):
             self._steps.send("")
-        except (StopIteration, _End):
-            pass
         if self._name is None:
             raise Malformed
         if self._closing:
