@@ -60,8 +60,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, str]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ApiError(400, f"{where}.role is not supported, expected one of {', '.join(ROLES)}", f"{where}.role")
-    for name in message:
-        if name not in ("role", "content", "refusal", "reasoning_content") and message[name] is not None:
+    for name, value in message.items():
+        if name not in ("role", "content", "refusal", "reasoning_content") and value is not None:
             raise ApiError(400, f"{where}.{name} is not supported", f"{where}.{name}", "unsupported_parameter")
     if isinstance(content, list):
         parts = [
