@@ -3,6 +3,7 @@
 import hmac
 from collections.abc import Sequence
 
+from starlette._utils import get_route_path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +17,7 @@ from ling3.server.running import Service
 
 
 def build(service: Service, api_keys: Sequence[str] = ()) -> ASGIApp:
-    """The app over a service; with `api_keys`, /v1 wants one of them."""
+    """The app over a service; with `api_keys`, all but /health wants one of them."""
     routes = [
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
         Route("/v1/models", _models),
@@ -30,15 +31,15 @@ def build(service: Service, api_keys: Sequence[str] = ()) -> ASGIApp:
 
 
 class Keys:
-    """Asks for an API key under /v1."""
+    """Asks for an API key, but for /health."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]):
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what has a key, and all that is not under /v1."""
+        """Passes on what has a key, and /health."""
         app = self._app
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+        if scope["type"] == "http" and get_route_path(scope) != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
             if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 -- all are compared
                 app = ApiError(401, "no valid API key was given", code="invalid_api_key").response()
