@@ -232,7 +232,9 @@ def _only(mask: UInt32[np.ndarray, " words"]) -> int | None:
 
 
 def _message(matcher: Any) -> str:
-    return _short(matcher.get_error().replace("<non-verbose/>", ""))
+    """What was wrong, in one line."""
+    text = matcher.get_error().replace("<non-verbose/>", "")
+    return "no token can follow" if text.startswith("NoExtension") else _short(text)
 
 
 def _short(text: str) -> str:

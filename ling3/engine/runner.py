@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -35,7 +35,6 @@ from ling3.engine.settings import CacheDtype
 from ling3.engine.shapes import Shapes, smallest
 from ling3.execution import Execution
 from ling3.model import CausalLM
-from ling3.runtime.quoting import shown
 
 Extra = Literal["structured", "prompt_logprobs"]
 """What takes programs that few engines run: a warm-up compiles those that are asked for."""
@@ -182,9 +181,7 @@ class Runner:
         return choice, places
 
     def warmup_size(self, first_token: bool, also: Sequence[Extra]) -> int:
-        """How many programs a warm-up compiles; ValueError for what is no extra."""
-        if unknown := [name for name in also if name not in get_args(Extra)]:
-            raise ValueError(f"also is {shown(list(also))}, expected some of {', '.join(get_args(Extra))}: {unknown}")
+        """How many programs a warm-up compiles."""
         extras = len(self.shapes.rows) * ("structured" in also and self.passes.constrained is not None)
         extras += len(self.shapes.buckets) * ("prompt_logprobs" in also and self.passes.score is not None)
         return extras + len(self.shapes.buckets) + (1 if first_token else len(self.shapes.rows) + 4)
