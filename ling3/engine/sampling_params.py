@@ -100,9 +100,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Report the natural log-probability of each token of the prompt but the first, given those before it, under
     softmax(z) of the model's own logits, and those of so many likeliest tokens beside it. They are computed as prompts
-    are, in chunks: a token that was generated got its own by a step of one token, whose last bits may differ. The
-    answer keeps its bits with them; the prompt is computed whole, without known prefixes, and all but its last chunk
-    twice."""
+    are, in chunks, with the logits of 16 tokens at a time: a token that was generated had its log-probability from a
+    step of one token, which rounds otherwise, so the same token scored as part of a prompt may differ in the last bits
+    of the weights' dtype. The answer has the same bits with and without them. Such a prompt is computed whole, without
+    known prefixes, and all but its last chunk twice."""
     structured: Structured | None = None
     """What the text may be: a `JSONSchema`, a `JSONObject`, a `Regex`, a `Choice` or a `Grammar`. The model's ends, and
     `stop_token_ids`, are allowed where the text may end (with `ignore_eos` the latter alone), and it ends by itself
