@@ -103,7 +103,7 @@ class Constraint:
 
     def _look(self) -> None:
         """Finds what must and what may follow, after a token that was chosen."""
-        matcher, self.whole = self._matcher, False
+        matcher, self.whole, mask = self._matcher, False, np.zeros_like(self._ends)
         while True:
             follow = matcher.compute_ff_tokens()
             if not follow:

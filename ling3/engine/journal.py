@@ -26,8 +26,9 @@ from ling3.engine.settings import EngineSettings
 from ling3.runtime.processes import Wire
 
 if TYPE_CHECKING:
+    from ling3.engine.calls import Call
     from ling3.engine.intake import Intake
-    from ling3.engine.loop import Call, Loop
+    from ling3.engine.loop import Loop
 
 END = "end"
 

@@ -15,15 +15,13 @@ Every call has a fixed shape, and a row's result depends on its own inputs alone
 of a sequence are bit for bit the same in any company, at any time, and after being preempted.
 """
 
-import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
 from typing import no_type_check
 
-import numpy as np
-
 from ling3.engine import plans
+from ling3.engine.calls import Call
 from ling3.engine.journal import Journal, told
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
 from ling3.engine.request import Request, TokenSequence
@@ -35,18 +33,6 @@ from ling3.engine.shapes import Shapes, smallest
 
 class QueueFull(RuntimeError):
     """`max_queue` requests are waiting already: let some finish first."""
-
-
-@dataclasses.dataclass
-class Call:
-    """A call in flight: its sequences, their rows, the most tokens that each can get, and the results to come."""
-
-    choice: Choice
-    sequences: Sequence[TokenSequence]
-    rows: Sequence[int]
-    most: Sequence[int]
-    lengths: Sequence[int] = ()
-    """Of a call that scores prompts: the tokens of each chunk."""
 
 
 # Its turns are the host's part of every token: checking types would take longer than they do.
@@ -171,11 +157,10 @@ class Loop:
         for call in calls:
             for sequence, most in zip(call.sequences, call.most, strict=True):
                 sequence.ahead -= most
-            wanted = zip(call.sequences, call.most, strict=True)
-            if any(most and sequence.completion is None for sequence, most in wanted):
+            if call.wanted:
                 self._take(call)
-            if call.lengths:
-                self._take_scores(call)
+            for sequence, scores in call.scores():
+                self._settle(sequence, sequence.take_scores(*scores))
 
     def fail(self, error: Exception) -> Exception:
         """After a fault of the engine's own: ends every request in `error`, and begins anew with an empty pool.
@@ -428,29 +413,11 @@ class Loop:
 
     def _take(self, call: Call) -> None:
         """Gives each sequence of a call its tokens, and settles those that end with them."""
-        rows = call.choice.token.shape[0]
-        tokens, logprobs = (np.asarray(x).reshape(rows, -1) for x in (call.choice.token, call.choice.logprob))
-        shape = (*tokens.shape, -1)
-        tops = (call.choice.top_ids, call.choice.top_logprobs)
-        if any(sequence.params.logprobs for sequence in call.sequences):
-            top_ids, top_logprobs = (np.asarray(x).reshape(shape) for x in tops)
-        else:  # not asked for: they stay on the device
-            top_ids, top_logprobs = (np.zeros((*tokens.shape, 0), x.dtype) for x in tops)
-        for row, sequence, most in zip(call.rows, call.sequences, call.most, strict=True):
-            if sequence.completion is None and most:
-                held = len(sequence.token_ids)
-                delta = sequence.take(tokens[row], logprobs[row], top_ids[row], top_logprobs[row])
-                self._counts["output_tokens"] += len(sequence.token_ids) - held
-                self._settle(sequence, delta)
-
-    def _take_scores(self, call: Call) -> None:
-        """Gives each sequence of a call the scores of its prompt's next tokens."""
-        logprobs, top_ids, top_logprobs = map(
-            np.asarray, (call.choice.logprob, call.choice.top_ids, call.choice.top_logprobs)
-        )
-        for row, sequence, length in zip(call.rows, call.sequences, call.lengths, strict=True):
-            if sequence.completion is None:
-                self._settle(sequence, sequence.take_scores(length, logprobs[row], top_ids[row], top_logprobs[row]))
+        for sequence, results in call.tokens():
+            held = len(sequence.token_ids)
+            delta = sequence.take(*results)
+            self._counts["output_tokens"] += len(sequence.token_ids) - held
+            self._settle(sequence, delta)
 
     def _settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
         """Frees what a finished sequence held, and hands out its delta."""

@@ -200,7 +200,7 @@ class TokenSequence:
                 reason, stop_reason, new = self._read(token)
                 text += new
                 if self.constraint is not None and reason in (None, "length"):
-                    reason, error = self._constrain(token, reason)
+                    reason, error = self._constrain(self.constraint, token, reason)
             if reason is not None:
                 break
         if reason is not None:
@@ -278,14 +278,16 @@ class TokenSequence:
             return "stop", self.stops.stopped, text
         return ("length" if count == self.params.max_tokens else None), None, text
 
-    def _constrain(self, token: int, reason: FinishReason | None) -> tuple[FinishReason | None, str | None]:
+    def _constrain(
+        self, constraint: Constraint, token: int, reason: FinishReason | None
+    ) -> tuple[FinishReason | None, str | None]:
         """Goes on in the grammar by a token; why the sequence ends with it, if it does, and what was wrong."""
-        self.constraint.advance(token)
-        if self.constraint.complete:
+        constraint.advance(token)
+        if constraint.complete:
             return "stop", None
         if reason is not None:
             return reason, None
-        error = self.constraint.blocked(len(self.token_ids), self.params.min_tokens)
+        error = constraint.blocked(len(self.token_ids), self.params.min_tokens)
         return (None, None) if error is None else ("error", error)
 
     def _delta(self, text: str, before: int) -> Delta:
