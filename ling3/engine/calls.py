@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Call:
             if sequence.completion is None and most:
                 yield sequence, (tokens[row], logprobs[row], top_ids[row], top_logprobs[row])
 
-    def scores(self) -> Iterator[tuple[TokenSequence, tuple[int | np.ndarray, ...]]]:
+    def scores(self) -> Iterator[tuple[TokenSequence, tuple[Any, ...]]]:
         """The arguments of `TokenSequence.take_scores` for each unfinished sequence; waits for the device."""
         if not self.lengths:
             return
