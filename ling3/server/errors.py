@@ -1,5 +1,8 @@
 """Errors as OpenAI's clients expect them."""
 
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
 import json
 from collections.abc import Mapping
 from typing import Any
