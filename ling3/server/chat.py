@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from ling3.engine.structured import Grammar
 from ling3.server import body
 from ling3.server.errors import ApiError
 from ling3.server.fields import Chat
-from ling3.server.running import Deltas, Events, Service, check, identifier, while_there
+from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
 from ling3.text.replies import Reply, TokenReply, opens_thinking
 from ling3.text.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ async def answer(request: Request) -> Response:
     service: Service = request.app.state.service
     asked = await body.read(request, Chat)
     service.check_model(asked.model)
-    text, ids = await asyncio.to_thread(_prompt, service, asked)
+    text, ids = await asyncio.to_thread(rendered, service, asked.messages, asked.chat_template_kwargs)
     room = service.room(len(ids), "messages")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
@@ -40,7 +40,7 @@ async def answer(request: Request) -> Response:
         message = f"{asked.grammar} holds from the first token, and this prompt opens the thinking: turn it off"
         raise ApiError(400, message, asked.grammar)
     head = {"id": identifier("chatcmpl"), "created": int(time.time()), "model": service.name}
-    deltas = await while_there(request, service.start([ids], params, asked.grammar))
+    deltas = await while_there(request, service.start([ids], params, "messages", asked.grammar))
     if isinstance(deltas, Response):
         return deltas
     replies = [TokenReply(Reply(thinking=thinking), service.tokenizer, ids) for _ in range(params.n)]
@@ -51,12 +51,14 @@ async def answer(request: Request) -> Response:
     return whole if isinstance(whole, Response) else JSONResponse(whole)
 
 
-def _prompt(service: Service, asked: Chat) -> tuple[str, list[int]]:
+def rendered(
+    service: Service, given: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None
+) -> tuple[str, list[int]]:
     """The rendered prompt and its ids; ApiError 400, which names no file, for messages that it cannot take."""
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
     tokenizer = service.tokenizer
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **(asked.chat_template_kwargs or {}))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **(variables or {}))
         return text, tokenizer.encode(text, add_special_tokens=False)
     except (ValueError, TypeError) as error:
         raise ApiError(400, service.plain(error), "messages") from None
@@ -145,13 +147,3 @@ def _logprobs(tokenizer: Tokenizer, logprobs: Any) -> dict[str, Any]:
         return {**shown(one.token_id, one.logprob), "top_logprobs": top}
 
     return {"content": [entry(one) for one in logprobs], "refusal": None}
-
-
-def usage_of(lasts: list[Delta]) -> dict[str, Any]:
-    """The tokens of requests, by the last delta of each."""
-    outputs = [delta.output for delta in lasts if delta.output is not None]
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    cached = sum(output.cached_tokens for output in outputs)
-    details = {"prompt_tokens_details": {"cached_tokens": cached}}
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}

@@ -139,6 +139,7 @@ class Completion(Fields):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = pydantic.Field(None, ge=0, le=20)
+    echo: bool | None = None
 
 
 class Chat(Fields):

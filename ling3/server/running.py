@@ -9,7 +9,7 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -63,19 +63,27 @@ class Service:
             message = message.replace(self.tokenizer.chat_template.origin, "the chat template")
         return message.replace(str(self.tokenizer.directory), "the model")
 
-    async def start(self, prompts: Sequence[list[int]], params: SamplingParams, grammar: str | None = None) -> Deltas:
+    async def start(
+        self, prompts: Sequence[list[int]], params: SamplingParams, name: str, grammar: str | None = None
+    ) -> Deltas:
         """The deltas of all prompts, with the first one at hand; ApiError where the engine refuses any of them.
 
-        Errors of `params.structured` name the field `grammar`.
+        Errors call the prompts by `name`, and those of `params.structured` name the field `grammar`.
         """
         count = params.n * len(prompts)
         if self.unfinished + count > self.engine.settings.max_running_requests + self.max_queue:
             raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"})
         try:
-            await asyncio.to_thread(self._check, prompts, params)
+            await asyncio.to_thread(self._check, prompts, params, name)
         except ValueError as error:
             message = self.plain(error)
-            raise ApiError(400, message, grammar if message.startswith("structured") else None) from None
+            fields = {
+                "structured": grammar,
+                name: name,
+                **{each: each for each in ("stop_token_ids", "logit_bias", "n")},
+            }
+            words = message.removeprefix("sampling parameters: ").replace(":", " ").replace(",", " ").split()
+            raise ApiError(400, message, fields.get(words[0]) if words else None) from None
         deltas = self._merged(prompts, params)
         try:
             first = await anext(deltas)
@@ -83,9 +91,9 @@ class Service:
             raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"}) from None
         return _before(first, deltas)
 
-    def _check(self, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+    def _check(self, prompts: Sequence[list[int]], params: SamplingParams, name: str) -> None:
         for prompt in prompts:
-            self.engine.check(prompt, params)
+            self.engine.check(prompt, params, name=name)
 
     async def _merged(self, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
         news: asyncio.Queue[Any] = asyncio.Queue()
@@ -180,4 +188,11 @@ def check(delta: Delta) -> None:
         raise ApiError(500, "the engine ended this request in an error", code="engine_error")
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+def usage_of(lasts: list[Delta]) -> dict[str, Any]:
+    """The tokens of requests, by the last delta of each."""
+    outputs = [delta.output for delta in lasts if delta.output is not None]
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    cached = sum(output.cached_tokens for output in outputs)
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}

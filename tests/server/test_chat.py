@@ -167,7 +167,7 @@ def test_a_key_is_asked_for_wherever_a_proxy_mounts_the_server(engine, root):
 def test_no_path_and_no_trace_reach_a_client(engine, monkeypatch, where, stream):
     begin = engine.astream
 
-    def check(prompt, params):
+    def check(prompt, params, name):
         if where == "refusal":
             raise ValueError(f"{engine.tokenizer.directory}/secret: no")
         if where == "check":
