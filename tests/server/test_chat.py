@@ -2,6 +2,9 @@
 
 import asyncio
 import dataclasses
+import json
+import pathlib
+import re
 import threading
 import time
 from typing import Literal
@@ -188,3 +191,10 @@ def test_no_path_and_no_trace_reach_a_client(engine, monkeypatch, where, stream)
     assert answer.status_code == (400 if where == "refusal" else 200 if begun else 500)
     assert '"message"' in answer.text and "Traceback" not in answer.text
     assert "/secret/path" not in answer.text and str(engine.tokenizer.directory) not in answer.text
+
+
+def test_the_documentations_example_is_answered(url):
+    page = (pathlib.Path(__file__).parents[2] / "docs/reference/http.md").read_text(encoding="utf-8")
+    body = re.search(r"curl \S+ -H '\S+ \S+' -d '(.*?)'", page, re.DOTALL).group(1)
+    answer = httpx.post(f"{url}/v1/chat/completions", headers=KEY, json=json.loads(body)).json()
+    assert answer["choices"][0]["message"]["content"] == "3 + 4 = 7. The answer is 7."
