@@ -92,6 +92,9 @@ class Fields(pydantic.BaseModel):
         temperature = 1.0 if self.temperature is None else self.temperature
         try:
             bias = self.logit_bias and {int(token): x for token, x in self.logit_bias.items()}
+        except ValueError:
+            raise ApiError(400, "logit_bias: expected token ids as keys", "logit_bias") from None
+        try:
             given |= {"temperature": temperature, "max_tokens": most, "logit_bias": bias, "structured": structured}
             return SamplingParams(**given, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         except ValueError as error:

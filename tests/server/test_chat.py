@@ -58,6 +58,8 @@ def test_the_answer_is_the_engines_bit_for_bit(engine, url):
     [
         ({"content": b"\xff"}, 400, None),
         ({"content": b"[" * 100_000}, 400, None),
+        ({"content": b'{"model":"nano","messages":[{"role":"user","\\ud800":"a"}]}'}, 400, "messages[0].\\ud800"),
+        ({"json": {**ASKED, "logit_bias": {"x": 1}}}, 400, "logit_bias"),
         ({"json": {"messages": CHAT}}, 400, "model"),
         ({"json": {**ASKED, "model": "other"}}, 404, "model"),
         ({"json": {**ASKED, "tools": []}}, 400, "tools"),
