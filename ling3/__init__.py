@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ling3.engine.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
     from ling3.engine.sampling_params import SamplingParams
     from ling3.engine.settings import EngineSettings
+    from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex
     from ling3.execution import Execution
     from ling3.families import Family, init, register_family
     from ling3.families.ling3_config import ConfigError, Ling3Config
@@ -31,6 +32,7 @@ __all__ = [
     "Cache",
     "CausalLM",
     "CheckpointError",
+    "Choice",
     "Completion",
     "ConfigError",
     "Decoder",
@@ -42,12 +44,16 @@ __all__ = [
     "Family",
     "Fleet",
     "FleetError",
+    "Grammar",
+    "JSONObject",
+    "JSONSchema",
     "KDAState",
     "Ling3Config",
     "Logprob",
     "Mixer",
     "Paged",
     "QueueFull",
+    "Regex",
     "RequestOutput",
     "SamplingParams",
     "Span",
@@ -83,6 +89,7 @@ _MODULES = {
     "engine.outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
     "engine.sampling_params": ("SamplingParams",),
     "engine.settings": ("EngineSettings",),
+    "engine.structured": ("Choice", "Grammar", "JSONObject", "JSONSchema", "Regex"),
     "serve": ("Engine", "QueueFull"),
     "text.tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),
     "interpret.trace": ("Trace", "trace"),

@@ -26,9 +26,9 @@ from ling3.engine.intake import Intake, Truncate, listed
 from ling3.engine.journal import Journal, follow, shared
 from ling3.engine.loop import Loop, QueueFull
 from ling3.engine.outputs import Delta, RequestOutput, Stats
-from ling3.engine.pool import Passes
+from ling3.engine.passes import Passes
 from ling3.engine.request import Request
-from ling3.engine.runner import Runner
+from ling3.engine.runner import Extra, Runner
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings, changed
 from ling3.engine.shapes import settle
@@ -147,6 +147,8 @@ class Engine:
             page_size=shapes.page_size,
             most_pages=shapes.most_pages,
             max_queue=settings.max_queue,
+            structured=passes is None or passes.constrained is not None,
+            prompt_logprobs=passes is None or passes.score is not None,
         )
         runner = Runner(model, shapes, execution, settings.cache_dtype, passes)
         how = (settings.chunked_prefill_size, settings.decode_steps, settings.max_queue, settings.overlap)
@@ -323,15 +325,16 @@ class Engine:
                 deltas.append(self._outbox.popleft())
         return deltas
 
-    def warmup(self, first_token: bool = False) -> None:
+    def warmup(self, first_token: bool = False, *, also: Sequence[Extra] = ()) -> None:
         """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C leaves out those not begun.
 
         With `first_token` only what a request's first token needs: it comes sooner, and the second waits for the rest.
+        What requests with `structured` or `prompt_logprobs` take is compiled here if `also` names it, else with the
+        first of them.
         """
-        shapes = self._loop.runner.shapes
-        total = len(shapes.buckets) + (1 if first_token else len(shapes.rows) + 4)
+        total = self._loop.runner.warmup_size(first_token, also)
         self._check_leads()
-        self._actor.call(Loop.begin_warmup, first_token)
+        self._actor.call(Loop.begin_warmup, first_token, also)
         end = self._actor.last_message(Loop.end_warmup)
         with progress("compiling", total) as advance:
             try:

@@ -10,12 +10,15 @@ import sys
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 from tiny import TINY, open_model
 
 import ling3
 from ling3 import afd
 from ling3.cache import Span
+from ling3.engine.masks import Masks
+from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Sampling
 from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import PLAIN
@@ -213,10 +216,25 @@ def pool(module):
     rows = module.Rows(slots, table)
     module.prefill(real, rows, tokens, WHOLE.length, jnp.ones(BATCH, bool), own, PLAIN)
     module.decode(real, rows, jnp.asarray(2, jnp.int32), own, PLAIN)
+    allowed = Masks.build(BATCH, TINY.vocab_size, [0], [(3, [4], None)])
+    module.constrained(real, rows, jnp.asarray(2, jnp.int32), allowed, own, PLAIN)
     slot, one = jnp.asarray(0, jnp.int32), jax.tree.map(lambda x: x[:1], sampling)
     contents = module.SlotContents(module.swap_out(slot, own), slot, slot, slot, jnp.asarray(False), one)
     module.swap_in(slot, contents, own)
     module.write_pages(slots, module.read_pages(slots, own), own)
+
+
+def passes(module):
+    real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
+    sampling = Sampling.build([(SamplingParams(), 0, SEQ, ())] * BATCH, TINY.vocab_size, 1)
+    own, tokens = Pool.empty(real, sampling, 4, PAGE, jnp.float32), jnp.zeros((BATCH, SEQ), jnp.int32)
+    rows = Rows(jnp.arange(BATCH, dtype=jnp.int32), span(SEQ).table)
+    module.score(real, rows, tokens, WHOLE.length, tokens, jnp.ones(BATCH, bool), own, PLAIN)
+
+
+def masks(module):
+    built = module.Masks.build(3, 70, [1], [(5, [6], np.zeros(3, np.uint32))])
+    module.masked(numbers(3, 70), built.at(jnp.asarray(1, jnp.int32)))
 
 
 def ffn_worker(module):
@@ -261,6 +279,8 @@ FILES = {
     "cache": cache,
     "model": model,
     "engine/pool": pool,
+    "engine/passes": passes,
+    "engine/masks": masks,
     "layers/csa": csa,
     "layers/hyper": hyper,
     "ops/compressed_attention": compressed_attention,

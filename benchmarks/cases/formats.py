@@ -48,6 +48,7 @@ class Models:
     def __init__(self, setting: Setting, form: str):
         config = setting.size(full=FOUR_LAYERS, toy=dataclasses.replace(TOY, kv_lora_rank=32))
         source = checkpoint(config, setting.scratch)
+        self.form = form
         self.directory = source if form == "bfloat16" else quantized(config, setting.scratch, form)
         self.own = ling3.load(self.directory, dtype=jnp.bfloat16 if form == "bfloat16" else jnp.float32)
         self.wide = ling3.load(source, dtype=jnp.float32)
@@ -57,7 +58,9 @@ class Models:
         seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
 
         def logits() -> np.ndarray:
-            oracle = ling3.load(self.directory, dtype=jnp.float32, dequantize=True)
+            oracle = self.wide
+            if self.form != "bfloat16":
+                oracle = ling3.load(self.directory, dtype=jnp.float32, dequantize=True)
             return np.asarray(oracle(seen)[:, -len(tokens[0]) :])
 
         return likeliest(tokens, logits, **allowed)

@@ -29,7 +29,8 @@ from ling3.afd.plan import Plan, is_sparse, settled
 from ling3.afd.stats import Counts
 from ling3.afd.windows import AttentionArea
 from ling3.cache import Cache, Span, State, map_slots
-from ling3.engine.pool import Passes, Pool, Rows
+from ling3.engine.passes import Passes
+from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Choice, choose_active
 from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
@@ -93,8 +94,8 @@ class AttentionWorker:
 
     @property
     def passes(self) -> Passes:
-        """What an engine runs instead of its own programs."""
-        return Passes(self.prefill, self.decode)
+        """What an engine runs instead of its own programs: no grammars, and no scores of prompts."""
+        return Passes(self.prefill, self.decode, constrained=None, score=None)
 
     def prefill(
         self,

@@ -1,5 +1,6 @@
 """Tensors from files into arrays: block by block on several threads, widened and checked on the way."""
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from ling3.runtime.cores import cores
 
 BLOCK = 2**18
-"""Numbers in a block, which is read, checked and widened while it is in a core's cache."""
+"""Numbers in a block, which is read, checked and widened while it is in a core's cache; the most in a thread's task."""
 THREADS = 8
 """The most threads: more of them do not read faster, as memory bandwidth is the limit."""
 
@@ -51,6 +52,10 @@ class Copy(NamedTuple):
                 yield row, column, self.target[row : row + down, column : column + across]
 
 
+Block = tuple[Copy, int, int, Shaped[np.ndarray, "rows columns"]]
+"""A tensor, and one of its `blocks`."""
+
+
 class Copied(NamedTuple):
     """A copied block: its tensor, its size in the file, and if its numbers are finite (True if not checked)."""
 
@@ -84,8 +89,10 @@ class Copier:
 
         Raises CheckpointError if a file cannot be read: of several errors, that of the first block.
         """
-        blocks = [(copy, *block) for copy in copies for block in copy.blocks()]
-        return self._threads.map(self._block, *zip(*blocks, strict=True)) if blocks else iter(())
+        return itertools.chain.from_iterable(self._threads.map(self._task, _tasks(copies)))
+
+    def _task(self, blocks: Sequence[Block]) -> list[Copied]:
+        return [self._block(*block) for block in blocks]
 
     def _block(self, copy: Copy, row: int, column: int, target: Shaped[np.ndarray, "rows columns"]) -> Copied:
         start = copy.start + row * copy.stride + column
@@ -129,3 +136,18 @@ class Copier:
             self._scratch.memory = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
         read, masked = self._scratch.memory
         return read.view(dtype), masked.view(dtype)
+
+
+def _tasks(copies: Sequence[Copy]) -> Iterator[list[Block]]:
+    """All blocks in order, small ones together: handing one to a thread takes longer than copying a few kilobytes."""
+    task: list[Block] = []
+    numbers = 0
+    for copy in copies:
+        for block in copy.blocks():
+            if numbers + block[2].size > BLOCK and task:
+                yield task
+                task, numbers = [], 0
+            task.append((copy, *block))
+            numbers += block[2].size
+    if task:
+        yield task

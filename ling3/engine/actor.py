@@ -17,7 +17,8 @@ from typing import Any, no_type_check
 
 import jax
 
-from ling3.engine.loop import Call, Loop
+from ling3.engine.calls import Call
+from ling3.engine.loop import Loop
 from ling3.engine.outputs import Delta
 from ling3.engine.request import Request
 from ling3.runtime.entry_checks import refuse_fork

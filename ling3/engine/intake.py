@@ -1,9 +1,11 @@
 """Checks prompts and settings before any work is done, and makes requests of prompts."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
+from ling3.engine.grammars import Constraint, Grammars
 from ling3.engine.request import Request, TokenSequence, draw_seed
 from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
 from ling3.runtime.quoting import shown
@@ -30,6 +32,10 @@ class Intake:
     most_pages: int
     """The most pages that a sequence holds at once."""
     max_queue: int
+    structured: bool = True
+    """False: the engine's forward passes take no masks."""
+    prompt_logprobs: bool = True
+    """False: they give no scores of a prompt."""
 
     def request(
         self, request_id: int, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
@@ -41,17 +47,20 @@ class Intake:
         ends = params.check(self.vocab, self.ends)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: strings need a tokenizer, and this engine has none; use stop_token_ids")
+        for wanted, can in (("structured", self.structured), ("prompt_logprobs", self.prompt_logprobs)):
+            if getattr(params, wanted) is not None and not can:
+                raise ValueError(f"{wanted} is not None, and the forward passes of this engine do not support it")
         encoded = self._encoded(prompt, name)
         # The length first: it is known at once, and a look at every id of a long prompt takes a while.
         places, params = self._fitted(range(check_length(encoded, name)), params, truncate, name)
         ids = check_prompt(encoded, self.vocab, name)[places.start :]
         seed = draw_seed() if params.seed is None else params.seed
+        constraint = self._constraint(params, ends)
         request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
         for index in range(params.n):
             decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
-            request.sequences.append(
-                TokenSequence(request, index, -1, seed + index, ends, decoder, StopStrings(params.stop))
-            )
+            own, stops = constraint and constraint.copy(), StopStrings(params.stop)
+            request.sequences.append(TokenSequence(request, index, -1, seed + index, ends, decoder, stops, own))
         return request
 
     def requests(
@@ -66,6 +75,22 @@ class Intake:
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
         return [self.request(next(ids), prompts[i], own, truncate, f"prompt {i}") for i, own in enumerate(each)]
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        assert self.tokenizer is not None, "checked before"
+        return Grammars(self.tokenizer, self.vocab, self.ends)
+
+    def _constraint(self, params: SamplingParams, ends: Sequence[int]) -> Constraint | None:
+        """A sequence's constraint at its beginning; None without a grammar."""
+        if params.structured is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("structured: a grammar needs a tokenizer, and this engine has none")
+        constraint = self._grammars.constraint(params.structured, ends)
+        if (error := constraint.blocked(0, params.min_tokens)) is not None:
+            raise ValueError(f"structured: {error}")
+        return constraint
 
     def _encoded(self, prompt: Any, name: str) -> Any:
         """A text or a chat as ids; anything else as it is."""
@@ -91,7 +116,7 @@ class Intake:
         elif truncate == "prompt" and params.max_tokens < self.room:
             places = places[-(self.room - params.max_tokens) :]
         check_room(places, params.max_tokens, self.room, name)
-        pages = min(-(-(len(places) + params.max_tokens - 1) // self.page_size), self.most_pages)
+        pages = min(-(-(len(places) + max(params.max_tokens, 1) - 1) // self.page_size), self.most_pages)
         if pages > self.pages:
             raise ValueError(
                 f"{name} has {len(places)} tokens and max_tokens is {params.max_tokens}: that takes {pages} pages of "

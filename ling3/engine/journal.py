@@ -4,7 +4,8 @@ Programs over devices of several processes need all of these to dispatch them in
 which order, follows from what a loop is asked: so the first process writes down each step that its loop takes, a
 request, a turn, an abort, and the others' loops take the same steps (`follow`). They get requests as token ids and
 sampling parameters, a few hundred bytes each, and compute, choose, detokenize and preempt for themselves; whatever is
-kept on the host of a preempted sequence stays in the process whose devices have it.
+kept on the host of a preempted sequence stays in the process whose devices have it. Each also computes the masks of
+its grammars: these follow from the grammar and the tokens alone, and their limits count work and not time.
 
 A step is told before it dispatches anything. Deltas are handed out after the step that they come from, so that what
 their callbacks ask is a step of its own.
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, no_type_check
 
+from ling3.engine import structured
 from ling3.engine.outputs import Delta
 from ling3.engine.request import Request
 from ling3.engine.sampling_params import SamplingParams
@@ -24,15 +26,17 @@ from ling3.engine.settings import EngineSettings
 from ling3.runtime.processes import Wire
 
 if TYPE_CHECKING:
+    from ling3.engine.calls import Call
     from ling3.engine.intake import Intake
-    from ling3.engine.loop import Call, Loop
+    from ling3.engine.loop import Loop
 
 END = "end"
 
 
 def _fields(request: Request) -> dict[str, Any]:
     params = dataclasses.replace(request.params, seed=request.sequences[0].seed)
-    return {"id": request.request_id, "ids": request.prompt_ids, "params": dataclasses.asdict(params)}
+    fields = {**dataclasses.asdict(params), "structured": structured.written(params.structured)}
+    return {"id": request.request_id, "ids": request.prompt_ids, "params": fields}
 
 
 # What is told of each step. Those of `BEFORE` dispatch programs whose results the first process may wait for.
@@ -43,7 +47,7 @@ WRITTEN: dict[str, Callable[..., Any]] = {
     "give_up": lambda sequence, error: [sequence.request.request_id, sequence.index],
     "launch": lambda: None,
     "read": len,
-    "begin_warmup": lambda first_token: first_token,
+    "begin_warmup": lambda first_token, also: [first_token, list(also)],
     "compile_next": lambda: None,
     "end_warmup": lambda: None,
     "forget_prefixes": lambda: None,
@@ -139,7 +143,7 @@ def follow(loop: "Loop", intake: "Intake", wire: Wire) -> None:
             elif name == "give_up" and what[0] in requests:
                 loop.give_up(requests[what[0]].sequences[what[1]], RuntimeError("raised in the first process"))
             elif name == "begin_warmup":
-                loop.begin_warmup(what)
+                loop.begin_warmup(*what)
             elif name in ("compile_next", "end_warmup", "forget_prefixes"):
                 getattr(loop, name)()
 
@@ -148,4 +152,5 @@ def _read(intake: "Intake", written: dict[str, Any]) -> Request:
     fields = written["params"]
     if fields["logit_bias"] is not None:  # whose keys JSON has made strings
         fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    fields["structured"] = structured.read(fields["structured"])
     return intake.request(written["id"], written["ids"], SamplingParams(**fields), None, "prompt")

@@ -5,7 +5,8 @@ One turn is `launch`, and then `read` for the calls that it returns:
     make room   for the next tokens of all decoding sequences; if pages run out, the youngest is preempted
     admit       the oldest waiting sequences, while there are slots and pages: first come, first served; each goes on
                 from the longest known prefix of its prompt
-    prefill     the next chunks of their prompts, up to `chunk` tokens
+    prefill     the next chunks of their prompts, up to `chunk` tokens; before each, its scores if they are asked for
+    constrain   tokens for sequences with grammars, read in this turn while the device works on the others (`plans.py`)
     decode      tokens for every sequence whose prompt is done, one row of a call each: one while other prompts wait to
                 be prefilled, else `decode_steps`, or fewer if many rows would soon be idle
     read        the tokens of the *previous* turn, while the device works on this one (without `overlap`: of this turn)
@@ -14,18 +15,17 @@ Every call has a fixed shape, and a row's result depends on its own inputs alone
 of a sequence are bit for bit the same in any company, at any time, and after being preempted.
 """
 
-import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
 from typing import no_type_check
 
-import numpy as np
-
+from ling3.engine import plans
+from ling3.engine.calls import Call
 from ling3.engine.journal import Journal, told
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
 from ling3.engine.request import Request, TokenSequence
-from ling3.engine.runner import Runner
+from ling3.engine.runner import Extra, Runner
 from ling3.engine.sampling import Choice
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.shapes import Shapes, smallest
@@ -33,16 +33,6 @@ from ling3.engine.shapes import Shapes, smallest
 
 class QueueFull(RuntimeError):
     """`max_queue` requests are waiting already: let some finish first."""
-
-
-@dataclasses.dataclass
-class Call:
-    """A call in flight: its sequences, their rows, the most tokens that each can get, and the results to come."""
-
-    choice: Choice
-    sequences: Sequence[TokenSequence]
-    rows: Sequence[int]
-    most: Sequence[int]
 
 
 # Its turns are the host's part of every token: checking types would take longer than they do.
@@ -153,11 +143,13 @@ class Loop:
         ready = [sequence for sequence in self.scheduler.running if sequence.decoding and sequence.left > 0]
         ready = [sequence for sequence in ready if self.scheduler.reserve(sequence, self._goal(sequence))]
         before, self.in_flight = self.in_flight, calls
+        at_once: list[Call] = []
         if not (self.runner.decode_waits and (before or calls)):
-            self.in_flight = calls + self._decode(ready)
+            at_once = self._constrained([sequence for sequence in ready if sequence.constrained])
+            self.in_flight = calls + self._decode([sequence for sequence in ready if not sequence.constrained])
         if not self.overlap:
-            before, self.in_flight = before + self.in_flight, []
-        return before
+            at_once, self.in_flight = at_once + self.in_flight, []
+        return before + at_once
 
     @told
     def read(self, calls: Sequence[Call]) -> None:
@@ -165,9 +157,10 @@ class Loop:
         for call in calls:
             for sequence, most in zip(call.sequences, call.most, strict=True):
                 sequence.ahead -= most
-            wanted = zip(call.sequences, call.most, strict=True)
-            if any(most and sequence.completion is None for sequence, most in wanted):
+            if call.wanted:
                 self._take(call)
+            for sequence, scores in call.scores():
+                self._settle(sequence, sequence.take_scores(*scores))
 
     def fail(self, error: Exception) -> Exception:
         """After a fault of the engine's own: ends every request in `error`, and begins anew with an empty pool.
@@ -203,10 +196,10 @@ class Loop:
             prefixes.evict(self.scheduler.pages)
 
     @told
-    def begin_warmup(self, first_token: bool) -> None:
+    def begin_warmup(self, first_token: bool, also: Sequence[Extra] = ()) -> None:
         """Begins to compile every program, or with `first_token` what a request's first token needs."""
         self.end_warmup()
-        self._programs = self.runner.warmup(first_token)
+        self._programs = self.runner.warmup(first_token, *also)
 
     @told
     def compile_next(self) -> str | None:
@@ -249,7 +242,7 @@ class Loop:
     def _goal(self, sequence: TokenSequence) -> int:
         """Tokens that the sequence's caches may have to hold after the next decode call."""
         known = len(sequence.prompt) + len(sequence.token_ids) + sequence.ahead
-        return known - 1 + min(self.decode_steps, sequence.left)
+        return known - 1 + max(min(self.decode_steps, sequence.left), 1)
 
     def _refill(self) -> None:
         """Moves requests from the backlog into the queue while there is room."""
@@ -306,7 +299,7 @@ class Loop:
             spent += width
             if calls and spent > self.chunk:
                 break
-            calls.append(self._prefill_together([head for head in heads if self._width(head) == width]))
+            calls += self._prefill_together([head for head in heads if self._width(head) == width])
         return calls
 
     def _next_in_groups(self) -> list[TokenSequence]:
@@ -319,55 +312,100 @@ class Loop:
             # Prompts before it may have brought more of it since it was admitted.
             if prefixes is not None and not sequence.begun and prefixes.adopt(sequence):
                 self._fill(sequence, known)
-            found[sequence.group] = sequence
+            if not sequence.decoding:
+                found[sequence.group] = sequence
         return list(found.values())
 
     def _chunk(self, sequence: TokenSequence) -> int:
         """Tokens of the next chunk of a sequence's prompt."""
-        return min(self.chunk - sequence.prefilled % self.chunk, len(sequence.prompt) - sequence.prefilled)
+        return min(self.chunk - sequence.prefilled % self.chunk, sequence.prefill_end - sequence.prefilled)
 
     def _width(self, sequence: TokenSequence) -> int:
         """What that is padded to."""
         return smallest(self.runner.shapes.buckets, self._chunk(sequence))
 
-    def _prefill_together(self, sequences: list[TokenSequence]) -> Call:
-        """The next chunks of sequences of different groups, in one call."""
+    def _prefill_together(self, sequences: list[TokenSequence]) -> list[Call]:
+        """The next chunks of sequences of different groups, in one call, and one more if any of them are scored."""
         chunks = []
         for sequence in sequences:
             reserved = self.scheduler.reserve(sequence, self._goal(sequence))
             assert reserved, "a sequence is admitted with the pages for any one of its chunks"
             chunks.append(sequence.prompt[sequence.prefilled : sequence.prefilled + self._chunk(sequence)])
+        calls, found = [], list(zip(sequences, chunks, strict=True))
+        if scored := [(sequence, tokens) for sequence, tokens in found if sequence.scored]:
+            some, own = map(list, zip(*scored, strict=True))
+            choice, rows = self.runner.score(some, own)
+            calls.append(Call(choice, some, rows, [0] * len(some), [len(tokens) for tokens in own]))
+        if going_on := [(sequence, tokens) for sequence, tokens in found if not self._only_score(sequence, tokens)]:
+            calls.append(self._fill_caches(*map(list, zip(*going_on, strict=True))))
+        return calls
+
+    def _only_score(self, sequence: TokenSequence, tokens: Sequence[int]) -> bool:
+        """True, and noted, if nothing is to follow a chunk: it need not be in the caches."""
+        if sequence.params.max_tokens or sequence.prefilled + len(tokens) < len(sequence.prompt):
+            return False
+        sequence.prefilled, sequence.only_scored = len(sequence.prompt), len(tokens)
+        self._counts["prompt_tokens"] += len(tokens)
+        return True
+
+    def _fill_caches(self, sequences: list[TokenSequence], chunks: list[Sequence[int]]) -> Call:
+        """Those chunks, in one call."""
         choice, rows = self.runner.prefill(sequences, chunks)
         self._counts["prefill_calls"] += 1
+        ended = []
         for sequence, tokens in zip(sequences, chunks, strict=True):
             sequence.prefilled += len(tokens)
             prefixes = self.scheduler.group_of(sequence).prefixes
             if prefixes is not None and prefixes.wants(sequence):
                 prefixes.keep(sequence, self.runner.snapshot(sequence) if prefixes.grid.snapshot else None)
             self._counts["prompt_tokens"] += len(tokens)
-            sequence.ahead += int(sequence.decoding)
-        return Call(choice, sequences, rows, [int(sequence.decoding) for sequence in sequences])
+            ended.append(int(sequence.prefilled == len(sequence.prompt)))
+            sequence.ahead += ended[-1]
+        return Call(choice, sequences, rows, ended)
+
+    def _constrained(self, sequences: Sequence[TokenSequence]) -> list[Call]:
+        """The next tokens of sequences with grammars, of which no call is in flight."""
+        calls = []
+        for some in self._dealt(sequences):
+            steps = plans.common_steps(some, self.decode_steps)
+            planned = [plans.planned(sequence, steps) for sequence in some]
+            choice, places = self.runner.constrained(some, planned, steps)
+            calls.append(self._decoding(choice, some, places, [plans.tokens(plan) for plan in planned]))
+        return calls
 
     def _decode(self, sequences: Sequence[TokenSequence]) -> list[Call]:
         """The next tokens of the sequences, in each call as many of a group as it has rows."""
-        calls, rows = [], self.runner.shapes.rows[-1]
-        groups = [[each for each in sequences if each.group == group.number] for group in self.scheduler.groups]
-        for start in range(0, max(map(len, groups)), rows):
-            some = [sequence for group in groups for sequence in group[start : start + rows]]
+        calls = []
+        for some in self._dealt(sequences):
             steps = self._steps(some)
             most = [min(steps, sequence.left) for sequence in some]
             choice, places = self.runner.decode(some, steps)
-            calls.append(Call(choice, some, places, most))
-            self._counts["decode_calls"] += 1
-            for sequence, tokens in zip(some, most, strict=True):
-                sequence.ahead += tokens
+            calls.append(self._decoding(choice, some, places, most))
         return calls
+
+    def _dealt(self, sequences: Sequence[TokenSequence]) -> Iterable[list[TokenSequence]]:
+        """Those of each decode call."""
+        rows = self.runner.shapes.rows[-1]
+        groups = [[each for each in sequences if each.group == group.number] for group in self.scheduler.groups]
+        for start in range(0, max(map(len, groups)), rows):
+            yield [sequence for group in groups for sequence in group[start : start + rows]]
+
+    def _decoding(
+        self, choice: Choice, sequences: Sequence[TokenSequence], rows: Sequence[int], most: Sequence[int]
+    ) -> Call:
+        """A decode call that is dispatched."""
+        self._counts["decode_calls"] += 1
+        for sequence, tokens in zip(sequences, most, strict=True):
+            sequence.ahead += tokens
+        return Call(choice, sequences, rows, most)
 
     def _steps(self, sequences: Sequence[TokenSequence]) -> int:
         """Steps of a decode call: as many as leave at most an eighth of its rows idle."""
         if not all(sequence.decoding for sequence in self.scheduler.running):
             return 1
-        steps = min(self.decode_steps, max(sequence.left for sequence in sequences))
+        beside = any(sequence.constrained for sequence in self.scheduler.running)
+        most = min(plans.BESIDE, self.decode_steps) if beside else self.decode_steps
+        steps = min(most, max(sequence.left for sequence in sequences))
         ending = [sequence.left for sequence in sequences if sequence.left < steps]
         while 8 * sum(max(0, steps - left) for left in ending) > steps * len(sequences):
             steps -= 1
@@ -375,20 +413,11 @@ class Loop:
 
     def _take(self, call: Call) -> None:
         """Gives each sequence of a call its tokens, and settles those that end with them."""
-        rows = call.choice.token.shape[0]
-        tokens, logprobs = (np.asarray(x).reshape(rows, -1) for x in (call.choice.token, call.choice.logprob))
-        shape = (*tokens.shape, -1)
-        tops = (call.choice.top_ids, call.choice.top_logprobs)
-        if any(sequence.params.logprobs for sequence in call.sequences):
-            top_ids, top_logprobs = (np.asarray(x).reshape(shape) for x in tops)
-        else:  # not asked for: they stay on the device
-            top_ids, top_logprobs = (np.zeros((*tokens.shape, 0), x.dtype) for x in tops)
-        for row, sequence, most in zip(call.rows, call.sequences, call.most, strict=True):
-            if sequence.completion is None and most:
-                held = len(sequence.token_ids)
-                delta = sequence.take(tokens[row], logprobs[row], top_ids[row], top_logprobs[row])
-                self._counts["output_tokens"] += len(sequence.token_ids) - held
-                self._settle(sequence, delta)
+        for sequence, results in call.tokens():
+            held = len(sequence.token_ids)
+            delta = sequence.take(*results)
+            self._counts["output_tokens"] += len(sequence.token_ids) - held
+            self._settle(sequence, delta)
 
     def _settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
         """Frees what a finished sequence held, and hands out its delta."""

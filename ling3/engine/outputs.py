@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""An end id or a stop string; `max_tokens` tokens; `Engine.abort`; a fault of this request's, in `Completion.error`."""
+"""An end id, a stop string, or a grammar that allows nothing more; `max_tokens` tokens; `Engine.abort`; a fault of this
+request's, in `Completion.error`."""
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
@@ -16,7 +17,7 @@ class Logprob:
     token_id: int
     logprob: float
     top: Mapping[int, float]
-    """The likeliest tokens, likeliest first, as many as `SamplingParams.logprobs` asks for."""
+    """The likeliest tokens, likeliest first, as many as `logprobs` (or `prompt_logprobs`) asks for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Completion:
     """One per token, if they were asked for."""
     finish_reason: FinishReason
     stop_reason: int | str | None
-    """The end id or the stop string, for `stop`."""
+    """The end id or the stop string, for `stop`; None where `structured` allowed nothing more."""
     error: str | None
     """What was wrong, for `error`."""
     seed: int
@@ -68,6 +69,9 @@ class RequestOutput:
     """The text, where the prompt was one."""
     prompt_token_ids: Sequence[int]
     outputs: Sequence[Completion]
+    prompt_logprobs: Sequence[Logprob | None] | None = None
+    """One for each token of the prompt, if they were asked for and computed: None for the first, which follows
+    nothing."""
 
     @property
     def text(self) -> str:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped, UInt32
 
 from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
+from ling3.engine.masks import Masks
 from ling3.engine.sampling import Choice, Sampling, choose_active, counted, ends
 from ling3.engine.settings import DECODE_STEPS, CacheDtype
 from ling3.execution import Execution
@@ -214,10 +215,12 @@ def _next(
     execution: Execution,
     *,
     last: bool,
+    allowed: UInt32[Array, "rows words"] | None = None,
 ) -> tuple[Choice, Cache]:
     """The token after each row's next `lengths` tokens, and the caches with these in them."""
     logits, cache = model.step(tokens, view.cache(table), lengths, last=last, execution=execution)
-    return choose_active(logits[:, 0], view.sampling, cache.length, lengths > 0, execution.lowering), cache
+    how = (execution.lowering, allowed)
+    return choose_active(logits[:, 0], view.sampling, cache.length, lengths > 0, *how), cache
 
 
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
@@ -232,7 +235,7 @@ def prefill(
 ) -> tuple[Choice, Pool]:
     """Adds each row's next `lengths` prompt tokens to the caches; rows whose prompt `end`s with them get a token."""
     run, axes = functools.partial(_prefill, execution=execution), (pool.axis,) * 3
-    return _everywhere(run, model, pool, rows, (tokens, lengths, end), axes)
+    return everywhere(run, model, pool, rows, (tokens, lengths, end), axes)
 
 
 def _prefill(
@@ -254,7 +257,19 @@ def decode(
     model: CausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool, execution: Execution
 ) -> tuple[Choice, Pool]:
     """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
-    return _everywhere(functools.partial(_decode, execution=execution), model, pool, rows, (steps,), (None,))
+    return everywhere(functools.partial(_decode, execution=execution), model, pool, rows, (steps,), (None,))
+
+
+@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
+def constrained(
+    model: CausalLM, rows: Rows, steps: Int32[Array, ""], masks: Masks, pool: Pool, execution: Execution
+) -> tuple[Choice, Pool]:
+    """`decode` of rows with grammars, up to `masks.count` tokens of each. The newest of these are the host's.
+
+    A program of its own, which no other row is ever in: those without a grammar keep their program, cost and bits.
+    """
+    run = functools.partial(_decode, execution=execution)
+    return everywhere(run, model, pool, rows, (steps, masks), (None, pool.axis))
 
 
 Carry = tuple[Int32[Array, ""], Bool[Array, ""], Choice, Pool]
@@ -262,9 +277,18 @@ Carry = tuple[Int32[Array, ""], Bool[Array, ""], Choice, Pool]
 
 
 def _decode(
-    model: CausalLM, pool: Pool, rows: Rows, steps: Int32[Array, ""], execution: Execution
+    model: CausalLM,
+    pool: Pool,
+    rows: Rows,
+    steps: Int32[Array, ""],
+    masks: Masks | None = None,
+    *,
+    execution: Execution,
 ) -> tuple[Choice, Pool]:
     view = pool.take(rows)
+    if masks is not None:  # a row whose prompt was prefilled but for its last token is still marked as done
+        token = jnp.where(masks.count > 0, masks.newest, view.token)
+        view = eqx.tree_at(lambda p: (p.token, p.done), view, (token, masks.count == 0))
 
     def unfinished(view: Pool) -> Bool[Array, ""]:
         left = ~jnp.all(view.done)
@@ -277,9 +301,10 @@ def _decode(
 
     def step(carry: Carry) -> Carry:
         i, _, out, view = carry
-        active = ~view.done
-        lengths = active.astype(jnp.int32)
-        choice, cache = _next(model, view, rows.table, view.token[:, None], lengths, execution, last=False)
+        active = ~view.done if masks is None else ~view.done & (i < masks.count)
+        lengths, allowed = active.astype(jnp.int32), None if masks is None else masks.at(i)
+        tokens = view.token[:, None]
+        choice, cache = _next(model, view, rows.table, tokens, lengths, execution, last=False, allowed=allowed)
         view = view.after(cache, choice.token, active)
         choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(active, choice.token, -1))
         return i + 1, unfinished(view), jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice), view
@@ -289,12 +314,12 @@ def _decode(
     return out, pool.put(rows, view)
 
 
-def _everywhere(
+def everywhere(
     run: Callable[..., tuple[Choice, Pool]],
     model: CausalLM,
     pool: Pool,
     rows: Rows,
-    inputs: tuple[Array, ...],
+    inputs: tuple[Any, ...],
     axes: tuple[str | None, ...],
 ) -> tuple[Choice, Pool]:
     """A forward pass on every device of the pool's mesh, each with its own rows; all get every row's choice.
@@ -305,7 +330,7 @@ def _everywhere(
         return run(model, pool, rows, *inputs)
     axis = pool.axis
 
-    def on_a_device(part: CausalLM, pool: Pool, rows: Rows, *inputs: Array) -> tuple[Choice, Pool]:
+    def on_a_device(part: CausalLM, pool: Pool, rows: Rows, *inputs: Any) -> tuple[Choice, Pool]:
         choice, pool = run(part, pool, rows.here(pool, axis), *inputs)
         return jax.tree.map(lambda x: everyones(x, axis), choice), pool
 
@@ -313,13 +338,6 @@ def _everywhere(
     out = (PartitionSpec(), pool.specs)
     choice, after = pool.placement.run(on_a_device, (pool.part, rows, *inputs), where, out, model.part)
     return choice, dataclasses.replace(after, placement=pool.placement)
-
-
-class Passes(NamedTuple):
-    """The forward passes of an engine over the rows of its pool: these two programs, or what takes their place."""
-
-    prefill: Callable[..., tuple[Choice, Pool]] = prefill
-    decode: Callable[..., tuple[Choice, Pool]] = decode
 
 
 @functools.partial(jax.jit, donate_argnames="pool")

@@ -102,16 +102,19 @@ class Prefixes:
     def known(self, sequence: TokenSequence) -> int:
         """Tokens of the longest known prefix of a sequence's prompt."""
         prompt = sequence.prompt
-        return self.tree.match(prompt[: len(prompt) - 1]).length if len(prompt) > self.grid.step else 0
+        if sequence.scored or len(prompt) <= self.grid.step:
+            return 0
+        return self.tree.match(prompt[: len(prompt) - 1]).length
 
     def adopt(self, sequence: TokenSequence) -> bool:
         """Lets a sequence go on from the longest known prefix of its prompt; True if that is longer than what it has.
 
-        The prompt's last token is left for the sequence to compute, which gives its first new token. What the prefix
-        needs beside shared pages is in `snapshot` and `copied` until it is in the pool, which `settled` tells.
+        The prompt's last token is left for the sequence to compute, which gives its first new token. A sequence whose
+        prompt is scored computes all of it. What the prefix needs beside shared pages is in `snapshot` and `copied`
+        until it is in the pool, which `settled` tells.
         """
         prompt = sequence.prompt
-        if sequence.looked_up == self._kept or len(prompt) <= self.grid.step:
+        if sequence.scored or sequence.looked_up == self._kept or len(prompt) <= self.grid.step:
             return False
         sequence.looked_up = self._kept
         match = self.tree.match(prompt[: len(prompt) - 1])
@@ -196,8 +199,9 @@ class Prefixes:
     def pass_by(self, sequence: TokenSequence, pages: list[int]) -> None:
         """With a window: takes the first pages of a sequence, and keeps what a later prompt can go on from."""
         first, size = sequence.first_page, self.page_size
-        # Tokens that were decoded, or prefilled in less than a full chunk, are not kept.
-        end = max(min(sequence.prefilled // self.grid.step * self.unit, first + len(pages)), first)
+        # Tokens that were decoded, prefilled in less than a full chunk or only scored are not kept.
+        prefilled = sequence.prefilled - sequence.only_scored
+        end = max(min(prefilled // self.grid.step * self.unit, first + len(pages)), first)
         units = self._units(pages[: end - first])
         if units:
             names = list(itertools.islice(self._names, end // self.unit))

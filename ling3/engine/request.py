@@ -8,6 +8,7 @@ from typing import Any, no_type_check
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from ling3.engine.grammars import Constraint
 from ling3.engine.outputs import Completion, Delta, FinishReason, Logprob, RequestOutput, Timings
 from ling3.engine.sampling import NOT_A_NUMBER
 from ling3.engine.sampling_params import SamplingParams
@@ -36,6 +37,8 @@ class Request:
     fault: Exception | None = None
     """The fault of the engine that ended it, if one did."""
     sequences: list["TokenSequence"] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[Logprob | None] = dataclasses.field(default_factory=lambda: [None])
+    """Of the prompt's first tokens, as many as were scored; the first has none."""
 
     @property
     def finished(self) -> bool:
@@ -48,7 +51,9 @@ class Request:
         whole = [output for output in outputs if output is not None]
         if len(whole) < len(outputs):
             return None
-        return RequestOutput(self.request_id, self.prompt, self.prompt_ids, whole)
+        scored = self.params.prompt_logprobs is not None and len(self.prompt_logprobs) == len(self.prompt_ids)
+        scores = tuple(self.prompt_logprobs) if scored else None
+        return RequestOutput(self.request_id, self.prompt, self.prompt_ids, whole, scores)
 
 
 @no_type_check
@@ -64,6 +69,8 @@ class TokenSequence:
     """The token ids that end it."""
     decoder: StreamDecoder | None
     stops: StopStrings
+    constraint: Constraint | None = None
+    """Its place in its grammar, while it is unfinished."""
 
     slot: int | None = None
     group: int = 0
@@ -89,6 +96,8 @@ class TokenSequence:
     """The pages that are to be copied to its first ones."""
     prefilled: int = 0
     """Prompt tokens in the caches, counting those of calls in flight."""
+    only_scored: int = 0
+    """How many of these no call has prefilled: a last chunk that was scored, where no token is to follow."""
     ahead: int = 0
     """The most tokens that calls in flight may bring."""
 
@@ -112,9 +121,24 @@ class TokenSequence:
         return self.request.params
 
     @property
+    def constrained(self) -> bool:
+        """True if it has a grammar."""
+        return self.params.structured is not None
+
+    @property
+    def scored(self) -> bool:
+        """True if its prompt's log-probabilities are wanted, and this is the sequence to compute them."""
+        return self.params.prompt_logprobs is not None and self.index == 0
+
+    @property
+    def prefill_end(self) -> int:
+        """Tokens of its prompt that are prefilled: with a grammar all but the last, which a masked decode step adds."""
+        return len(self.prompt) - self.constrained
+
+    @property
     def decoding(self) -> bool:
-        """True if its whole prompt is in the caches."""
-        return self.prefilled == len(self.prompt)
+        """True if all that is prefilled of its prompt is in the caches."""
+        return self.prefilled == self.prefill_end
 
     @property
     def begun(self) -> bool:
@@ -128,13 +152,13 @@ class TokenSequence:
 
     @property
     def held(self) -> int:
-        """Tokens in its caches once no call is in flight: all but the newest of the output."""
-        return self.prefilled + max(len(self.token_ids) - 1, 0)
+        """Tokens in its caches once no call is in flight: all but the newest, which has been prefilled if any was."""
+        return self.prefilled + max(len(self.token_ids) - 1 + self.constrained, 0)
 
     @property
     def next_position(self) -> int:
         """The position of the first token of its next call, unless it ends in one that is in flight."""
-        return self.prefilled + max(len(self.token_ids) + self.ahead - 1, 0)
+        return self.prefilled + max(len(self.token_ids) + self.ahead - 1 + self.constrained, 0)
 
     @property
     def left(self) -> int:
@@ -167,15 +191,41 @@ class TokenSequence:
                 self.token_ids.append(token)
                 if self.params.logprobs is not None:
                     self.logprobs.append(
-                        Logprob(token, float(logprobs[place]), self._top(top_ids[place], top_logprobs[place]))
+                        Logprob(
+                            token,
+                            float(logprobs[place]),
+                            _top(top_ids[place], top_logprobs[place], self.params.logprobs),
+                        )
                     )
                 reason, stop_reason, new = self._read(token)
                 text += new
+                if self.constraint is not None and reason in (None, "length"):
+                    reason, error = self._constrain(self.constraint, token, reason)
             if reason is not None:
                 break
         if reason is not None:
             return self.finish(reason, stop_reason=stop_reason, error=error, text=text, before=before)
         return self._delta(text, before) if len(self.token_ids) > before else None
+
+    def take_scores(
+        self,
+        length: int,
+        logprobs: Float32[np.ndarray, " tokens"],
+        top_ids: Int32[np.ndarray, "tokens top"],
+        top_logprobs: Float32[np.ndarray, "tokens top"],
+    ) -> Delta | None:
+        """Adds the scores of the prompt's tokens after those of a chunk of `length`; the delta, if it ends with them.
+
+        Where no token is to follow, it ends with the last.
+        """
+        scores, wanted = self.request.prompt_logprobs, self.params.prompt_logprobs
+        for place, token in enumerate(self.prompt[len(scores) : len(scores) + length]):
+            if np.isnan(logprobs[place]):
+                return self.finish("error", error=NOT_FINITE)
+            top = _top(top_ids[place], top_logprobs[place], wanted)
+            scores.append(Logprob(token, float(logprobs[place]), top))
+        whole = len(scores) == len(self.prompt) and self.params.max_tokens == 0
+        return self.finish("length") if whole else None
 
     def finish(
         self,
@@ -206,7 +256,7 @@ class TokenSequence:
             self._timings(),
             self.cached,
         )
-        self.saved = None
+        self.saved = self.constraint = None
         self._text = []
         return self._delta(text, before)
 
@@ -228,6 +278,18 @@ class TokenSequence:
             return "stop", self.stops.stopped, text
         return ("length" if count == self.params.max_tokens else None), None, text
 
+    def _constrain(
+        self, constraint: Constraint, token: int, reason: FinishReason | None
+    ) -> tuple[FinishReason | None, str | None]:
+        """Goes on in the grammar by a token; why the sequence ends with it, if it does, and what was wrong."""
+        constraint.advance(token)
+        if constraint.complete:
+            return "stop", None
+        if reason is not None:
+            return reason, None
+        error = constraint.blocked(len(self.token_ids), self.params.min_tokens)
+        return (None, None) if error is None else ("error", error)
+
     def _delta(self, text: str, before: int) -> Delta:
         if self.completion is None:
             self._text.append(text)
@@ -241,10 +303,6 @@ class TokenSequence:
             None if self.completion is None else self.request.output(),
         )
 
-    def _top(self, ids: Int32[np.ndarray, " top"], logprobs: Float32[np.ndarray, " top"]) -> dict[int, float]:
-        wanted = self.params.logprobs or 0
-        return {int(token): float(p) for token, p in zip(ids[:wanted], logprobs[:wanted], strict=True)}
-
     def _timings(self) -> Timings:
         now, count = time.perf_counter(), len(self.token_ids)
         return Timings(
@@ -254,6 +312,12 @@ class TokenSequence:
             now - self._submitted,
             self.preemptions,
         )
+
+
+@no_type_check
+def _top(ids: Int32[np.ndarray, " top"], logprobs: Float32[np.ndarray, " top"], wanted: int) -> dict[int, float]:
+    """The likeliest tokens, as many as are wanted."""
+    return {int(token): float(p) for token, p in zip(ids[:wanted], logprobs[:wanted], strict=True)}
 
 
 def draw_seed() -> int:

@@ -6,16 +6,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
 from ling3.cache import State, pages_of, slots_of
+from ling3.engine.masks import Masks
+from ling3.engine.passes import Passes
+from ling3.engine.plans import Plan
 from ling3.engine.pool import (
     PAGES_MOVED,
-    Passes,
     Pool,
     Rows,
     SlotContents,
@@ -33,6 +35,9 @@ from ling3.engine.settings import CacheDtype
 from ling3.engine.shapes import Shapes, smallest
 from ling3.execution import Execution
 from ling3.model import CausalLM
+
+Extra = Literal["structured", "prompt_logprobs"]
+"""What takes programs that few engines run: a warm-up compiles those that are asked for."""
 
 # Programs compiled at once. XLA spreads some of the work on one over more cores.
 COMPILED_AT_ONCE = 4
@@ -147,19 +152,55 @@ class Runner:
             self.compile_seconds += time.perf_counter() - begin
         return choice, self._places(sequences, rows)
 
-    def warmup(self, first_token: bool = False) -> Generator[str, None, None]:
+    def score(
+        self, sequences: Sequence[TokenSequence], chunks: Sequence[Sequence[int]]
+    ) -> tuple[Choice, Sequence[int]]:
+        """How likely the prompt's tokens after those of each chunk are, `[rows, tokens]`; to call before `prefill`."""
+        assert self.passes.score is not None, "refused otherwise"
+        padded, lengths, _ = self._no_tokens(smallest(self.shapes.buckets, len(chunks[0])))
+        targets, alternatives = np.zeros_like(padded), np.zeros(len(lengths), bool)
+        rows = self._places(sequences, 1)
+        for row, sequence, tokens in zip(rows, sequences, chunks, strict=True):
+            padded[row, : len(tokens)], lengths[row] = tokens, len(tokens)
+            after = sequence.prompt[sequence.prefilled + 1 : sequence.prefilled + len(tokens) + 1]
+            targets[row, : len(after)], alternatives[row] = after, bool(sequence.params.prompt_logprobs)
+        inputs = (self._rows(sequences, 1), *self._put((padded, lengths, targets, alternatives)))
+        choice, self.pool = self.passes.score(self.model, *inputs, self.pool, self.execution)
+        return choice, rows
+
+    def constrained(
+        self, sequences: Sequence[TokenSequence], plans: Sequence[Plan], steps: int
+    ) -> tuple[Choice, Sequence[int]]:
+        """`decode` for sequences with grammars, whose plans have at most `steps` tokens."""
+        assert self.passes.constrained is not None, "refused otherwise"
+        rows = smallest(self.shapes.rows, max(Counter(sequence.group for sequence in sequences).values()))
+        places, vocab = self._places(sequences, rows), self.model.config.vocab_size
+        masks = Masks.build(rows * self.shapes.groups, vocab, places, plans, self._put)
+        inputs = (self._rows(sequences, rows), self._int(steps), masks)
+        choice, self.pool = self.passes.constrained(self.model, *inputs, self.pool, self.execution)
+        return choice, places
+
+    def warmup_size(self, first_token: bool, also: Sequence[Extra]) -> int:
+        """How many programs a warm-up compiles."""
+        extras = len(self.shapes.rows) * ("structured" in also and self.passes.constrained is not None)
+        extras += len(self.shapes.buckets) * ("prompt_logprobs" in also and self.passes.score is not None)
+        return extras + len(self.shapes.buckets) + (1 if first_token else len(self.shapes.rows) + 4)
+
+    def warmup(self, first_token: bool = False, *also: Extra) -> Generator[str, None, None]:
         """Compiles every program, several at once, and runs it on empty rows; yields the name of each.
 
-        With `first_token` only what a request's first token needs: the others are compiled when they are needed.
+        With `first_token` only what a request's first token needs: the others are compiled when they are needed. Those
+        of an `Extra` are compiled only if `also` names it.
         """
+        wanted = (self.passes.prefill, swap_in, self.passes.constrained, self.passes.score)
         begin = time.perf_counter()
         compilers = ThreadPoolExecutor(COMPILED_AT_ONCE)
         try:
             # JAX keeps the compiled program where the call finds it.
             programs = [
                 (name, function, inputs, compilers.submit(self._compiler(function, inputs, how)), how)
-                for name, function, inputs, *how in self._empty_calls()
-                if not first_token or function in (self.passes.prefill, swap_in)
+                for name, function, inputs, *how in itertools.chain(self._empty_calls(), self._extra_calls(also))
+                if not first_token or function in wanted
             ]
             for name, function, inputs, compiled, how in programs:
                 compiled.result()
@@ -186,6 +227,17 @@ class Runner:
         yield "write pages", write_pages, (nowhere, self._no_pages)
         yield "swap out", swap_out, (self._int(0),)
         yield "read pages", read_pages, (nowhere,)
+
+    def _extra_calls(self, also: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """The same for the programs of extras."""
+        for width in reversed(self.shapes.buckets if "prompt_logprobs" in also and self.passes.score else ()):
+            tokens, lengths, no = self._no_tokens(width)
+            inputs = (self.model, self._rows([], 1), *self._put((tokens, lengths, tokens, no)))
+            yield f"scores of {width}", self.passes.score, inputs, self.execution
+        for rows in reversed(self.shapes.rows if "structured" in also and self.passes.constrained else ()):
+            masks = Masks.build(rows * self.shapes.groups, self.model.config.vocab_size, [], [], self._put)
+            inputs = (self.model, self._rows([], rows), self._int(0), masks)
+            yield f"masked decode of {rows}", self.passes.constrained, inputs, self.execution
 
     def _compiler(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> Callable[[], object]:
         """What compiles a program; passes of several programs are compiled when they are run."""

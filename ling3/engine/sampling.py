@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from ling3.engine.masks import masked
 from ling3.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from ling3.ops.lowering import XLA, Lowering
 
@@ -100,13 +101,34 @@ class Choice(eqx.Module):
         )
 
 
-def choose(logits: Float32[Array, "batch vocab"], sampling: Sampling, positions: Int32[Array, " batch"]) -> Choice:
-    """The token that follows each row's `positions` tokens; NOT_A_NUMBER where the logits leave nothing to choose."""
+def choose(
+    logits: Float32[Array, "batch vocab"],
+    sampling: Sampling,
+    positions: Int32[Array, " batch"],
+    allowed: UInt32[Array, "batch words"] | None = None,
+) -> Choice:
+    """The token that follows each row's `positions` tokens; NOT_A_NUMBER where the logits leave nothing to choose.
+
+    With masks, it is one that `allowed` has.
+    """
     adjusted = _without_early_stops(_adjusted(logits, sampling), sampling, positions)
+    adjusted = adjusted if allowed is None else masked(adjusted, allowed)
     token = sample(adjusted, sampling, positions)
-    total = _log_sum_exp(logits)
-    own, best = (jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0] for z in (logits, adjusted))
+    total = log_sum_exp(logits)
+    best = jnp.take_along_axis(adjusted, token[:, None], axis=-1)[:, 0]
     usable = jnp.isfinite(total) & jnp.isfinite(best)
+    found = scored(logits, total, token, jnp.any(sampling.alternatives))
+    return eqx.tree_at(lambda choice: choice.token, found, jnp.where(usable, token, NOT_A_NUMBER))
+
+
+def scored(
+    logits: Float32[Array, "batch vocab"],
+    total: Float32[Array, " batch"],
+    token: Int32[Array, " batch"],
+    alternatives: Bool[Array, ""],
+) -> Choice:
+    """These tokens with their log-probabilities, logits - total, and the likeliest beside them with `alternatives`."""
+    own = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     logprob = own - total
 
     def likeliest() -> tuple[Int32[Array, "batch top"], Float32[Array, "batch top"]]:
@@ -117,8 +139,8 @@ def choose(logits: Float32[Array, "batch vocab"], sampling: Sampling, positions:
         none = Choice.none(logits.shape[:1], logits.shape[1])
         return none.top_ids, none.top_logprobs
 
-    top_ids, top_logprobs = lax.cond(jnp.any(sampling.alternatives), likeliest, nothing)
-    return Choice(jnp.where(usable, token, NOT_A_NUMBER), logprob, top_ids, top_logprobs)
+    top_ids, top_logprobs = lax.cond(alternatives, likeliest, nothing)
+    return Choice(token, logprob, top_ids, top_logprobs)
 
 
 def choose_active(
@@ -127,13 +149,14 @@ def choose_active(
     positions: Int32[Array, " batch"],
     active: Bool[Array, " batch"],
     lowering: Lowering = XLA,
+    allowed: UInt32[Array, "batch words"] | None = None,
 ) -> Choice:
     """`choose` for the rows that are `active`; others get anything, and with `lowering.row_by_row` cost nothing."""
     if not lowering.row_by_row or logits.shape[1] < MANY:
-        return choose(logits, sampling, positions)
+        return choose(logits, sampling, positions, allowed)
 
     def chosen(row: Int32[Array, ""]) -> Choice:
-        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), (logits, sampling, positions))
+        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), (logits, sampling, positions, allowed))
         return choose(*own)
 
     def of(row: Int32[Array, ""]) -> Choice:
@@ -219,7 +242,7 @@ def _largest(logits: Float32[Array, "batch vocab"]) -> Int32[Array, " batch"]:
     return (segment * SEGMENT + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
-def _log_sum_exp(logits: Float32[Array, "batch vocab"]) -> Float32[Array, " batch"]:
+def log_sum_exp(logits: Float32[Array, "batch vocab"]) -> Float32[Array, " batch"]:
     """log Σ e^logits of each row; NaN where any of its logits is."""
     segments = _segments(logits)
     top = jnp.max(jnp.max(segments, axis=-1), axis=-1)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from ling3.engine.structured import KINDS, Structured
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_real, is_whole
 
@@ -41,6 +42,7 @@ WHOLE = {
     "min_tokens": (0, math.inf, "a whole number >= 0", False),
     "n": (1, MAX_COMPLETIONS, f"a whole number in [1, {MAX_COMPLETIONS}]", False),
     "logprobs": (0, MAX_LOGPROBS, f"a whole number in [0, {MAX_LOGPROBS}], or None for none", True),
+    "prompt_logprobs": (0, MAX_LOGPROBS, f"a whole number in [0, {MAX_LOGPROBS}], or None for none", True),
     "seed": (0, MAX_SEED, f"a whole number in [0, {MAX_SEED}]", True),
 }
 """Least, most, how a message says it, and True if None is allowed."""
@@ -55,10 +57,12 @@ class SamplingParams:
         z <- z + logit_bias;   stop ids are struck out before `min_tokens`
         z_t <- z_t / repetition_penalty if z_t > 0 else z_t · repetition_penalty     for t in prompt and output
         z_t <- z_t - frequency_penalty · c_t - presence_penalty · [c_t > 0]
+        tokens that `structured` does not allow next are struck out
         temperature 0: argmax z;  else a draw from softmax(z / temperature) within top-k, then top-p, then min-p
 
     A completion ends with `max_tokens` tokens, an end of the model's (unless `ignore_eos`) or one of `stop_token_ids`
-    (that token is its last), or before a string of `stop` in its text. Raises ValueError naming every senseless field.
+    (that token is its last), or before a string of `stop` in its text, or where `structured` allows nothing more.
+    Raises ValueError naming every senseless field.
     """
 
     # The import hook's type check would come before `__post_init__`, look at one item of a list, and name no remedy.
@@ -79,7 +83,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Taken off the logit of a token for each time that the output has it."""
     max_tokens: int = 128
-    """The most new tokens."""
+    """The most new tokens; 0, with `prompt_logprobs` alone, for none."""
     min_tokens: int = 0
     """No stop id, and no stop string, ends the text before it has so many tokens."""
     stop: str | Sequence[str] = ()
@@ -93,6 +97,19 @@ class SamplingParams:
     logprobs: int | None = None
     """Report the natural log-probability of each token under softmax(z), before all of the above, and those of so many
     likeliest tokens beside it; 0 reports the token's alone."""
+    prompt_logprobs: int | None = None
+    """Report the natural log-probability of each token of the prompt but the first, given those before it, under
+    softmax(z) of the model's own logits, and those of so many likeliest tokens beside it. They are computed as prompts
+    are, in chunks, with the logits of 16 tokens at a time: a token that was generated had its log-probability from a
+    step of one token, which rounds otherwise, so the same token scored as part of a prompt may differ in the last bits
+    of the weights' dtype. The answer has the same bits with and without them. Such a prompt is computed whole, without
+    known prefixes, and all but its last chunk twice."""
+    structured: Structured | None = None
+    """What the text may be: a `JSONSchema`, a `JSONObject`, a `Regex`, a `Choice` or a `Grammar`. The model's ends, and
+    `stop_token_ids`, are allowed where the text may end (with `ignore_eos` the latter alone), and it ends by itself
+    where it can only end. Where the grammar leaves no choice of text, its tokens are those that the tokenizer makes of
+    it, several in one call. A grammar that leaves no token, before `min_tokens` for instance, ends in `error`. The
+    extra `structured` has what it takes."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits, by token id."""
     n: int = 1
@@ -105,6 +122,8 @@ class SamplingParams:
         problems = [*self._numbers(), *self._whole_numbers(), *self._lists()]
         if not problems and self.min_tokens > self.max_tokens:
             problems.append(f"min_tokens is {self.min_tokens}, expected at most max_tokens, which is {self.max_tokens}")
+        if not problems and self.max_tokens == 0:
+            problems += [f"{name}, which needs max_tokens >= 1" for name in self._of_an_answer()]
         if problems:
             raise ValueError("sampling parameters: " + "; ".join(problems))
         for name in REAL:
@@ -130,14 +149,24 @@ class SamplingParams:
             f"{name} is {shown(value)}, expected {expected}"
             for name, (low, high, expected, optional) in WHOLE.items()
             if not ((value := getattr(self, name)) is None and optional)
-            and not (is_whole(value) and low <= value <= high)
+            and not (is_whole(value) and (low <= value or self._may_be_zero(name, value)) and value <= high)
         ]
         if type(self.ignore_eos) is not bool:
             problems.append(f"ignore_eos is {shown(self.ignore_eos)}, expected True or False")
         return problems
 
+    def _may_be_zero(self, name: str, value: Any) -> bool:
+        return name == "max_tokens" and value == 0 and self.prompt_logprobs is not None
+
+    def _of_an_answer(self) -> list[str]:
+        """What is asked of an answer although there is to be none."""
+        several = [f"n is {self.n}"] if self.n > 1 else []
+        return several if self.structured is None else [*several, f"structured is a {type(self.structured).__name__}"]
+
     def _lists(self) -> list[str]:
         problems = []
+        if self.structured is not None and not isinstance(self.structured, tuple(KINDS.values())):
+            problems.append(f"structured is {shown(self.structured)}, expected a {', a '.join(KINDS)} or None")
         if not _is_list(self.stop) or not all(isinstance(stop, str) and stop for stop in self.stop):
             problems.append(f"stop is {shown(self.stop)}, expected strings that are not empty")
         elif len(self.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in self.stop):

@@ -124,7 +124,7 @@ class Answer:
     output: RequestOutput
 
 
-Warmup = dict[str, bool]
+Warmup = dict[str, Any]
 """The arguments of `Engine.warmup`."""
 
 

@@ -65,9 +65,12 @@ class QuantizedMatrix(Matrix):
 
 
 class Fp8Linear(QuantizedMatrix):
-    """E4M3 with a scale for each block of 128 × 128, as DeepSeek-V3 and Ling-3 publish it (`quant_method: fp8`)."""
+    """E4M3 with a scale for each block of 128 × 128, as DeepSeek-V3, Qwen3 and Ling-3 publish it (`fp8`)."""
 
-    STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ("F8_E4M3",), "weight_scale_inv": ("F32", "F8_E8M0")}
+    STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "weight": ("F8_E4M3",),
+        "weight_scale_inv": ("F32", "BF16", "F8_E8M0"),
+    }
     weight: Float8e4m3fn[Array, "*stack out_features in_features"]
     weight_scale_inv: BlockScale[Array, "*stack blocks columns"]
     """What the numbers of a block are multiplied by, in spite of its name."""

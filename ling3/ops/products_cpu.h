@@ -11,9 +11,9 @@ namespace {
 // TALL rows of x by WIDE of the weight; rows of a panel, and rows of x that it is decoded for.
 constexpr int STRIP = 4, FEW_ROWS = 3;
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int TALL = 6, WIDE = 4, PANEL = 48;
+constexpr int TALL = 6, WIDE = 4, PANEL = 24;
 #else
-constexpr int TALL = 4, WIDE = 3, PANEL = 48;
+constexpr int TALL = 4, WIDE = 3, PANEL = 24;
 #endif
 constexpr int64_t BLOCK = 64;
 // Up to so many rows are multiplied by a dense weight as it lies.

@@ -1,7 +1,7 @@
 """x Wᵀ and the experts' rows on a CPU, with matrices in any format, by kernels in C++ (`products_cpu.cc`).
 
 They read a matrix once, as it is stored, and decode it in registers: a product with few rows takes little longer than
-reading so many bytes. XLA reads a bfloat16 matrix at a quarter of that pace, packs one anew for each call with more
+reading so many bytes. XLA reads a bfloat16 matrix at a third of that pace, packs one anew for each call with more
 than 32 rows, writes and reads the numbers of 8 and 4 bits in float32 first, and copies an expert's weights before it
 multiplies by them.
 """

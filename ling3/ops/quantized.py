@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 else:
 
     class BlockScale(AbstractDtype):
-        """`BlockScale[Array, "..."]`: float32, or powers of two in a byte."""
+        """`BlockScale[Array, "..."]`: float32, bfloat16, or powers of two in a byte."""
 
-        dtypes = ("float32", "float8_e8m0fnu")
+        dtypes = ("float32", "bfloat16", "float8_e8m0fnu")
 
 
 _Kind = TypeVar("_Kind", bound=type)
@@ -326,6 +326,8 @@ def one_format(*matrices: Quantized) -> bool:
 def arrays_of(matrix: Quantized) -> tuple[Array, Array]:
     """The numbers and the scales, as the kernels for CPUs take them."""
     numbers, scale = jax.tree.leaves(matrix)
+    if isinstance(matrix, Fp8) and scale.dtype == jnp.bfloat16:
+        scale = _fp8_scale(scale)
     return numbers, scale
 
 
@@ -377,7 +379,9 @@ def _times(
 
 
 def _fp8_scale(scale: BlockScale[Array, "..."]) -> Float32[Array, "..."]:
-    return scale if scale.dtype == jnp.float32 else power_of_two(lax.bitcast_convert_type(scale, jnp.uint8))
+    if scale.dtype == jnp.float8_e8m0fnu:
+        return power_of_two(lax.bitcast_convert_type(scale, jnp.uint8))
+    return scale.astype(jnp.float32)
 
 
 def _along(scale: Float32[Array, "*batch groups"], group: int, columns: int) -> Float32[Array, "*batch columns"]:

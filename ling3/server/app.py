@@ -3,12 +3,12 @@
 import hmac
 from collections.abc import Sequence
 
-from starlette._utils import get_route_path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ling3.server import chat
@@ -17,29 +17,30 @@ from ling3.server.running import Service
 
 
 def build(service: Service, api_keys: Sequence[str] = ()) -> ASGIApp:
-    """The app over a service; with `api_keys`, all but /health wants one of them."""
-    routes = [
-        Route("/v1/chat/completions", chat.answer, methods=["POST"]),
-        Route("/v1/models", _models),
-        Route("/v1/models/{name:path}", _model),
-        Route("/health", _health),
+    """The app over a service; with `api_keys`, all of /v1 wants one of them."""
+    protocol = [
+        Route("/chat/completions", chat.answer, methods=["POST"]),
+        Route("/models", _models),
+        Route("/models/{name:path}", _model),
     ]
+    locks = [Middleware(Keys, api_keys)] if api_keys else []
+    routes = [Mount("/v1", routes=protocol, middleware=locks), Route("/health", _health)]
     handlers = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _fault}
     app = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
     app.state.service = service
-    return Keys(app, api_keys) if api_keys else app
+    return app
 
 
 class Keys:
-    """Asks for an API key, but for /health."""
+    """Asks for an API key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]):
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what has a key, and /health."""
+        """Passes on what has a key."""
         app = self._app
-        if scope["type"] == "http" and get_route_path(scope) != "/health":
+        if scope["type"] == "http":
             given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
             if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 -- all are compared
                 app = ApiError(401, "no valid API key was given", code="invalid_api_key").response()

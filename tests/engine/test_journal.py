@@ -11,7 +11,7 @@ import ling3
 from ling3.engine.journal import Journal, follow, shared
 from ling3.runtime.processes import Wire
 
-STEPS = ("swap_in", "snapshot", "swap_out", "scrub", "prefill", "decode")
+STEPS = ("swap_in", "snapshot", "swap_out", "scrub", "prefill", "decode", "score", "constrained")
 
 
 class Line(Wire):
@@ -29,6 +29,8 @@ def noted(served, patch):
     def told(arg):
         if isinstance(arg, ling3.engine.request.TokenSequence):
             return arg.request.request_id, arg.index, arg.slot, tuple(arg.pages), arg.held, arg.saved is None
+        if isinstance(arg, np.ndarray):  # a mask
+            return tuple(arg.tolist())
         return tuple(map(told, arg)) if isinstance(arg, (list, tuple)) else arg
 
     def note(name):
@@ -93,6 +95,27 @@ def test_requests_preempted_aborted_and_ended_by_strings(pair):
     other, own = followed()
     assert any(name == "swap_out" for name, *_ in asked) and own == asked
     assert other.stats().preemptions == leader.stats().preemptions > 0
+    assert all(np.array_equal(a, b) for a, b in zip(contents(leader), contents(other), strict=True))
+
+
+def test_grammars_and_scores_of_prompts(pair):
+    """Each process computes the masks for itself, and they are the same."""
+    leader, asked, followed = pair
+    schema = ling3.JSONSchema({"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]})
+    params = [
+        ling3.SamplingParams(structured=schema, max_tokens=40),
+        ling3.SamplingParams(structured=ling3.Choice(["yes", "no"]), temperature=2.0, n=3),
+        LONG,
+        ling3.SamplingParams(max_tokens=0, prompt_logprobs=2),
+        ling3.SamplingParams(structured=ling3.Regex("[a-z]{9}"), prompt_logprobs=0),
+    ]
+    outputs = leader.generate(PROMPTS[:5], params)
+    assert all(output.error is None for output in outputs) and len(outputs[3].prompt_logprobs) == len(PROMPTS[3])
+    assert idle(leader)
+    other, own = followed()
+    names = {name for name, *_ in asked}
+    assert {"constrained", "score"} <= names and own == asked
+    assert other.stats().finished == leader.stats().finished
     assert all(np.array_equal(a, b) for a, b in zip(contents(leader), contents(other), strict=True))
 
 

@@ -57,7 +57,7 @@ def test_large_models_are_padded_to_finer_widths(monkeypatch):
 
 def steps(lefts, running=()):
     """The steps of a decode call of at most eight."""
-    sequences = [SimpleNamespace(left=left, decoding=True) for left in lefts]
+    sequences = [SimpleNamespace(left=left, decoding=True, constrained=False) for left in lefts]
     loop = SimpleNamespace(decode_steps=8, scheduler=SimpleNamespace(running=[*sequences, *running]))
     return Loop._steps(loop, sequences)
 
@@ -72,3 +72,7 @@ def test_a_decode_call_ends_before_many_rows_are_idle():
 
 def test_a_decode_call_is_short_while_prompts_wait():
     assert steps([20, 20], running=[SimpleNamespace(decoding=False)]) == 1
+
+
+def test_a_decode_call_is_shorter_beside_a_grammar():
+    assert steps([20, 20], running=[SimpleNamespace(decoding=True, constrained=True)]) == 4

@@ -13,7 +13,8 @@ from ling3.ops.lowering import XLA, XLA_CPU
 from ling3.ops.quantized import Fp8, Integers, Mxfp4, power_of_two
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-SHAPES = {"fp8": (300, 140), "fp8-powers": (129, 257), "int4": (5, 256), "int8": (7, 96), "mxfp4": (6, 64)}
+SHAPES = {"fp8": (300, 140), "fp8-bfloat16": (130, 260), "fp8-powers": (129, 257)}
+SHAPES |= {"int4": (5, 256), "int8": (7, 96), "mxfp4": (6, 64)}
 SHAPES |= {"int8-rows": (9, 35), "int4-float16": (3, 64), "int4-float32": (4, 128)}
 KINDS = list(SHAPES)
 
@@ -26,8 +27,9 @@ def drawn(kind, *stack, shape=None, seed=0):
         codes[codes & 127 == 127] = 1  # NaN
         weight = codes.view(ml_dtypes.float8_e4m3fn)
         blocks = (*stack, -(-outer // 128), -(-inner // 128))
-        if kind == "fp8":
-            scale = draw.uniform(1e-4, 1e-2, size=blocks).astype(np.float32)
+        if kind != "fp8-powers":
+            dtype = ml_dtypes.bfloat16 if kind == "fp8-bfloat16" else np.float32
+            scale = draw.uniform(1e-4, 1e-2, size=blocks).astype(dtype)
         else:
             scale = draw.integers(100, 140, size=blocks).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
         numbers = np.empty(weight.shape, np.float32)

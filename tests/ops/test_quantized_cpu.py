@@ -27,7 +27,7 @@ CALL = "ling3_product_"
 SCALES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 FORMATS = [
     *(f"int{bits}-{group}-{dtype}" for bits in (4, 8) for group in (32, 128) for dtype in SCALES),
-    *("int8-row-bfloat16", "int4-row-float32", "fp8-float32", "fp8-powers", "mxfp4"),
+    *("int8-row-bfloat16", "int4-row-float32", "fp8-float32", "fp8-bfloat16", "fp8-powers", "mxfp4"),
 ]
 
 
@@ -51,7 +51,7 @@ def drawn(kind, outer, inner, *stack, seed=0, size=0.02):
         if kind == "fp8-powers":
             powers = draw.integers(118, 124, blocks, np.uint8).view(ml_dtypes.float8_e8m0fnu)
             return Fp8(weight, jnp.asarray(powers))
-        return Fp8(weight, jnp.asarray(about(*blocks), jnp.float32))
+        return Fp8(weight, jnp.asarray(about(*blocks), SCALES[kind.removeprefix("fp8-")]))
     if kind == "mxfp4":
         packed = draw.integers(0, 256, (*stack, outer, inner // 2), np.uint8)
         return Mxfp4(jnp.asarray(packed), jnp.asarray(draw.integers(118, 124, (*stack, outer, inner // 32), np.uint8)))

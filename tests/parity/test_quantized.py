@@ -1,5 +1,7 @@
 """Quantized checkpoints against compressed-tensors and transformers: the same bits are the same numbers and logits."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import ling3
@@ -97,6 +99,22 @@ def test_dequantized_weights_are_theirs_bit_for_bit(checkpoint, to, dtype):
             assert str(theirs.dtype).removeprefix("torch.") == str(matrix.dtype)
         count += 1
     assert count == 14
+
+
+def test_bfloat16_scales_of_fp8_are_read_and_written(checkpoint, tmp_path):
+    """Qwen3's own FP8 checkpoints have such scales."""
+    shutil.copytree(checkpoint("fp8", "bfloat16"), tmp_path / "x")
+    file = tmp_path / "x" / "model.safetensors"
+    tensors = load_file(file)
+    narrow = {n: t.bfloat16() if n.endswith("_scale_inv") else t for n, t in tensors.items()}
+    save_file(narrow, file, {"format": "pt"})
+    for module, matrix in matrices(tmp_path / "x"):
+        theirs = decoded("fp8", {n: narrow[f"{module}.{n}"] for n in ("weight", "weight_scale_inv")}, None)
+        np.testing.assert_array_equal(np.asarray(matrix.dense()), theirs.numpy(), err_msg=module)
+    ling3.save(ling3.load(tmp_path / "x"), tmp_path / "y")
+    written = load_file(tmp_path / "y" / "model.safetensors")
+    assert written.keys() == narrow.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in narrow.items())
 
 
 @pytest.mark.parametrize("to", ["int4", "int8"])

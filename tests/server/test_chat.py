@@ -1,5 +1,7 @@
 """Chats over HTTP: the answers of the engine, errors as OpenAI's, and clients that go away."""
 
+import asyncio
+import json
 import threading
 import time
 
@@ -10,6 +12,8 @@ import uvicorn
 
 import ling3
 from ling3.server.app import build
+from ling3.server.body import parse
+from ling3.server.errors import ApiError
 from ling3.server.running import Service
 
 CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
@@ -84,3 +88,46 @@ def test_a_client_that_goes_away_frees_its_slot(engine, url):
             break
         time.sleep(0.02)
     assert engine.stats().finished["abort"] == before + 1 and engine.stats().running == 0
+
+
+@pytest.mark.parametrize(("root", "path"), [("", "/v1/models"), ("/in", "/in/v1/models"), ("/in", "/in/v1/nothing")])
+def test_a_key_is_asked_for_wherever_a_proxy_mounts_the_server(engine, root, path):
+    app = build(Service(engine, engine.tokenizer, "nano", 2), ["secret"])
+
+    async def ask(headers):
+        transport = httpx.ASGITransport(app, root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return await client.get(path, headers=headers), await client.get(f"{root}/health")
+
+    refused, health = asyncio.run(ask({}))
+    assert (refused.status_code, health.status_code) == (401, 200)
+    given, _ = asyncio.run(ask(KEY))
+    assert given.status_code == (404 if path.endswith("nothing") else 200)
+
+
+def test_answers_in_company_are_those_alone(engine, url):
+    """Six at once over four slots, drawn, with seeds of their own."""
+    questions = [f"Sam has {i} pens. He gets {i + 4} more pens. How many pens does Sam have?" for i in range(3, 9)]
+    params = [ling3.SamplingParams(temperature=1.5, seed=i, max_tokens=30) for i in range(6)]
+    alone = [
+        engine.generate([{"role": "user", "content": q}], p)[0].text for q, p in zip(questions, params, strict=True)
+    ]
+
+    async def ask(client, i):
+        messages = [{"role": "user", "content": questions[i]}]
+        asked = {"model": "nano", "messages": messages, "temperature": 1.5, "max_tokens": 30, "seed": i}
+        return (await client.chat.completions.create(**asked)).choices[0].message.content
+
+    async def every():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret") as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(6)))
+
+    assert asyncio.run(every()) == alone
+
+
+def test_brackets_inside_strings_are_no_levels():
+    assert parse(b'{"a": "[{\\"[", "b": ["]"]}') == {"a": '[{"[', "b": ["]"]}
+    deep = json.dumps({"a": "[{" * 100})
+    assert parse(deep.encode()) == json.loads(deep)
+    with pytest.raises(ApiError, match="more than 64 levels"):
+        parse(b"[" * 65 + b"]" * 65)

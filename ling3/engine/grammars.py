@@ -1,0 +1,243 @@
+"""Grammars on the host, by llguidance: which tokens may follow a text, and which must.
+
+llguidance (the extra `structured`) computes a mask when it is wanted, from the derivatives of the grammar's regular
+expressions and an Earley parser, so a new schema runs after milliseconds. xgrammar, the alternative, compiles tables
+over the whole vocabulary first, needs torch, and has no limits on what a hostile grammar may cost. llguidance's limits
+count states and items, not seconds: a grammar fails at the same token in every process and in any company.
+
+A `Constraint` is a function of its grammar and of the tokens it was told, and of nothing else. Where the grammar leaves
+no choice of text, the tokens that the tokenizer makes of this text are forced: they are the answer by definition, also
+where the model would have cut the same text into other tokens.
+"""
+
+# pyright: reportMissingImports=false
+# llguidance is an extra, and types are checked without it too.
+
+import collections
+import functools
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any, no_type_check
+
+import numpy as np
+from jaxtyping import UInt32
+
+from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex, Structured
+from ling3.text.tokenizer import Tokenizer
+
+WORD = 32
+"""Tokens of a word of a mask."""
+KEPT = 32
+"""Grammars that an engine keeps compiled."""
+LIMITS = {
+    "max_items_in_row": 1_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+"""llguidance's limits for one grammar: about 20 ms to build its lexer and 15 ms for a mask, and 100 MB of states."""
+LONGEST_MESSAGE = 500
+"""The most characters of one of llguidance's messages in one of ours."""
+
+
+def words(vocab: int) -> int:
+    """How many words of 32 bits a mask over a vocabulary has."""
+    return -(-vocab // WORD)
+
+
+# Its methods run for every token: checking types would take longer than they do.
+@no_type_check
+class Constraint:
+    """A sequence's place in its grammar.
+
+    `forced` are the tokens that must follow the text so far, `mask` has a bit for each token that may follow these:
+    bit i of word w stands for token 32·w + i. Special tokens are no text, so none is in the mask but those that the
+    grammar names, and where the text may end, `ends`. It is `complete` where it can only end, which it is `whole` after
+    what is forced, and `error` says what was wrong where llguidance gave up.
+    """
+
+    def __init__(self, matcher: Any, ends: Sequence[int], vocab: int, eos: Sequence[int]):
+        self._matcher = matcher
+        # llguidance lets a text end by the ids of `eos`, which are the model's and may be no ends of this sequence.
+        self._ends, self._eos, self._end_ids = _bits(ends, vocab), _bits(eos, vocab), frozenset(ends)
+        self.forced: collections.deque[int] = collections.deque()
+        self.complete, self.error = False, None
+        self._look()
+
+    def copy(self) -> "Constraint":
+        """Another sequence's, at the same place."""
+        other = object.__new__(Constraint)
+        other.__dict__.update(self.__dict__)
+        other._matcher, other.forced = self._matcher.deep_copy(), self.forced.copy()
+        return other
+
+    def advance(self, token: int) -> None:
+        """Goes on by the token that was chosen."""
+        if self.forced:
+            expected = self.forced.popleft()
+            assert token == expected, f"token {token} was chosen where {expected} was forced"
+            self.complete = not self.forced and self.whole
+        elif self._matcher.consume_token(token):
+            self._look()
+        else:
+            self.error = _message(self._matcher)
+
+    def blocked(self, count: int, least: int) -> str | None:
+        """Why no token can follow the `count` of the output, of which there must be `least` before an end; else None.
+
+        Ends are struck out before that.
+        """
+        if self.error is not None:
+            return f"the grammar failed after {count} tokens of the output: {self.error}"
+        early = [i for i, token in enumerate(self.forced) if token in self._end_ids and count + i < least]
+        at = count + len(self.forced)
+        left = self.mask & ~self._ends if at < least else self.mask
+        if early or not (left.any() or self.whole):
+            at = count + early[0] if early else at
+            ends = f" that is not an end, and min_tokens is {least}" if at < least else ""
+            return f"the grammar leaves no token{ends} after {at} tokens of the output"
+        return None
+
+    def _look(self) -> None:
+        """Finds what must and what may follow, after a token that was chosen."""
+        matcher, self.whole, mask = self._matcher, False, np.zeros_like(self._ends)
+        while True:
+            follow = matcher.compute_ff_tokens()
+            if not follow:
+                mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+                alone = _only(mask)
+                if alone is None or matcher.is_accepting() or matcher.is_stopped():
+                    break
+                follow = [alone]
+            if matcher.is_error() or not matcher.consume_tokens(follow):
+                break
+            self.forced.extend(follow)
+        if matcher.is_error():
+            self.error = _message(matcher)
+            return
+        if matcher.is_accepting():
+            mask = mask & ~self._eos
+            self.whole, mask = not mask.any(), mask | self._ends
+        elif matcher.is_stopped():
+            mask = np.zeros_like(mask)
+        self.mask, self.complete = mask, self.whole and not self.forced
+
+
+class Grammars:
+    """Compiles grammars over a tokenizer's vocabulary, with `vocab` tokens of which the `ends` end a text."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Sequence[int]):
+        self._tokenizer, self._vocab, self._ends = tokenizer, vocab, tuple(ends)
+        self._kept: collections.OrderedDict[Any, Constraint] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def constraint(self, structured: Structured, ends: Sequence[int]) -> Constraint:
+        """A sequence's constraint at its beginning; `ends` are the ids that end it.
+
+        Raises ValueError for a grammar that does not compile, that nothing satisfies or only the empty text, or that is
+        beyond the limits, and where llguidance is missing.
+        """
+        key = (structured, tuple(ends))
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key].copy()
+        constraint = self._compiled(structured, ends)
+        with self._lock:
+            self._kept[key] = constraint
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            return constraint.copy()
+
+    def _compiled(self, structured: Structured, ends: Sequence[int]) -> Constraint:
+        guidance, (tokenizer, limits) = _guidance(), self._tools
+        name = f"structured: the {type(structured).__name__}"
+        try:
+            source = _source(guidance.LLMatcher, structured)
+        except ValueError as error:
+            raise ValueError(f"{name} does not compile: {_short(str(error))}") from None
+        matcher = guidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(f"{name} does not compile: {_message(matcher)}")
+        constraint = Constraint(matcher, ends, self._vocab, self._ends)
+        if constraint.error is not None:
+            raise ValueError(f"{name} cannot be used: {constraint.error}")
+        if constraint.complete:
+            raise ValueError(f"{name} allows no text but the empty one")
+        if not constraint.forced and not constraint.mask.any():
+            raise ValueError(f"{name} leaves no token to begin with: nothing that the tokenizer can write satisfies it")
+        return constraint
+
+    @functools.cached_property
+    def _tools(self) -> tuple[Any, Any]:
+        """llguidance's form of the tokenizer, and the limits."""
+        guidance = _guidance()
+        try:
+            tokenizer = guidance.LLTokenizer(
+                self._tokenizer.backend.to_str(), n_vocab=self._vocab, eos_token=list(self._ends) or None
+            )
+        except ValueError as error:
+            raise ValueError(f"structured: llguidance cannot read this tokenizer: {_short(str(error))}") from error
+        return tokenizer, guidance.LLParserLimits(**LIMITS, verbose_errors=False)
+
+
+def _guidance() -> Any:
+    try:
+        import llguidance  # noqa: PLC0415
+    except ImportError:
+        raise ValueError("structured: llguidance is missing: pip install 'ling3[structured]'") from None
+    return llguidance
+
+
+def _source(matcher: Any, structured: Structured) -> str:
+    """llguidance's grammar; ValueError for what is none."""
+    if isinstance(structured, Regex):
+        return matcher.grammar_from_regex(structured.pattern)
+    if isinstance(structured, Grammar):
+        return matcher.grammar_from_lark(structured.lark)
+    if isinstance(structured, Choice):
+        strings = sorted(set(structured.strings))
+        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(x, ensure_ascii=False) for x in strings))
+    assert isinstance(structured, (JSONSchema, JSONObject))
+    schema = structured.schema if isinstance(structured, JSONSchema) else '{"type": "object"}'
+    comma, colon = (",", ":") if structured.compact else (", ?", ": ?")
+    overrides = {
+        "whitespace_flexible": False,
+        "item_separator": comma,
+        "key_separator": colon,
+        "json_allow_general_unicode_escapes": False,  # among which are surrogates
+        "coerce_one_of": True,
+        "lenient": False,
+    }
+    return matcher.grammar_from_json_schema(schema, overrides=overrides)
+
+
+def _bits(ids: Sequence[int], vocab: int) -> UInt32[np.ndarray, " words"]:
+    """The mask of some tokens."""
+    mask = np.zeros(words(vocab), np.uint32)
+    for token in ids:
+        mask[token // WORD] |= np.uint32(1 << token % WORD)
+    return mask
+
+
+def _only(mask: UInt32[np.ndarray, " words"]) -> int | None:
+    """The one token of a mask; None if it has none or several."""
+    (used,) = np.nonzero(mask)
+    if len(used) != 1 or int(mask[used[0]]).bit_count() != 1:
+        return None
+    return int(used[0]) * WORD + int(mask[used[0]]).bit_length() - 1
+
+
+def _message(matcher: Any) -> str:
+    """What was wrong, in one line."""
+    text = matcher.get_error().replace("<non-verbose/>", "")
+    return "no token can follow" if text.startswith("NoExtension") else _short(text)
+
+
+def _short(text: str) -> str:
+    """A message of llguidance's in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + "…"

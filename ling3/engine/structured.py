@@ -1,0 +1,151 @@
+"""What a text may be: a value for `SamplingParams(structured=…)`.
+
+These are plain values, checked as far as that needs no tokenizer. `ling3.engine.grammars` compiles them.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ling3.runtime.quoting import shown
+
+LONGEST = 2**18
+"""The most characters of a schema, a pattern, a grammar, or of all the strings of a choice."""
+MAX_CHOICES = 4096
+"""The most strings of a choice."""
+DEEPEST = 64
+"""The most levels of a schema."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JSONSchema:
+    """JSON that satisfies a schema, given as a dict (or a boolean) or as its text.
+
+    A comma or a colon may be followed by one blank, unless `compact`; there is no other white space, since a model may
+    write blanks for ever. Strings hold no control characters, no parts of UTF-8 characters and no surrogates, escaped
+    or not. Numbers and strings are as long as the schema lets them be: `maxLength` bounds a string. ValueError for
+    what is no schema; keywords that cannot be enforced are refused, by name, when the request is submitted.
+    """
+
+    # The import hook's type check would come before `__post_init__`, and name no remedy.
+    __no_type_check__ = True
+
+    schema: Any
+    """Kept as text: what the caller does to theirs later does not reach a request that is running."""
+    compact: bool = False
+    """No white space at all."""
+
+    def __post_init__(self) -> None:
+        if type(self.compact) is not bool:
+            raise ValueError(f"compact is {shown(self.compact)}, expected True or False")
+        text, value = self.schema, self.schema
+        try:
+            if isinstance(text, str):
+                value = json.loads(_text(text, "JSON schema"))
+            else:
+                text = json.dumps(value, allow_nan=False)
+            deep = _depth(value) > DEEPEST
+        except RecursionError:
+            deep = True
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the JSON schema is {shown(self.schema)}, expected JSON: {error}") from None
+        if deep:
+            raise ValueError(f"the JSON schema has more than {DEEPEST} levels")
+        if not isinstance(value, (dict, bool)):
+            raise ValueError(f"the JSON schema is {shown(value)}, expected an object (or true, for any JSON)")
+        object.__setattr__(self, "schema", _text(text, "JSON schema"))  # the class is frozen
+
+
+@dataclasses.dataclass(frozen=True)
+class JSONObject:
+    """Any JSON object, with white space and strings as in `JSONSchema`. Nothing bounds its size but `max_tokens`."""
+
+    __no_type_check__ = True
+
+    compact: bool = False
+    """No white space at all."""
+
+    def __post_init__(self) -> None:
+        if type(self.compact) is not bool:
+            raise ValueError(f"compact is {shown(self.compact)}, expected True or False")
+
+
+@dataclasses.dataclass(frozen=True)
+class Regex:
+    """A text that a regular expression matches as a whole, in the syntax of Rust's `regex`, without look-around."""
+
+    __no_type_check__ = True
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        _text(self.pattern, "regex")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of several strings, none of them empty."""
+
+    __no_type_check__ = True
+
+    strings: Sequence[str]
+
+    def __post_init__(self) -> None:
+        strings = self.strings
+        if not isinstance(strings, (list, tuple)) or not strings or not all(isinstance(x, str) and x for x in strings):
+            raise ValueError(f"the choice is {shown(strings)}, expected a list of strings that are not empty")
+        if len(strings) > MAX_CHOICES:
+            raise ValueError(f"the choice has {len(strings)} strings, expected at most {MAX_CHOICES}")
+        _text("".join(strings), "choice")
+        object.__setattr__(self, "strings", tuple(strings))
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """A text that a context-free grammar derives from its rule `start`, in llguidance's dialect of Lark."""
+
+    __no_type_check__ = True
+
+    lark: str
+
+    def __post_init__(self) -> None:
+        _text(self.lark, "grammar")
+
+
+Structured = JSONSchema | JSONObject | Regex | Choice | Grammar
+KINDS = {kind.__name__: kind for kind in (JSONSchema, JSONObject, Regex, Choice, Grammar)}
+
+
+def written(structured: Structured | None) -> list[Any] | None:
+    """It in JSON's types, for `read`."""
+    return None if structured is None else [type(structured).__name__, dataclasses.asdict(structured)]
+
+
+def read(what: list[Any] | None) -> Structured | None:
+    """What was `written`."""
+    return None if what is None else KINDS[what[0]](**what[1])
+
+
+def _text(text: Any, name: str) -> str:
+    """The text; ValueError if it is none, if it is empty or too long, or has no UTF-8 form."""
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"the {name} is {shown(text)}, expected a text that is not empty")
+    if len(text) > LONGEST:
+        raise ValueError(f"the {name} has {len(text)} characters, expected at most {LONGEST}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the {name} has a lone surrogate at position {error.start}") from None
+    return text
+
+
+def _depth(value: Any) -> int:
+    """The levels of a JSON value, whose objects and lists count one each."""
+    levels, layer = 0, [value]
+    while layer := [x for x in layer if isinstance(x, (dict, list)) and x]:
+        levels += 1
+        layer = [item for x in layer for item in (x.values() if isinstance(x, dict) else x)]
+        if levels > DEEPEST:
+            break
+    return levels
