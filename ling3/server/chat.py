@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -97,7 +98,9 @@ async def _whole(service: Service, head: dict[str, Any], deltas: Deltas, replies
     return {**head, "choices": choices, "usage": usage_of([last])}
 
 
-async def _chunks(service: Service, head: dict[str, Any], deltas: Deltas, replies: list[Reply], usage: bool) -> Any:
+async def _chunks(
+    service: Service, head: dict[str, Any], deltas: Deltas, replies: list[Reply], usage: bool
+) -> AsyncIterator[dict[str, Any]]:
     unset = {"usage": None} if usage else {}
     last: Delta | None = None
 

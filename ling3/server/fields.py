@@ -57,20 +57,15 @@ class Fields(pydantic.BaseModel):
         given = {name: x for name in same if (x := getattr(self, name)) is not None}
         temperature = 1.0 if self.temperature is None else self.temperature
         try:
-            bias = self.logit_bias and {int(token): x for token, x in self.logit_bias.items()}
+            bias = None
+            if self.logit_bias:
+                bias = {int(token): x for token, x in self.logit_bias.items()}
             return SamplingParams(**given, temperature=temperature, max_tokens=most, logprobs=logprobs, logit_bias=bias)
         except ValueError as error:
             text = str(error).removeprefix("sampling parameters: ")
             names = {field.name for field in dataclasses.fields(SamplingParams)}
             param = next((word for word in text.split() if word in names), None)
             raise ApiError(400, text, param) from None
-
-
-class Completion(Fields):
-    """A request to continue texts or ids."""
-
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = pydantic.Field(None, ge=0, le=20)
 
 
 class Chat(Fields):
