@@ -12,13 +12,13 @@ QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 WORKERS := -n 2 --dist worksteal
 
 # What the other targets leave out: a target of its own runs it.
-APART := --ignore=tests/parity --ignore=tests/site --ignore=tests/fleet/test_replicas.py \
+APART := --ignore=tests/parity --ignore=tests/site --ignore=tests/server --ignore=tests/fleet/test_replicas.py \
 	--ignore=tests/fleet/test_nodes.py
 
 # Slow tests of many devices, which `make mesh` runs.
 MESH := tests/mesh tests/interpret/test_plan.py tests/train/test_fsdp.py
 
-.PHONY: demo test lint types harness fleet mesh parity slow coverage notebooks docs plan clean
+.PHONY: demo test lint types harness fleet server mesh parity slow coverage notebooks docs plan clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
@@ -38,6 +38,9 @@ harness: .venv/installed-evals
 
 fleet: .venv/installed-fleet
 	$(QUICKLY) $(BIN)/python -m pytest --durations=5 tests/fleet
+
+server: .venv/installed-server
+	$(QUICKLY) $(BIN)/python -m pytest tests/server
 
 mesh: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized" --durations=10 $(MESH)
@@ -94,6 +97,10 @@ clean:
 
 .venv/installed-fleet: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,fleet]"
+	touch $@ .venv/installed .venv/installed-test
+
+.venv/installed-server: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,serve,serve-test]"
 	touch $@ .venv/installed .venv/installed-test
 
 .venv/installed-notebooks: pyproject.toml | .venv/bin/python

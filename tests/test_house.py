@@ -33,6 +33,7 @@ FLOORS = (
     {"engine"},
     {"generate"},
     {"serve"},
+    {"server"},
     {"afd"},
     {"train"},
     {"evals"},

@@ -88,13 +88,20 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
         return
     import tyro
 
-    from ling3.cli import ablate, bench, chat, eval, generate, inspect, quantize
+    from ling3.cli import ablate, bench, chat, eval, generate, inspect, quantize, serve
     from ling3.cli.devices import Machines
     from ling3.cli.loading import follow
     from ling3.cli.serving import Serving
 
     command = tyro.cli(
-        generate.Generate | chat.Chat | bench.Bench | eval.Eval | ablate.Ablate | inspect.Inspect | quantize.Quantize,
+        generate.Generate
+        | chat.Chat
+        | serve.Serve
+        | bench.Bench
+        | eval.Eval
+        | ablate.Ablate
+        | inspect.Inspect
+        | quantize.Quantize,
         prog="ling3",
         description="Ling-3 in JAX.",
         args=argv,

@@ -1,0 +1,81 @@
+"""`ling3 serve`: an OpenAI-compatible HTTP server."""
+
+import dataclasses
+import pathlib
+
+from rich.console import Console
+
+from ling3.cli import interruption
+from ling3.cli.bench import EngineOptions
+from ling3.cli.devices import Machines
+from ling3.cli.loading import Loading
+from ling3.cli.options import Command, FileOption, TextOption
+from ling3.cli.terminal import compiling
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serve(Command):
+    """Answer chats over HTTP, in OpenAI's protocol (extra: serve).
+
+    ling3 serve nano --port 8000
+    """
+
+    common: Loading
+    devices: Machines
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: int = 8000
+    """The port; 0 takes a free one."""
+    api_key: TextOption = None
+    """All requests but /health have to give this key; others on the machine can see it, so a file is better."""
+    api_key_file: FileOption = None
+    """Or one of the keys in this file, one a line."""
+    served_model_name: TextOption = None
+    """What clients call the model; without it, the last part of MODEL."""
+    root_path: str = ""
+    """The path under which a proxy shows the server."""
+    drain: int = 30
+    """Seconds that running requests have after SIGTERM."""
+    engine: EngineOptions
+
+
+def run(command: Serve) -> None:
+    """Serves until a signal; ValueError without the extra."""
+    try:
+        from ling3.server.app import build
+        from ling3.server.run import run as serve
+        from ling3.server.running import Service
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is missing, which serving needs: pip install 'ling3[serve]'") from None
+    from ling3.serve import Engine
+
+    keys = [] if command.api_key is None else [command.api_key]
+    if command.api_key_file is not None:
+        lines = pathlib.Path(command.api_key_file).read_text(encoding="utf-8").splitlines()
+        keys += [line.strip() for line in lines if line.strip()]
+        if not keys:
+            raise ValueError(f"--api-key-file: {command.api_key_file} has no key, expected one a line")
+    most = command.engine.max_queue
+    # The app counts what waits; preempted requests wait in the engine besides.
+    settings = dataclasses.replace(command.engine.settings(), max_queue=most + command.engine.max_running_requests)
+    source = command.common.source(command.model, command.devices)
+    tokenizer = source.tokenizer()
+    model = source.load(tokenizer)
+    console = Console(stderr=True, highlight=False)
+    source.introduce(model, console)
+    engine = Engine(model, tokenizer, settings)
+    with compiling(console):
+        engine.warmup()
+    name = command.served_model_name or pathlib.Path(command.model).name
+    console.print(f"serving {name} on http://{command.host}:{command.port}", markup=False)
+    interruption.raise_again()
+    serve(
+        build(Service(engine, tokenizer, name, most), keys),
+        command.host,
+        command.port,
+        command.root_path,
+        command.drain,
+    )

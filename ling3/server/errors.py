@@ -1,0 +1,38 @@
+"""Errors as OpenAI's clients expect them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer of `status` with OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The answer."""
+        return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
+
+    def event(self) -> str:
+        """The same amid a stream that has begun."""
+        return f"data: {json.dumps(self.body)}\n\n"

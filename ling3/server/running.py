@@ -1,0 +1,165 @@
+"""Requests on the engine: refused when the queue is full, and aborted when the client goes away."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ling3.engine.outputs import Delta
+from ling3.engine.sampling_params import SamplingParams
+from ling3.serve import Engine, QueueFull
+from ling3.server.errors import ApiError
+from ling3.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+Deltas = AsyncIterator[tuple[int, Delta]]
+
+
+@dataclasses.dataclass
+class Service:
+    """The engine and what the endpoints know of it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    name: str
+    """The model's name for clients."""
+    max_queue: int
+    """How many completions may wait beyond those in slots."""
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    unfinished: int = 0
+    """Completions under way, waiting or running."""
+
+    def check_model(self, name: str) -> None:
+        """ApiError 404 for another model than the one that is served."""
+        if name != self.name:
+            raise ApiError(404, f"the model {name!r:.80} does not exist", "model", "model_not_found")
+
+    def room(self, tokens: int, param: str) -> int:
+        """How many tokens an answer to so many may have; ApiError 400 if none."""
+        room = self.engine.max_model_len - tokens
+        if tokens == 0:
+            raise ApiError(400, f"{param} is empty", param)
+        if room < 1:
+            limit = self.engine.max_model_len
+            message = f"{param} has {tokens} tokens, and the context has room for {limit} with the answer"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return room
+
+    async def start(self, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
+        """The deltas of all prompts, with the first one at hand; ApiError where the engine refuses any of them."""
+        count = params.n * len(prompts)
+        if self.unfinished + count > self.engine.settings.max_running_requests + self.max_queue:
+            raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"})
+        try:
+            for prompt in prompts:
+                self.engine.check(prompt, params)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        deltas = self._merged(prompts, params)
+        try:
+            first = await anext(deltas)
+        except QueueFull:
+            raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"}) from None
+        return _before(first, deltas)
+
+    async def _merged(self, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
+        news: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def follow(index: int, prompt: list[int]) -> None:
+            try:
+                async for delta in self.engine.astream(prompt, params):
+                    news.put_nowait((index, delta))
+            except Exception as error:
+                news.put_nowait(error)
+
+        left = params.n * len(prompts)
+        self.unfinished += left
+        count = left
+        tasks = [asyncio.create_task(follow(i, prompt)) for i, prompt in enumerate(prompts)]
+        try:
+            while left:
+                item = await news.get()
+                if isinstance(item, Exception):
+                    raise item
+                left -= item[1].finish_reason is not None
+                yield item
+        finally:
+            self.unfinished -= count
+            for task in tasks:
+                task.cancel()  # leaving `astream` aborts its request
+
+
+async def _before(first: tuple[int, Delta], rest: Deltas) -> Deltas:
+    async with contextlib.aclosing(rest):  # pyright: ignore[reportArgumentType]
+        yield first
+        async for item in rest:
+            yield item
+
+
+async def while_there(request: Request, work: Awaitable[Result]) -> Result | Response:
+    """What comes of the work, which is cancelled if the client goes away."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else Response(status_code=499)
+    finally:
+        for each in (task, watch):
+            each.cancel()
+
+
+class Events(Response):
+    """Server-sent events: the chunks as JSON, then [DONE]; errors are an event, and leaving ends the chunks."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]]):
+        super().__init__(headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends them."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def body() -> None:
+            async def put(text: str, more: bool = True) -> None:
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+            async with contextlib.aclosing(self._chunks) as chunks:  # pyright: ignore[reportArgumentType]
+                try:
+                    async for chunk in chunks:
+                        await put(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n")
+                except ApiError as error:
+                    await put(error.event())
+                except Exception:
+                    await put(ApiError(500, "the engine failed").event())
+            await put("data: [DONE]\n\n", False)
+
+        await while_there(Request(scope, receive), body())
+
+
+def identifier(prefix: str) -> str:
+    """A new id."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def check(delta: Delta) -> None:
+    """ApiError 500 for a completion that ended in an error."""
+    if delta.finish_reason == "error":
+        raise ApiError(500, "the model left no token to choose for this request", code="engine_error")
+
+
+Handler = Callable[[Request], Awaitable[Response]]

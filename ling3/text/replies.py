@@ -1,0 +1,189 @@
+"""A model's reply, taken apart as it comes: thinking, answer and tool calls.
+
+The pieces that `Reply` returns do not depend on how the text is cut: joined, they are those of the whole text.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from ling3.text.tool_calls import CALL_START, PYTHON_TAG, CallReader, Malformed, ToolForm, beginning
+
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+class Piece(NamedTuple):
+    """What is new of a reply: a text of its thinking or its answer, or of a tool call the name or more arguments."""
+
+    kind: Literal["reasoning", "content", "call", "arguments"]
+    text: str
+    call: int = -1
+    """Which tool call, counted from 0."""
+
+
+def tool_form(template: str) -> ToolForm | None:
+    """How a model writes tool calls, by its chat template's text; None if the template shows it no tools."""
+    if not re.search(r"\btools\b", template):
+        return None
+    if CALL_START in template:
+        return "tags"
+    return "bare" if "parameters" in template or PYTHON_TAG in template else None
+
+
+def opens_thinking(prompt: str) -> bool:
+    """True if a rendered prompt ends inside the thinking that the reply goes on with."""
+    return prompt.rstrip().endswith(THINK_START)
+
+
+class Reply:
+    """Takes a reply apart, fed with its text as it comes.
+
+    `thinking` says that the prompt opened the thinking; a reply that begins with `<think>` opens it too. Text up to
+    `</think>` is reasoning, or all of it if there is no such end. Tool calls are read if there are `tools` (their
+    parameters' JSON schemas by name) and a `form`, also those inside the thinking, which goes on after them. What is
+    no tool call after all stays text. Line breaks next to the tags belong to them.
+    """
+
+    def __init__(
+        self,
+        *,
+        thinking: bool = False,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        form: ToolForm | None = None,
+    ):
+        self.thinking = thinking
+        self.calls = 0
+        self._tools, self._form = tools or {}, form if tools else None
+        self._kind: Literal["reasoning", "content"] = "reasoning" if thinking else "content"
+        self._begins, self._fresh = not thinking, thinking
+        self._held = self._breaks = ""
+        self._reader: CallReader | None = None
+        self._out: list[Piece] = []
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that `text` completes."""
+        self._held += text
+        while self._held and self._advance():
+            pass
+        return self._taken()
+
+    def flush(self) -> list[Piece]:
+        """What was held back, at the end of the reply."""
+        if self._reader is not None:
+            try:
+                self._out += self._numbered(self._reader.end())
+                unread = ""
+            except Malformed:
+                unread = self._reader.raw
+            self._reader = None
+            self._say(unread)
+        self._begins = False
+        self._say(self._held)
+        self._held = ""
+        if self._kind == "content" and not self.calls:
+            self._out.append(Piece("content", self._breaks))
+        self._breaks = ""
+        return self._taken()
+
+    def _advance(self) -> bool:
+        """Reads some of the text held; False if the rest has to wait for more."""
+        if self._reader is not None:
+            return self._read_call(self._reader)
+        if self._begins or self._after_call:
+            return self._begin()
+        tags = [THINK_END] if self._kind == "reasoning" else []
+        tags += [CALL_START] if self._form == "tags" else []
+        found = min(((place, tag) for tag in tags if (place := self._held.find(tag)) >= 0), default=None)
+        if found is None:
+            keep = max((beginning(self._held, tag) for tag in tags), default=0)
+            said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            self._say(said)
+            return False
+        place, tag = found
+        self._say(self._held[:place])
+        self._held = self._held[place + len(tag) :]
+        if tag == THINK_END:
+            self._kind, self._fresh, self._breaks = "content", True, ""
+            self._begins = self._form == "bare"
+        else:
+            self._reader = CallReader("tags", self._tools, tag)
+        return True
+
+    @property
+    def _after_call(self) -> bool:
+        """True where a bare call may follow another."""
+        return self._form == "bare" and self.calls > 0 and self._kind == "content"
+
+    def _begin(self) -> bool:
+        """Looks for what a reply may begin with: thinking, or a bare call."""
+        text = self._held.lstrip("\n \t;," if self._after_call else None)
+        opens = [THINK_START] if self._begins and not self._fresh else []
+        calls = [PYTHON_TAG, "{"] if self._form == "bare" else []
+        if any(tag.startswith(text) for tag in [*opens, *calls] if len(text) < len(tag)):
+            return False
+        space, self._begins = self._held[: len(self._held) - len(text)], False
+        if THINK_START in opens and text.startswith(THINK_START):
+            self._kind, self._fresh, self._held = "reasoning", True, text[len(THINK_START) :]
+            self.thinking = True
+        elif tag := next((tag for tag in calls if text.startswith(tag)), None):
+            # What was before it is text again if this turns out to be no call.
+            self._reader, self._held = CallReader("bare", self._tools, space + tag), text[len(tag) :]
+        elif self._after_call:
+            self._form = None  # text follows the calls
+        return True
+
+    def _read_call(self, reader: CallReader) -> bool:
+        """Feeds a call's reader; False if it wants more."""
+        for place, character in enumerate(self._held):
+            try:
+                done = reader.feed(character)
+            except Malformed:
+                self._reader, rest = None, self._held[place + 1 :]
+                self._held = rest
+                if reader.form == "bare":
+                    self._form = None
+                self._say(reader.raw)
+                return True
+            self._out += self._numbered(reader.take())
+            if done:
+                self._reader, self._held, self._fresh = None, self._held[place + 1 :], True
+                return True
+        self._held = ""
+        return False
+
+    def _numbered(self, said: Iterable[tuple[Literal["call", "arguments"], str]]) -> list[Piece]:
+        pieces = []
+        for kind, text in said:
+            self.calls += kind == "call"
+            self._breaks = "" if kind == "call" else self._breaks
+            pieces.append(Piece(kind, text, self.calls - 1))
+        return pieces
+
+    def _say(self, text: str) -> None:
+        """Adds to the thinking or the answer, holding back line breaks that may belong to a tag."""
+        if self._fresh:
+            text = text.lstrip("\n")
+        if not text:
+            return
+        self._fresh = False
+        if self._kind == "reasoning" or self._form == "tags":
+            text = self._breaks + text
+            body = text.rstrip("\n")
+            self._breaks = text[len(body) :]
+            text = body
+        if text:
+            self._out.append(Piece(self._kind, text))
+
+    def _taken(self) -> list[Piece]:
+        """The pieces so far, those that continue each other joined."""
+        joined: list[Piece] = []
+        for piece in self._out:
+            if not piece.text and piece.kind != "call":
+                continue
+            last = joined[-1] if joined else None
+            if last is not None and piece.kind != "call" and (last.kind, last.call) == (piece.kind, piece.call):
+                joined[-1] = last._replace(text=last.text + piece.text)
+            else:
+                joined.append(piece)
+        self._out = []
+        return joined
