@@ -30,7 +30,7 @@ class Serve(Command):
     port: int = 8000
     """The port; 0 takes a free one."""
     api_key: TextOption = None
-    """All requests but /health have to give this key."""
+    """All requests but /health have to give this key; others on the machine can see it, so a file is better."""
     api_key_file: FileOption = None
     """Or one of the keys in this file, one a line."""
     served_model_name: TextOption = None

@@ -3,7 +3,9 @@
 # pyright: reportMissingImports=false
 # What it takes is an extra, and types are checked without it too.
 
+import itertools
 import json
+import re
 from typing import Any, TypeVar
 
 import pydantic
@@ -16,6 +18,7 @@ MOST_BYTES = 2**24
 """The largest body."""
 DEEPEST = 64
 """The most levels of a body's JSON."""
+STRINGS, BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL), re.compile(r"[\[\]{}]")
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 
@@ -48,19 +51,8 @@ def parse(content: bytes) -> Any:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
-    deepest = level = 0
-    quoted = backslash = False
-    for character in text:
-        if quoted:
-            quoted, backslash = character != '"' or backslash, character == "\\" and not backslash
-        elif character == '"':
-            quoted = True
-        elif character in "[{":
-            level += 1
-            deepest = max(deepest, level)
-        elif character in "]}":
-            level -= 1
-    if deepest > DEEPEST:
+    brackets = BRACKETS.findall(STRINGS.sub("", text))
+    if max(itertools.accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > DEEPEST:
         raise ApiError(400, f"the body's JSON has more than {DEEPEST} levels")
     try:
         return json.loads(text, parse_constant=_refuse)

@@ -17,6 +17,8 @@ import uvicorn
 
 import ling3
 from ling3.server.app import build
+from ling3.server.body import parse
+from ling3.server.errors import ApiError
 from ling3.server.running import Service
 
 CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
@@ -200,3 +202,11 @@ def test_the_documentations_example_is_answered(url):
     body = re.search(r"curl \S+ -H '\S+ \S+' -d '(.*?)'", page, re.DOTALL).group(1)
     answer = httpx.post(f"{url}/v1/chat/completions", headers=KEY, json=json.loads(body)).json()
     assert answer["choices"][0]["message"]["content"] == "3 + 4 = 7. The answer is 7."
+
+
+def test_brackets_inside_strings_are_no_levels():
+    assert parse(b'{"a": "[{\\"[", "b": ["]"]}') == {"a": '[{"[', "b": ["]"]}
+    deep = json.dumps({"a": "[{" * 100})
+    assert parse(deep.encode()) == json.loads(deep)
+    with pytest.raises(ApiError, match="more than 64 levels"):
+        parse(b"[" * 65 + b"]" * 65)
