@@ -189,6 +189,10 @@ class Engine:
         """Raises ValueError where `submit` would, calling the prompt by its `name`; nothing is queued."""
         self._request(prompt, params, truncate, name)
 
+    def left(self, tokens: int) -> int:
+        """The largest `max_tokens` that a prompt of so many tokens may have; less than 1 if it is too long."""
+        return self._intake.left(tokens)
+
     def submit(
         self,
         prompt: Any,

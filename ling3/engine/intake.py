@@ -76,6 +76,11 @@ class Intake:
             raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
         return [self.request(next(ids), prompts[i], own, truncate, f"prompt {i}") for i, own in enumerate(each)]
 
+    def left(self, tokens: int) -> int:
+        """The largest `max_tokens` after a prompt of so many tokens; less than 1 if there is no room for any."""
+        most = self.room if self.most_pages <= self.pages else min(self.room, self.pages * self.page_size + 1)
+        return most - tokens
+
     @functools.cached_property
     def _grammars(self) -> Grammars:
         assert self.tokenizer is not None, "checked before"

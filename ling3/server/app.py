@@ -1,34 +1,38 @@
 """The ASGI app: its endpoints, and errors as JSON wherever they come from."""
 
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
 import hmac
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ling3.server import chat
+from ling3.server import chat, completions, tokens
 from ling3.server.errors import ApiError
 from ling3.server.running import Service
 
 
 def build(service: Service, api_keys: Sequence[str] = ()) -> ASGIApp:
-    """The app over a service; with `api_keys`, all of /v1 wants one of them."""
-    protocol = [
-        Route("/chat/completions", chat.answer, methods=["POST"]),
-        Route("/models", _models),
-        Route("/models/{name:path}", _model),
+    """The app over a service; with `api_keys`, all but /health wants one of them."""
+    routes = [
+        Route("/v1/chat/completions", chat.answer, methods=["POST"]),
+        Route("/v1/completions", completions.answer, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/v1/models", _models),
+        Route("/v1/models/{name:path}", _model),
     ]
-    locks = [Middleware(Keys, api_keys)] if api_keys else []
-    routes = [Mount("/v1", routes=protocol, middleware=locks), Route("/health", _health)]
     handlers = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _fault}
     app = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
     app.state.service = service
-    return app
+    inner = Keys(app, api_keys) if api_keys else app
+    return Starlette(routes=[Route("/health", _health), Mount("/", inner)])
 
 
 class Keys:

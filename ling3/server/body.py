@@ -1,5 +1,8 @@
 """Request bodies: bounded, strict JSON, checked by a pydantic model whose errors name the field."""
 
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
 import itertools
 import json
 import re

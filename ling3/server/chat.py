@@ -1,20 +1,24 @@
 """`/v1/chat/completions`: conversations answered, whole or as a stream, with thinking apart."""
 
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ling3.engine.outputs import Delta, Logprob
+from ling3.engine.structured import Grammar
 from ling3.server import body
 from ling3.server.errors import ApiError
 from ling3.server.fields import Chat
-from ling3.server.running import Deltas, Events, Service, check, identifier, while_there
-from ling3.text.replies import Reply, opens_thinking
+from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.text.replies import Reply, TokenReply, opens_thinking
 from ling3.text.tokenizer import Tokenizer
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -25,17 +29,21 @@ async def answer(request: Request) -> Response:
     service: Service = request.app.state.service
     asked = await body.read(request, Chat)
     service.check_model(asked.model)
-    text, ids = await asyncio.to_thread(_prompt, service.tokenizer, asked)
+    text, ids = await asyncio.to_thread(rendered, service, asked.messages, asked.chat_template_kwargs)
     room = service.room(len(ids), "messages")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
     params = asked.params(room if most is None else most, (asked.top_logprobs or 0) if asked.logprobs else None)
+    thinking = opens_thinking(text)
+    if thinking and params.structured is not None and not isinstance(params.structured, Grammar):
+        message = f"{asked.grammar} holds from the first token, and this prompt opens the thinking: turn it off"
+        raise ApiError(400, message, asked.grammar)
     head = {"id": identifier("chatcmpl"), "created": int(time.time()), "model": service.name}
-    deltas = await while_there(request, service.start([ids], params))
+    deltas = await while_there(request, service.start([ids], params, "messages", asked.grammar))
     if isinstance(deltas, Response):
         return deltas
-    replies = [Reply(thinking=opens_thinking(text)) for _ in range(params.n)]
+    replies = [TokenReply(Reply(thinking=thinking), service.tokenizer, ids) for _ in range(params.n)]
     if asked.stream:
         usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
         return Events(_chunks(service, {**head, "object": "chat.completion.chunk"}, deltas, replies, usage))
@@ -43,18 +51,17 @@ async def answer(request: Request) -> Response:
     return whole if isinstance(whole, Response) else JSONResponse(whole)
 
 
-def _prompt(tokenizer: Tokenizer, asked: Chat) -> tuple[str, list[int]]:
+def rendered(
+    service: Service, given: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None
+) -> tuple[str, list[int]]:
     """The rendered prompt and its ids; ApiError 400, which names no file, for messages that it cannot take."""
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    tokenizer = service.tokenizer
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **(asked.chat_template_kwargs or {}))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **(variables or {}))
         return text, tokenizer.encode(text, add_special_tokens=False)
     except (ValueError, TypeError) as error:
-        message = str(error)
-        if tokenizer.chat_template is not None:
-            message = message.replace(tokenizer.chat_template.origin, "the chat template")
-        message = message.replace(str(tokenizer.directory), "the model")
-        raise ApiError(400, message, "messages") from None
+        raise ApiError(400, service.plain(error), "messages") from None
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, str]:
@@ -77,7 +84,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, str]:
     return {"role": ROLES[role], "content": content, **({"reasoning_content": reasoning} if reasoning else {})}
 
 
-async def _whole(service: Service, head: dict[str, Any], deltas: Deltas, replies: list[Reply]) -> dict[str, Any]:
+async def _whole(service: Service, head: dict[str, Any], deltas: Deltas, replies: list[TokenReply]) -> dict[str, Any]:
     said = [{"reasoning": "", "content": ""} for _ in replies]
     last: Delta | None = None
     async with contextlib.aclosing(deltas):  # pyright: ignore[reportArgumentType]
@@ -99,7 +106,7 @@ async def _whole(service: Service, head: dict[str, Any], deltas: Deltas, replies
 
 
 async def _chunks(
-    service: Service, head: dict[str, Any], deltas: Deltas, replies: list[Reply], usage: bool
+    service: Service, head: dict[str, Any], deltas: Deltas, replies: list[TokenReply], usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     unset = {"usage": None} if usage else {}
     last: Delta | None = None
@@ -126,8 +133,8 @@ async def _chunks(
         yield {**head, "choices": [], "usage": usage_of([last])}
 
 
-def _pieces(reply: Reply, delta: Delta) -> list[Any]:
-    return [*reply.feed(delta.text), *(reply.flush() if delta.finish_reason is not None else [])]
+def _pieces(reply: TokenReply, delta: Delta) -> list[Any]:
+    return reply.feed(delta.text, delta.token_ids, delta.finish_reason is not None)
 
 
 def _logprobs(tokenizer: Tokenizer, logprobs: Any) -> dict[str, Any]:
@@ -140,13 +147,3 @@ def _logprobs(tokenizer: Tokenizer, logprobs: Any) -> dict[str, Any]:
         return {**shown(one.token_id, one.logprob), "top_logprobs": top}
 
     return {"content": [entry(one) for one in logprobs], "refusal": None}
-
-
-def usage_of(lasts: list[Delta]) -> dict[str, Any]:
-    """The tokens of requests, by the last delta of each."""
-    outputs = [delta.output for delta in lasts if delta.output is not None]
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    cached = sum(output.cached_tokens for output in outputs)
-    details = {"prompt_tokens_details": {"cached_tokens": cached}}
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}

@@ -1,5 +1,8 @@
 """Errors as OpenAI's clients expect them."""
 
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +23,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(message)
+        super().__init__(_unicode(message))
+        param = None if param is None else _unicode(param)
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     @property
@@ -36,3 +40,8 @@ class ApiError(Exception):
     def event(self) -> str:
         """The same amid a stream that has begun."""
         return f"data: {json.dumps(self.body)}\n\n"
+
+
+def _unicode(text: str) -> str:
+    """The text with lone surrogates, which a client's names may have, written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,5 +1,8 @@
 """The app under uvicorn: SIGTERM lets running requests end, and a second SIGINT ends at once."""
 
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
 import contextlib
 import signal
 from collections.abc import Iterator

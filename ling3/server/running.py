@@ -1,12 +1,15 @@
 """Requests on the engine: refused when the queue is full, and aborted when the client goes away."""
 
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
 import asyncio
 import contextlib
 import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -44,31 +47,53 @@ class Service:
 
     def room(self, tokens: int, param: str) -> int:
         """How many tokens an answer to so many may have; ApiError 400 if none."""
-        room = self.engine.max_model_len - tokens
+        room = self.engine.left(tokens)
         if tokens == 0:
             raise ApiError(400, f"{param} is empty", param)
         if room < 1:
-            limit = self.engine.max_model_len
+            limit = self.engine.left(0)
             message = f"{param} has {tokens} tokens, and the context has room for {limit} with the answer"
             raise ApiError(400, message, param, "context_length_exceeded")
         return room
 
-    async def start(self, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
-        """The deltas of all prompts, with the first one at hand; ApiError where the engine refuses any of them."""
+    def plain(self, error: Exception) -> str:
+        """An error's message without paths."""
+        message = str(error)
+        if self.tokenizer.chat_template is not None:
+            message = message.replace(self.tokenizer.chat_template.origin, "the chat template")
+        return message.replace(str(self.tokenizer.directory), "the model")
+
+    async def start(
+        self, prompts: Sequence[list[int]], params: SamplingParams, name: str, grammar: str | None = None
+    ) -> Deltas:
+        """The deltas of all prompts, with the first one at hand; ApiError where the engine refuses any of them.
+
+        Errors call the prompts by `name`, and those of `params.structured` name the field `grammar`.
+        """
         count = params.n * len(prompts)
         if self.unfinished + count > self.engine.settings.max_running_requests + self.max_queue:
             raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"})
         try:
-            for prompt in prompts:
-                self.engine.check(prompt, params)
+            await asyncio.to_thread(self._check, prompts, params, name)
         except ValueError as error:
-            raise ApiError(400, str(error)) from None
+            message = self.plain(error)
+            fields = {
+                "structured": grammar,
+                name: name,
+                **{each: each for each in ("stop_token_ids", "logit_bias", "n")},
+            }
+            words = message.removeprefix("sampling parameters: ").replace(":", " ").replace(",", " ").split()
+            raise ApiError(400, message, fields.get(words[0]) if words else None) from None
         deltas = self._merged(prompts, params)
         try:
             first = await anext(deltas)
         except QueueFull:
             raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"}) from None
         return _before(first, deltas)
+
+    def _check(self, prompts: Sequence[list[int]], params: SamplingParams, name: str) -> None:
+        for prompt in prompts:
+            self.engine.check(prompt, params, name=name)
 
     async def _merged(self, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
         news: asyncio.Queue[Any] = asyncio.Queue()
@@ -159,7 +184,15 @@ def identifier(prefix: str) -> str:
 def check(delta: Delta) -> None:
     """ApiError 500 for a completion that ended in an error."""
     if delta.finish_reason == "error":
-        raise ApiError(500, "the model left no token to choose for this request", code="engine_error")
+        # Its own words may be those of a fault, which are the server's affair.
+        raise ApiError(500, "the engine ended this request in an error", code="engine_error")
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+def usage_of(lasts: list[Delta]) -> dict[str, Any]:
+    """The tokens of requests, by the last delta of each."""
+    outputs = [delta.output for delta in lasts if delta.output is not None]
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    cached = sum(output.cached_tokens for output in outputs)
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}

@@ -4,12 +4,22 @@ The pieces that `Reply` returns do not depend on how the text is cut: joined, th
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from ling3.text import tool_calls
+from ling3.text.tokenizer import Tokenizer
 from ling3.text.tool_calls import CALL_START, PYTHON_TAG, CallReader, Malformed, ToolForm, beginning
 
 THINK_START, THINK_END = "<think>", "</think>"
+CALL_TAGS = (
+    CALL_START,
+    tool_calls.CALL_END,
+    tool_calls.KEY,
+    tool_calls.KEY_END,
+    tool_calls.VALUE,
+    tool_calls.VALUE_END,
+)
 
 
 class Piece(NamedTuple):
@@ -66,6 +76,17 @@ class Reply:
         while self._held and self._advance():
             pass
         return self._taken()
+
+    def reads(self, tag: str) -> bool:
+        """True if a tag that comes next is one, and not text."""
+        begins = (self._begins or self._after_call) and not self._held.strip()
+        if self._reader is not None:
+            return tag in CALL_TAGS
+        if tag == THINK_START:
+            return begins and self._begins and not self._fresh
+        if tag == THINK_END:
+            return self._kind == "reasoning"
+        return self._form == "tags" if tag == CALL_START else tag == PYTHON_TAG and self._form == "bare" and begins
 
     def flush(self) -> list[Piece]:
         """What was held back, at the end of the reply."""
@@ -187,3 +208,43 @@ class Reply:
                 joined.append(piece)
         self._out = []
         return joined
+
+
+class TokenReply:
+    """A `Reply` to be fed with an engine's deltas, whose text lacks the tags that are special tokens.
+
+    It puts such tags back, where they are read as tags, at their places in the text, which comes as it was decoded or
+    later: stop strings hold it back. `prompt_ids` are those that the reply follows.
+    """
+
+    def __init__(self, reply: Reply, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
+        self.reply = reply
+        added = tokenizer.backend.get_added_tokens_decoder()
+        tags = (THINK_START, THINK_END, *CALL_TAGS, PYTHON_TAG)
+        self._tags = {i: token.content for i, token in added.items() if token.special and token.content in tags}
+        self._decoder = tokenizer.stream(prompt_ids) if self._tags else None
+        self._unread: list[int] = []
+        self._decoded = self._fed = 0
+        """Characters that came of the ids up to the last tag, and those that `reply` was fed with."""
+        self._waiting: list[tuple[int, str]] = []
+        """Tags with their places in the text."""
+
+    def feed(self, text: str, ids: Sequence[int], last: bool = False) -> list[Piece]:
+        """The pieces that a delta completes, or with the `last` one all that are left."""
+        if self._decoder is not None:
+            for token in ids:
+                if token in self._tags:
+                    self._decoded += len(self._decoder.feed(self._unread))
+                    self._unread = []
+                    self._waiting.append((self._decoded, self._tags[token]))
+                else:
+                    self._unread.append(token)
+        pieces = []
+        while self._waiting and self._waiting[0][0] <= self._fed + len(text):
+            place, tag = self._waiting.pop(0)
+            before, text = text[: place - self._fed], text[place - self._fed :]
+            pieces += self.reply.feed(before)
+            self._fed = place
+            pieces += self.reply.feed(tag) if self.reply.reads(tag) else []
+        self._fed += len(text)
+        return [*pieces, *self.reply.feed(text), *(self.reply.flush() if last else [])]

@@ -1,12 +1,17 @@
 """Chats over HTTP: the answers of the engine, errors as OpenAI's, and clients that go away."""
 
 import asyncio
+import dataclasses
 import json
+import pathlib
+import re
 import threading
 import time
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 import uvicorn
 
@@ -55,10 +60,22 @@ def test_the_answer_is_the_engines_bit_for_bit(engine, url):
     [
         ({"content": b"\xff"}, 400, None),
         ({"content": b"[" * 100_000}, 400, None),
+        ({"content": b'{"model":"nano","messages":[{"role":"user","\\ud800":"a"}]}'}, 400, "messages[0].\\ud800"),
+        ({"json": {**ASKED, "logit_bias": {"x": 1}}}, 400, "logit_bias"),
         ({"json": {"messages": CHAT}}, 400, "model"),
         ({"json": {**ASKED, "model": "other"}}, 404, "model"),
         ({"json": {**ASKED, "tools": []}}, 400, "tools"),
         ({"json": {**ASKED, "top_p": 2}}, 400, "top_p"),
+        ({"json": {**ASKED, "response_format": {"type": "xml"}}}, 400, "response_format"),
+        ({"json": {**ASKED, "response_format": {"type": "json_schema"}}}, 400, "response_format"),
+        ({"json": {**ASKED, "guided_regex": "("}}, 400, "guided_regex"),
+        ({"json": {**ASKED, "structured_outputs": {"choice": []}}}, 400, "structured_outputs"),
+        ({"json": {**ASKED, "guided_regex": "a", "guided_choice": ["a"]}}, 400, "guided_choice"),
+        (
+            {"json": {**ASKED, "guided_regex": "a", "chat_template_kwargs": {"enable_thinking": True}}},
+            400,
+            "guided_regex",
+        ),
         ({"json": {**ASKED, "stream": True, "messages": [{"role": "user", "content": "a " * 900}]}}, 400, "messages"),
         ({"json": {**ASKED, "n": 7}}, 429, None),
     ],
@@ -90,39 +107,101 @@ def test_a_client_that_goes_away_frees_its_slot(engine, url):
     assert engine.stats().finished["abort"] == before + 1 and engine.stats().running == 0
 
 
-@pytest.mark.parametrize(("root", "path"), [("", "/v1/models"), ("/in", "/in/v1/models"), ("/in", "/in/v1/nothing")])
-def test_a_key_is_asked_for_wherever_a_proxy_mounts_the_server(engine, root, path):
-    app = build(Service(engine, engine.tokenizer, "nano", 2), ["secret"])
+def test_thinking_and_answer_come_apart(url):
+    """The grammar names `</think>` (5), a special token, which the engine's text lacks."""
+    asked = {**ASKED, "chat_template_kwargs": {"enable_thinking": True}}
+    asked["structured_outputs"] = {"grammar": 'start: "3 + 4 = 7." <[5]> "The answer is 7."'}
+    whole = httpx.post(f"{url}/v1/chat/completions", headers=KEY, json=asked).json()["choices"][0]["message"]
+    assert (whole["reasoning_content"], whole["content"]) == ("3 + 4 = 7.", "The answer is 7.")
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client:
+        extra = {name: asked.pop(name) for name in ("chat_template_kwargs", "structured_outputs")}
+        pieces = [
+            chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True, extra_body=extra)
+        ]
+    assert "".join(getattr(piece, "reasoning_content", None) or "" for piece in pieces) == "3 + 4 = 7."
+    assert "".join(piece.content or "" for piece in pieces) == "The answer is 7."
 
-    async def ask(headers):
-        transport = httpx.ASGITransport(app, root_path=root)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            return await client.get(path, headers=headers), await client.get(f"{root}/health")
 
-    refused, health = asyncio.run(ask({}))
-    assert (refused.status_code, health.status_code) == (401, 200)
-    given, _ = asyncio.run(ask(KEY))
-    assert given.status_code == (404 if path.endswith("nothing") else 200)
+class Answer(pydantic.BaseModel):
+    unit: Literal["pens", "eggs"]
+    right: bool
 
 
-def test_answers_in_company_are_those_alone(engine, url):
-    """Six at once over four slots, drawn, with seeds of their own."""
-    questions = [f"Sam has {i} pens. He gets {i + 4} more pens. How many pens does Sam have?" for i in range(3, 9)]
-    params = [ling3.SamplingParams(temperature=1.5, seed=i, max_tokens=30) for i in range(6)]
-    alone = [
-        engine.generate([{"role": "user", "content": q}], p)[0].text for q, p in zip(questions, params, strict=True)
-    ]
+def test_an_answer_is_held_to_a_schema(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client:
+        parsed = client.chat.completions.parse(**ASKED, response_format=Answer).choices[0]
+        assert isinstance(parsed.message.parsed, Answer) and parsed.finish_reason == "stop"
+        extra = {"guided_choice": ["seven", "eight"]}
+        chosen = client.chat.completions.create(**ASKED, extra_body=extra).choices[0].message.content
+    assert chosen in extra["guided_choice"]
 
-    async def ask(client, i):
-        messages = [{"role": "user", "content": questions[i]}]
-        asked = {"model": "nano", "messages": messages, "temperature": 1.5, "max_tokens": 30, "seed": i}
-        return (await client.chat.completions.create(**asked)).choices[0].message.content
 
-    async def every():
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret") as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(6)))
+def test_without_max_tokens_an_answer_has_the_pages_that_there_are():
+    engine = ling3.Engine.from_pretrained("nano", max_running_requests=1, page_size=16, num_pages=8, max_model_len=512)
+    prompt = engine.tokenizer.apply_chat_template(CHAT)
+    most = engine.left(len(prompt))
+    engine.check(prompt, ling3.SamplingParams(max_tokens=most))
+    with pytest.raises(ValueError, match="pages"):
+        engine.check(prompt, ling3.SamplingParams(max_tokens=most + 1))
+    assert most == 8 * 16 + 1 - len(prompt)
+    service = Service(engine, engine.tokenizer, "nano", 2)
+    assert ask(service, {"model": "nano", "messages": CHAT}).status_code == 200
 
-    assert asyncio.run(every()) == alone
+
+def ask(service, body=None, path="/v1/chat/completions", root="", key=None):
+    """What an app of its own answers, without a socket."""
+
+    async def answer():
+        transport = httpx.ASGITransport(build(service, ["secret"] if key else []), False, root)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            # As uvicorn has it, the path begins with the root path.
+            return await client.request("GET" if body is None else "POST", root + path, headers=headers, json=body)
+
+    return asyncio.run(answer())
+
+
+@pytest.mark.parametrize("root", ["", "/proxy/nano", "/health"])
+def test_a_key_is_asked_for_wherever_a_proxy_mounts_the_server(engine, root):
+    service = Service(engine, engine.tokenizer, "nano", 2)
+    for path, status in (("/v1/models", 401), ("/health/", 401), ("/other", 401), ("/health", 200)):
+        assert ask(service, path=path, root=root, key="other").status_code == status
+    assert ask(service, path="/v1/models", root=root, key="secret").status_code == 200
+
+
+@pytest.mark.parametrize("where", ["check", "refusal", "first", "later", "error"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_path_and_no_trace_reach_a_client(engine, monkeypatch, where, stream):
+    begin = engine.astream
+
+    def check(prompt, params, name):
+        if where == "refusal":
+            raise ValueError(f"{engine.tokenizer.directory}/secret: no")
+        if where == "check":
+            raise RuntimeError("/secret/path")
+
+    async def astream(prompt, params):
+        if where == "first":
+            raise RuntimeError("/secret/path")
+        async for delta in begin(prompt, params):
+            fault = {"finish_reason": "error", "output": None} if where == "error" else {}
+            yield dataclasses.replace(delta, **fault)
+            raise RuntimeError("/secret/path")
+
+    monkeypatch.setattr(engine, "check", check)
+    monkeypatch.setattr(engine, "astream", astream)
+    answer = ask(Service(engine, engine.tokenizer, "nano", 2), {**ASKED, "stream": stream})
+    begun = stream and where in ("later", "error")
+    assert answer.status_code == (400 if where == "refusal" else 200 if begun else 500)
+    assert '"message"' in answer.text and "Traceback" not in answer.text
+    assert "/secret/path" not in answer.text and str(engine.tokenizer.directory) not in answer.text
+
+
+def test_the_documentations_example_is_answered(url):
+    page = (pathlib.Path(__file__).parents[2] / "docs/reference/http.md").read_text(encoding="utf-8")
+    body = re.search(r"curl \S+ -H '\S+ \S+' -d '(.*?)'", page, re.DOTALL).group(1)
+    answer = httpx.post(f"{url}/v1/chat/completions", headers=KEY, json=json.loads(body)).json()
+    assert answer["choices"][0]["message"]["content"] == "3 + 4 = 7. The answer is 7."
 
 
 def test_brackets_inside_strings_are_no_levels():

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from ling3.text.replies import Reply, opens_thinking, tool_form
+from ling3.text.detokenizer import StopStrings
+from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking, tool_form
+from ling3.text.tokenizer import load_tokenizer
 
 TOOLS = {
     "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
@@ -100,3 +102,33 @@ def test_what_a_template_says():
     assert tool_form("{% if tools %}<tool_call>") == "tags"
     assert tool_form('{% if tools %}{"name": …, "parameters": …}') == "bare"
     assert opens_thinking("<role>ASSISTANT</role>\n<think>\n") and not opens_thinking("<think></think>")
+
+
+@pytest.mark.parametrize("stop", ["", "apples", "6."])
+def test_special_tokens_are_tags_wherever_deltas_are_cut(stop):
+    tokenizer = load_tokenizer("nano")
+    prompt = tokenizer.encode("<role>ASSISTANT</role>\n<think>")
+    text = "3 + 3 = 6.</think>\nSix apples é.</think>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text.replace("</think>", ""), "nano's tags are special tokens"
+    whole = text.split(stop, maxsplit=1)[0] if stop else text.removesuffix("</think>")
+    expected = Reply(thinking=True)
+    expected = [*expected.feed(whole), *expected.flush()]
+    for size in range(1, len(ids) + 1):
+        decoder, stops = tokenizer.stream(prompt), StopStrings([stop] if stop else [])
+        reply, said = TokenReply(Reply(thinking=True), tokenizer, prompt), {"reasoning": "", "content": ""}
+        for start in range(0, len(ids), size):
+            part, last = ids[start : start + size], start + size >= len(ids)
+            new = stops.feed(decoder.feed(part)) + (stops.flush() if last else "")
+            for piece in reply.feed(new, part, last):
+                said[piece.kind] += piece.text
+        assert {kind: said for kind, said in said.items() if said} == {piece.kind: piece.text for piece in expected}
+
+
+def test_a_special_tag_that_is_none_shows_nothing():
+    tokenizer = load_tokenizer("nano")
+    reply = TokenReply(Reply(), tokenizer, [])
+    assert reply.feed("6", tokenizer.encode("6</think>"), True) == [Piece("content", "6")]
+    reply = TokenReply(Reply(), tokenizer, [])
+    pieces = reply.feed("why6", tokenizer.encode("<think>why</think>6"), True)
+    assert pieces == [Piece("reasoning", "why"), Piece("content", "6")]

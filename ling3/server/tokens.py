@@ -1,0 +1,66 @@
+"""`/tokenize` and `/detokenize`: texts and conversations as the model's ids, and back."""
+
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
+import asyncio
+from typing import Annotated, Any
+
+import pydantic
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ling3.server import body, chat
+from ling3.server.errors import ApiError
+from ling3.server.running import Service
+
+
+class Tokenize(pydantic.BaseModel):
+    """A request for the ids of a text, or of a conversation."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    messages: list[dict[str, Any]] | None = pydantic.Field(None, min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Detokenize(pydantic.BaseModel):
+    """A request for the text of ids."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    tokens: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
+
+
+async def tokenize(request: Request) -> Response:
+    """The endpoint for ids."""
+    service: Service = request.app.state.service
+    asked = await body.read(request, Tokenize)
+    service.check_model(asked.model)
+    ids = await asyncio.to_thread(_ids, service, asked)
+    return JSONResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
+
+
+async def detokenize(request: Request) -> Response:
+    """The endpoint for text."""
+    service: Service = request.app.state.service
+    asked = await body.read(request, Detokenize)
+    service.check_model(asked.model)
+    text = await asyncio.to_thread(service.tokenizer.decode, asked.tokens, skip_special_tokens=False)
+    return JSONResponse({"prompt": text})
+
+
+def _ids(service: Service, asked: Tokenize) -> list[int]:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "expected either prompt or messages", "prompt")
+    if asked.messages is not None:
+        return chat.rendered(service, asked.messages, asked.chat_template_kwargs)[1]
+    assert asked.prompt is not None, "one of the two"
+    try:
+        return service.tokenizer.encode(asked.prompt, asked.add_special_tokens)
+    except ValueError as error:
+        raise ApiError(400, service.plain(error), "prompt") from None
