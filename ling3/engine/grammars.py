@@ -98,7 +98,7 @@ class Constraint:
         if early or not (left.any() or self.whole):
             at = count + early[0] if early else at
             ends = f" that is not an end, and min_tokens is {least}" if at < least else ""
-            return f"the grammar leaves no token{ends} after {at} tokens of the output"
+            return f"after {at} tokens of the output the grammar leaves no token{ends}"
         return None
 
     def _look(self) -> None:

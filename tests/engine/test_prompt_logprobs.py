@@ -41,9 +41,9 @@ def test_they_are_the_log_softmax_of_the_models_logits(alone):
             row = expected[place - 1]
             assert score.token_id == prompt[place]
             # Float32 logits of a few units through four layers, in chunks and not: 1e-5 at most.
-            np.testing.assert_allclose(score.logprob, row[score.token_id], atol=1e-4)
-            np.testing.assert_allclose(list(score.top.values()), np.sort(row)[::-1][:3], atol=1e-4)
-            np.testing.assert_allclose(row[list(score.top)], list(score.top.values()), atol=1e-4)
+            np.testing.assert_allclose(score.logprob, row[score.token_id], atol=1e-5)
+            np.testing.assert_allclose(list(score.top.values()), np.sort(row)[::-1][:3], atol=1e-5)
+            np.testing.assert_allclose(row[list(score.top)], list(score.top.values()), atol=1e-5)
             assert list(score.top.values()) == sorted(score.top.values(), reverse=True)
 
 
