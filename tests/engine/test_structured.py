@@ -357,9 +357,7 @@ def test_the_limits_are_llguidances(monkeypatch, served):
 def test_a_grammar_that_leaves_no_token_ends_in_error(served):
     """Where every end is struck out, and where a forced token is one."""
     ends = tokenizer().encode("b")
-    with pytest.raises(
-        ValueError, match="structured: after 1 tokens of the output the grammar leaves no token .*, and min_tokens is 4"
-    ):
+    with pytest.raises(ValueError, match=r"after 1 tokens of .* leaves no token .* min_tokens is 4"):
         served.submit(PROMPTS[0], params(ling3.Regex("abc?d?e?f?"), stop_token_ids=ends, min_tokens=4))
     late = params(ling3.Regex("[xy]bc?d?e?f?"), stop_token_ids=ends, min_tokens=4)
     (output,) = served.generate([PROMPTS[0]], late)
