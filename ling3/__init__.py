@@ -118,17 +118,13 @@ class _InstallHook:
         if package != "ling3" or module in _WITHOUT_ARRAYS or module.startswith(("cli.", "runtime.")):
             return None
         sys.meta_path.remove(self)
-        # Equinox before the hook: Python keeps separate bytecode for modules that are first imported by a hooked one.
         import importlib.util  # noqa: PLC0415
-
-        import equinox  # noqa: F401, PLC0415
-        from jaxtyping import install_import_hook  # noqa: PLC0415
 
         # Settings too: a type check would come before `__post_init__`, look at one item of a list, and name no remedy.
         import ling3.engine.settings  # noqa: F401, PLC0415
-        from ling3.runtime import checks  # noqa: F401, PLC0415
+        from ling3.runtime import import_hook  # noqa: PLC0415
 
-        install_import_hook("ling3", "ling3.runtime.checks.checked")
+        import_hook.install("ling3")
         # The search that is under way goes through the finders as they were without the hook.
         return importlib.util.find_spec(fullname)
 

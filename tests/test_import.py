@@ -66,7 +66,7 @@ def test_a_check_is_written_at_the_first_call(monkeypatch):
     written = []
     monkeypatch.setattr(checks, "WRITTEN", lambda function: written.append(function) or function)
 
-    @jaxtyping.jaxtyped(typechecker=checks.checked)
+    @checks.typed
     def double(x: float) -> float:
         return 2 * x
 
@@ -79,7 +79,7 @@ def test_a_check_is_written_at_the_first_call(monkeypatch):
 
 
 def test_an_int_is_a_fine_float_and_a_text_is_none():
-    @jaxtyping.jaxtyped(typechecker=checks.checked)
+    @checks.typed
     def double(x: float) -> float:
         return 2 * x
 
