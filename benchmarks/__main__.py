@@ -26,6 +26,7 @@ def main(
     show: Annotated[bool, tyro.conf.arg(name="list")] = False,
     kernels: bool = False,
     vllm: Path | None = None,
+    mlx: Path | None = None,
     out: Path = Path("benchmarks/results"),
     scratch: Path = SCRATCH,
 ) -> None:
@@ -41,6 +42,7 @@ def main(
         show: list the cases, and measure nothing.
         kernels: on a GPU, run ling3's models on the Pallas kernels.
         vllm: the Python of an environment with vLLM, for the cases that compare with it.
+        mlx: the Python of an environment with mlx-lm, for the same.
         out: the directory for a JSON file and a picture of each group.
         scratch: the directory for random checkpoints and caches, which are kept; the largest checkpoint has 3 GB.
     """
@@ -54,7 +56,7 @@ def main(
         for case in wanted:
             print(f"{case.name}: {case.question}")
         return
-    records = run_all(wanted, quick, rounds, out, scratch, kernels, vllm)
+    records = run_all(wanted, quick, rounds, out, scratch, kernels, vllm, mlx)
     Console(width=None if sys.stdout.isatty() else 160).print(report.table(records))
     if any(record["outcome"] in ("wrong", "failed") for record in records):
         sys.exit(1)
@@ -68,12 +70,13 @@ def run_all(
     scratch: Path,
     kernels: bool = False,
     vllm: Path | None = None,
+    mlx: Path | None = None,
 ) -> list[report.Record]:
     """The records of the cases, each written to `out` as soon as it is there.
 
     Cases of the group gpu run at full size on a GPU alone. One setting for each scale keeps what its cases share.
     """
-    settings = {scale: Setting(scale, scratch, kernels, vllm) for scale in ("full", "toy")}
+    settings = {scale: Setting(scale, scratch, kernels, vllm, mlx) for scale in ("full", "toy")}
     records = []
     with _progress() as progress:
         task = progress.add_task("", total=len(wanted))

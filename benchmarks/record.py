@@ -50,7 +50,7 @@ def _arguments() -> Iterator[str]:
     for argument in arguments:
         if argument in ("--scratch", "--out"):
             next(arguments, None)
-        elif argument == "--vllm":
+        elif argument in ("--vllm", "--mlx"):
             next(arguments, None)
             yield from (argument, "PYTHON")
         elif not argument.startswith(("--scratch=", "--out=")):

@@ -132,9 +132,16 @@ def chosen(globs: Sequence[str]) -> list[Case]:
 class Setting:
     """Where a case runs: at which sizes, on which backend and kernels, with which room for scratch files."""
 
-    def __init__(self, scale: Scale, scratch: Path, kernels: bool = False, vllm: Path | None = None):
+    def __init__(
+        self,
+        scale: Scale,
+        scratch: Path,
+        kernels: bool = False,
+        vllm: Path | None = None,
+        mlx: Path | None = None,
+    ):
         self.scale: Scale = scale
-        self.scratch, self.vllm = scratch, vllm
+        self.scratch, self.vllm, self.mlx = scratch, vllm, mlx
         self.backend = jax.default_backend()
         self.execution = on_kernels() if kernels and self.gpu else Execution.default()
         self._kept: tuple[Any, Any] | None = None

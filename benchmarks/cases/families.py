@@ -17,9 +17,9 @@ from benchmarks.cases.engine import seconds, together
 from benchmarks.cases.model import NEW, PROMPT, TRIED, Generate, Tokens, per_step
 from benchmarks.models import DENSE_TOY, LLAMA, QWEN3, checkpoint, prompts
 from benchmarks.oracles import is_peer, likeliest
+from benchmarks.peer_process import VLLM, PeerProcess
 from benchmarks.registry import Absent, Setting, Side, Trial, case, milliseconds
 from benchmarks.transformers_peer import Peer
-from benchmarks.vllm_peer import VLLM
 from ling3.bench.measure import random_requests
 
 VLLM_NAME, TRANSFORMERS = "vLLM, LLM.generate", "transformers, model.generate"
@@ -38,9 +38,9 @@ class Three:
         directory = checkpoint(self.config, setting.scratch)
         self.peer = Peer(directory, dtype)
         self.model = ling3.load(directory, dtype=getattr(jnp, dtype))
-        self.vllm: VLLM | Absent
+        self.vllm: PeerProcess | Absent
         try:
-            self.vllm = VLLM(setting.vllm, directory, dtype)
+            self.vllm = PeerProcess(VLLM, setting.vllm, directory, dtype)
         except Absent as error:
             self.vllm = error
 

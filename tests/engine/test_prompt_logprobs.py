@@ -33,18 +33,27 @@ def alone():
     return [scores(lonely, [prompt])[0] for prompt in TEXTS]
 
 
+# float32's rounding through four layers, against float64: 5e-7 in the median, 9e-6 at worst on one machine; another
+# order of the same sums, as another processor has it, moves the worst by a factor of two or three.
+MEDIAN, WORST = 1.5e-6, 3e-5
+
+
 def test_they_are_the_log_softmax_of_the_models_logits(alone):
-    for prompt, found in zip(TEXTS, alone, strict=True):
-        expected = np.asarray(jax.nn.log_softmax(model()(jnp.asarray([prompt], jnp.int32))[0]))
-        assert found[0] is None and len(found) == len(prompt)
-        for place, score in enumerate(found[1:], start=1):
-            row = expected[place - 1]
-            assert score.token_id == prompt[place]
-            # Float32 logits of a few units through four layers, in chunks and not: 1e-5 at most.
-            np.testing.assert_allclose(score.logprob, row[score.token_id], atol=1e-5)
-            np.testing.assert_allclose(list(score.top.values()), np.sort(row)[::-1][:3], atol=1e-5)
-            np.testing.assert_allclose(row[list(score.top)], list(score.top.values()), atol=1e-5)
-            assert list(score.top.values()) == sorted(score.top.values(), reverse=True)
+    errors = []
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf, model())
+        for prompt, found in zip(TEXTS, alone, strict=True):
+            expected = np.asarray(jax.nn.log_softmax(wide(jnp.asarray([prompt], jnp.int32))[0]))
+            assert found[0] is None and len(found) == len(prompt)
+            for token, row, score in zip(prompt[1:], expected, found[1:]):
+                values = list(score.top.values())
+                assert score.token_id == token and values == sorted(values, reverse=True)
+                errors += [
+                    score.logprob - row[token],
+                    *(values - row[list(score.top)]),
+                    *(values - np.sort(row)[::-1][:3]),
+                ]
+    assert np.abs(errors).max() <= WORST and np.median(np.abs(errors)) <= MEDIAN
 
 
 def test_a_token_among_the_likeliest_has_the_very_float(served):

