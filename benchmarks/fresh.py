@@ -66,6 +66,32 @@ def load_ling3(directory: str) -> dict[str, Any]:
     }
 
 
+def load_stored(directory: str) -> dict[str, Any]:
+    """The checkpoint as it is stored, every page of it touched."""
+    import jax  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
+
+    import ling3  # noqa: PLC0415
+    from ling3.leaves import leaves  # noqa: PLC0415
+
+    begin = time.perf_counter()
+    model = ling3.load(directory)
+    touched = sum(int(np.asarray(array).reshape(-1).view(np.uint8)[::4096].sum()) for array in jax.tree.leaves(model))
+    seconds = time.perf_counter() - begin
+    whole = [leaf for leaf in leaves(model) if ".experts." not in leaf.path and leaf.value.ndim == 2]
+    sums = {leaf.path: float(np.asarray(leaf.value).astype(np.float64).sum()) for leaf in whole[-3:]}
+    return {"seconds": seconds, "peak_bytes": _peak(), "touched": touched, "sums": sums}
+
+
+def read(file: str) -> dict[str, Any]:
+    """A file into memory."""
+    import numpy as np  # noqa: PLC0415
+
+    begin = time.perf_counter()
+    found = np.fromfile(file, np.uint8)
+    return {"seconds": time.perf_counter() - begin, "bytes": found.nbytes}
+
+
 def load_transformers(directory: str) -> dict[str, Any]:
     """The same with transformers."""
     import torch  # noqa: PLC0415
@@ -132,7 +158,9 @@ def _peak() -> int:
 
 ACTIONS = {
     "load-ling3": load_ling3,
+    "load-stored": load_stored,
     "load-transformers": load_transformers,
+    "read": read,
     "compile": compile_program,
     "import": import_package,
 }

@@ -12,6 +12,7 @@ from benchmarks.cases import (
     operators,
     prefixes,
     start,
+    whole,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "operators",
     "prefixes",
     "start",
+    "whole",
 ]

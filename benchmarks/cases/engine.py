@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import ling3
-from benchmarks.models import MID, TOY, checkpoint
+from benchmarks.models import FOUR_LAYERS, MID, TOY, checkpoint
 from benchmarks.oracles import is_peer
 from benchmarks.registry import Setting, Side, Trial, Wrong, case, milliseconds
 from benchmarks.transformers_peer import Peer
@@ -31,14 +31,9 @@ def offline(setting: Setting) -> Trial:
     engine, lone = _engine(setting, model), _engine(setting, model, max_running_requests=1, decode_rows=2)
     expected = singly(engine, requests)
 
-    def company() -> str:
-        if together(engine, requests) != expected:
-            raise Wrong("the engine's tokens depend on company")
-        return "the same tokens in company and alone"
-
     sides = [
-        Side("engine, all at once", seconds(lambda: together(engine, requests)), company),
-        Side("the same engine, one by one", seconds(lambda: singly(engine, requests)), is_peer),
+        Side("engine, all at once", seconds(lambda: together(engine, requests)), in_company(engine, requests)),
+        Side(ALONE, seconds(lambda: singly(engine, requests)), is_peer),
         Side(
             "an engine for one request",
             seconds(lambda: singly(lone, requests)),
@@ -51,6 +46,44 @@ def offline(setting: Setting) -> Trial:
         ),
     ]
     return Trial(sides, unit="s", tokens=sum(request.max_tokens for request in requests), about=_about(requests))
+
+
+ALONE, GENERATE = "the same engine, one by one", "ling3.generate"
+
+
+@case("engine/one-request", "One request in an engine of 16 rows, against ling3.generate.", wanted={GENERATE: 0.95})
+def one_request(setting: Setting) -> Trial:
+    """Ling-3.0-tiny's full width with four layers, float32: milliseconds for all tokens."""
+    model = _full_width(setting)
+    requests = random_requests(1, model.config.vocab_size, (16, 16), (64, 64))
+    engine = _engine(setting, model)
+    expected = generated(model, requests)
+    sides = [
+        Side(
+            "engine", milliseconds(lambda: singly(engine, requests)), lambda: agrees(singly(engine, requests), expected)
+        ),
+        Side(GENERATE, milliseconds(lambda: generated(model, requests)), is_peer),
+    ]
+    return Trial(sides, tokens=requests[0].max_tokens, about=_about(requests))
+
+
+@case("engine/full-width", "48 mixed requests at full width with four layers.", wanted={ALONE: 3.0}, rounds=2)
+def full_width(setting: Setting) -> Trial:
+    """Seconds for all at once, and for one after the other, which takes decode calls of as few rows as there are."""
+    model = _full_width(setting)
+    longest = setting.size(full=64, toy=24)
+    requests = random_requests(setting.size(full=48, toy=8), model.config.vocab_size, (16, longest), (16, longest))
+    engine = _engine(setting, model)
+    sides = [
+        Side("engine, all at once", seconds(lambda: together(engine, requests)), in_company(engine, requests)),
+        Side(ALONE, seconds(lambda: singly(engine, requests)), is_peer),
+    ]
+    return Trial(sides, unit="s", tokens=sum(request.max_tokens for request in requests), about=_about(requests))
+
+
+def _full_width(setting: Setting) -> ling3.CausalLM:
+    directory = checkpoint(setting.size(full=FOUR_LAYERS, toy=TOY), setting.scratch)
+    return setting.keep("full width", lambda: ling3.load(directory, dtype=jnp.float32))
 
 
 @case("engine/request-rate", "Latencies of requests that arrive at random, against their rate, on nano.", rounds=2)
@@ -107,6 +140,17 @@ def together(engine: ling3.Engine | ling3.Fleet, requests: Sequence[SampleReques
     """All requests at once."""
     outputs = engine.generate([request.prompt for request in requests], [_params(request) for request in requests])
     return [list(output.token_ids) for output in outputs]
+
+
+def in_company(engine: ling3.Engine, requests: Sequence[SampleRequest]) -> Callable[[], str]:
+    """A check that no answer depends on company, bit for bit."""
+
+    def check() -> str:
+        if together(engine, requests) != singly(engine, requests):
+            raise Wrong("the engine's tokens depend on company")
+        return "the same tokens in company and alone"
+
+    return check
 
 
 def singly(engine: ling3.Engine, requests: Sequence[SampleRequest]) -> Tokens:

@@ -17,9 +17,12 @@ from benchmarks import floors
 from benchmarks.cases.model import NEW, PROMPT, Tokens, per_step
 from benchmarks.models import FOUR_LAYERS, TOY, checkpoint, prompts
 from benchmarks.oracles import is_peer, likeliest
+from benchmarks.peer_process import MLX, PeerProcess
 from benchmarks.registry import Setting, Side, Trial, case
 
-WIDE, FLOOR = "ling3, float32", "reading the step's bytes"
+WIDE, FLOOR, PEER = "ling3, float32", "reading the step's bytes", "mlx-lm, as many bits"
+PEER_PROMPT, PEER_NEW = 2, 4
+"""mlx's CPU products take one row after the other: a prompt of 16 tokens takes as long as 16 steps."""
 
 
 def quantized(config: ling3.Ling3Config, scratch: Path, form: str) -> Path:
@@ -48,7 +51,7 @@ class Models:
     def __init__(self, setting: Setting, form: str):
         config = setting.size(full=FOUR_LAYERS, toy=dataclasses.replace(TOY, kv_lora_rank=32))
         source = checkpoint(config, setting.scratch)
-        self.form = form
+        self.form, self.source, self.mlx = form, source, setting.mlx
         self.directory = source if form == "bfloat16" else quantized(config, setting.scratch, form)
         self.own = ling3.load(self.directory, dtype=jnp.bfloat16 if form == "bfloat16" else jnp.float32)
         self.wide = ling3.load(source, dtype=jnp.float32)
@@ -64,6 +67,25 @@ class Models:
             return np.asarray(oracle(seen)[:, -len(tokens[0]) :])
 
         return likeliest(tokens, logits, **allowed)
+
+    def peer(self, batch: Tokens) -> Side:
+        """mlx-lm, which quantizes in a way of its own: what it computes is held to the model in float32."""
+
+        def check() -> str:
+            wide = PeerProcess(MLX, self.mlx, self.source, "32")
+            tokens = wide.generate(batch, 2)
+            wide.close()
+            seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
+            return "in float32, " + likeliest(tokens, lambda: np.asarray(self.wide(seen)[:, -2:]))
+
+        @functools.cache
+        def process() -> PeerProcess:
+            return PeerProcess(MLX, self.mlx, self.source, self.form[3:])
+
+        def measure() -> float:
+            return per_step(lambda batch, new: process().generate(batch, new), batch, PEER_NEW)()
+
+        return Side(PEER, measure, check)
 
 
 def _decode(setting: Setting, form: str, rows: int) -> Trial:
@@ -83,6 +105,8 @@ def _decode(setting: Setting, form: str, rows: int) -> Trial:
         ),
         Side(WIDE, per_step(functools.partial(generate, models.wide), batch, NEW), is_peer),
     ]
+    if form in ("int4", "int8"):
+        sides.append(models.peer([row[:PEER_PROMPT] for row in batch]))
     about = {"rows": rows, "prompt": PROMPT, "new": NEW}
     if rows == 1:
         read = step_bytes(models.own)
@@ -103,13 +127,13 @@ def fp8_1(setting: Setting) -> Trial:
     return _decode(setting, "fp8", 1)
 
 
-@case("formats/int8-1", "The same in INT8.", wanted={WIDE: 3.0, FLOOR: 0.8})
+@case("formats/int8-1", "The same in INT8.", wanted={WIDE: 3.0, FLOOR: 0.8, PEER: 1.5})
 def int8_1(setting: Setting) -> Trial:
     """A quarter, each number times its group's scale and rounded to bfloat16."""
     return _decode(setting, "int8", 1)
 
 
-@case("formats/int4-1", "The same in INT4.", wanted={WIDE: 4.5, FLOOR: 0.65})
+@case("formats/int4-1", "The same in INT4.", wanted={WIDE: 4.5, FLOOR: 0.65, PEER: 1.5})
 def int4_1(setting: Setting) -> Trial:
     """A seventh, looked up."""
     return _decode(setting, "int4", 1)
@@ -121,7 +145,13 @@ def mxfp4_1(setting: Setting) -> Trial:
     return _decode(setting, "mxfp4", 1)
 
 
-@case("formats/int4-8", "A decode step of 8 rows in INT4, each another prompt.")
+@case("formats/int4-8", "A decode step of 8 rows in INT4, each another prompt.", wanted={PEER: 1.5}, rounds=3)
 def int4_8(setting: Setting) -> Trial:
     """Eight answers together: most experts have one row."""
     return _decode(setting, "int4", 8)
+
+
+@case("formats/int8-8", "The same in INT8.", wanted={PEER: 1.5}, rounds=3)
+def int8_8(setting: Setting) -> Trial:
+    """Eight answers together."""
+    return _decode(setting, "int8", 8)

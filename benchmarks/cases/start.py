@@ -56,9 +56,10 @@ def generate_warm(setting: Setting) -> Trial:
     return Trial([side], unit="s", warm=False)
 
 
-def first_word(cache: Path) -> tuple[float, str]:
-    """Seconds from starting `ling3 generate nano` to the first byte it says, and all that it says."""
-    command = [sys.executable, "-m", "ling3.cli", "generate", "nano", "--chat", "-p", QUESTION]
+def first_word(cache: Path, *arguments: str) -> tuple[float, str]:
+    """Seconds from starting `ling3 generate` to the first byte it says, and all that it says; nano answers QUESTION."""
+    arguments = arguments or ("nano", "--chat", "-p", QUESTION)
+    command = [sys.executable, "-m", "ling3.cli", "generate", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     environment["LING3_COMPILATION_CACHE"] = str(cache)
     begin = time.perf_counter()
