@@ -22,7 +22,7 @@ from ling3.layers.moe import Router
 from ling3.ops.attention import Expansion, attention, latent_attention, paged_attention
 from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.experts_kernel import grouped_experts
-from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda
+from ling3.ops.kda import chunk_kda, kda_gate, l2_normalize, recurrent_kda
 from ling3.ops.kda_step_kernel import fused_kda_step
 from ling3.ops.latent_attention_kernel import fused_latent_attention
 
@@ -36,10 +36,15 @@ def kda_chunk(setting: Setting, batch: int, seq: int, heads: int, width: int, ca
     """Prefill of KDA, as the layer runs it, against the recurrence."""
     inputs = _kda_inputs(batch, seq, heads, width, rounded=setting.gpu)
     arrays = tuple(inputs.values())
-    ours = _call(functools.partial(chunk_kda, lower_bound=LOWER_BOUND), *arrays)
+    execution = Execution.default()
+    ours, chunks = (
+        _call(functools.partial(form, lower_bound=LOWER_BOUND, chunk_size=execution.chunk_size), *arrays)
+        for form in (execution.chunk_kda, chunk_kda)
+    )
     specification = _call(recurrent_kda, *arrays)
     sides = [
-        ("ling3, chunk_kda", ours),
+        ("ling3", ours),
+        *([("ling3, without a kernel", chunks)] if execution.chunk_kda is not chunk_kda else []),
         *_peers(lambda: torch_peers.kda(inputs, setting.gpu, steps=False)),
         ("ling3, recurrent_kda", specification),
     ]
@@ -55,7 +60,9 @@ def kda_one_step(setting: Setting, batch: int, heads: int, width: int, calls: in
     sides = [
         (
             "ling3, kda_step",
-            *_in_place(functools.partial(kda_step, lowering=Execution.default().lowering), token, state),
+            *_in_place(
+                functools.partial(Execution.default().kda_step, lowering=Execution.default().lowering), token, state
+            ),
         ),
         *((name, run, run) for name, run in _peers(lambda: torch_peers.kda(inputs, setting.gpu, steps=True))),
         *([("ling3, fused_kda_step", *_in_place(fused, token, state))] if kernel else []),

@@ -63,6 +63,7 @@ PLAIN = Execution()
 PLATFORMS: dict[str, Execution] = {
     "cpu": Execution(
         kda_step=kda.native_kda_step,
+        chunk_kda=kda.native_chunk_kda,
         paged_attention=attention.native_attention,
         latent_attention=attention.native_latent_attention,
         experts=experts.native_experts,

@@ -10,7 +10,7 @@ import pytest
 from ling3.ops import attention_cpu, kda_cpu, products_cpu
 from ling3.runtime import native
 
-KERNELS = {"attention": attention_cpu, "kda_step": kda_cpu, "product": products_cpu}
+KERNELS = {"attention": attention_cpu, "kda_run": kda_cpu, "product": products_cpu}
 KEPT = pathlib.Path(__file__).parent.parent / ".jax_cache" / "native"
 HAS_COMPILER = bool(native._compiler()) and shutil.which(native._compiler()[0]) is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")

@@ -9,7 +9,12 @@ FULL = {"heads": 16, "width": 128}
 TOY = {"heads": 2, "width": 32}
 
 
-@case("operators/kda-chunk", "KDA on a prompt of 2,048 tokens: the chunk form, the recurrence, torch.", rounds=3)
+@case(
+    "operators/kda-chunk",
+    "KDA on a prompt of 2,048 tokens: as the layer runs it, the recurrence, torch.",
+    wanted={"ling3, recurrent_kda": 2.0},
+    rounds=3,
+)
 def kda_chunk(setting: Setting) -> Trial:
     """The prefill of one KDA layer."""
     return operators.kda_chunk(setting, 1, setting.size(full=2048, toy=80), **setting.size(full=FULL, toy=TOY))

@@ -9,6 +9,7 @@ writing strength beta in (0, 1):
 matrix products. All work happens in the dtype of `g`, which is float32 in the model (float64 in the tests).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -47,38 +48,6 @@ def kda_step(
     if lowering.barriers:
         decay, k, u = lax.optimization_barrier((decay, k, u))
     return o, decay[..., None] * state + k[..., None] * u[..., None, :]
-
-
-@jax.custom_jvp
-def _native_step(
-    q: Float[Array, "batch heads key"],
-    k: Float[Array, "batch heads key"],
-    v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
-    beta: Float[Array, "batch heads"],
-    state: Float[Array, "batch heads key value"],
-) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    return kda_cpu.step(q, k, v, g, beta, state)
-
-
-@_native_step.defjvp
-def _derivative_of_the_plain_step(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Any, Any]:
-    return jax.jvp(kda_step, primals, tangents)
-
-
-def native_kda_step(
-    q: Float[Array, "batch heads key"],
-    k: Float[Array, "batch heads key"],
-    v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
-    beta: Float[Array, "batch heads"],
-    state: Float[Array, "batch heads key value"],
-    lowering: Lowering = XLA,
-) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """`kda_step` by the kernel for CPUs, where it is faster."""
-    if not kda_cpu.suits(state):
-        return kda_step(q, k, v, g, beta, state, lowering)
-    return _native_step(q, k, v, g, beta, state)
 
 
 def recurrent_kda(
@@ -153,6 +122,58 @@ def chunk_kda(
 
     state, o = lax.scan(one, state, (u, reads, jnp.tril(qk), k * to_end, decay))
     return rearrange(o, "n b h c d -> b (n c) h d")[:, :seq], state
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _native(
+    options: tuple[tuple[str, Any], ...],
+    q: Float[Array, "batch seq heads key"],
+    k: Float[Array, "batch seq heads key"],
+    v: Float[Array, "batch seq heads value"],
+    g: Float[Array, "batch seq heads key"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads key value"],
+) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+    return kda_cpu.run(q, k, v, g, beta, state)
+
+
+@_native.defjvp
+def _derivative_of_chunks(options: Any, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Any, Any]:
+    return jax.jvp(functools.partial(chunk_kda, **dict(options)), primals, tangents)
+
+
+def native_chunk_kda(
+    q: Float[Array, "batch seq heads key"],
+    k: Float[Array, "batch seq heads key"],
+    v: Float[Array, "batch seq heads value"],
+    g: Float[Array, "batch seq heads key"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads key value"],
+    *,
+    lower_bound: float | None,
+    chunk_size: int = 16,
+) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+    """`chunk_kda` by the kernel for CPUs, where it is faster: token by token, so that prefill has decode's bits."""
+    options = {"lower_bound": lower_bound, "chunk_size": chunk_size}
+    if not kda_cpu.suits(state):
+        return chunk_kda(q, k, v, g, beta, state, **options)
+    return _native(tuple(options.items()), q, k, v, g, beta, state)
+
+
+def native_kda_step(
+    q: Float[Array, "batch heads key"],
+    k: Float[Array, "batch heads key"],
+    v: Float[Array, "batch heads value"],
+    g: Float[Array, "batch heads key"],
+    beta: Float[Array, "batch heads"],
+    state: Float[Array, "batch heads key value"],
+    lowering: Lowering = XLA,
+) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+    """`kda_step` by the kernel for CPUs, where it is faster."""
+    if not kda_cpu.suits(state):
+        return kda_step(q, k, v, g, beta, state, lowering)
+    o, state = native_chunk_kda(*(x[:, None] for x in (q, k, v, g, beta)), state, lower_bound=None)
+    return o[:, 0], state
 
 
 def _decayed_products(

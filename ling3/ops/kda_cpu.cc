@@ -1,99 +1,166 @@
-// One token of the KDA recurrence on a CPU, for `kda_cpu.py`: each state is updated where it lies, and that of a row
-// without a token is not touched.
+// The KDA recurrence on a CPU, for `kda_cpu.py`: token by token, each state updated where it lies. A state goes through a
+// run of tokens some columns at a time, which stay in the first cache: no value of one column depends on another's.
 
 #include "lanes_cpu.h"
 
 namespace {
 
+// Columns of a state that go through a run of tokens together.
+constexpr int WIDTH = 4 * LANES;
+constexpr int BLOCK = WIDTH / LANES;
+
+// Tokens whose decayed k and q are computed at once.
+constexpr int64_t RUN = 32;
+
 struct Sizes {
-  int64_t heads, key, value;
+  int64_t seq, heads, key, value;
 };
 
-// Registers of values that are summed together.
-constexpr int BLOCK = 4;
+// A head of a row: its first token's inputs and output; the next token's are `heads` heads further.
+struct Head {
+  const float *q, *k, *v, *decay, *beta;
+  float* o;
+};
+
+// What a token has for all columns.
+struct Token {
+  const float *k, *decay, *v;
+  float *decayed_k, *decayed_q, *o;
+  float both, beta;  // both: q·k
+  bool idle, changes;
+};
+
+// S <- decay S + k uᵀ, which is written when the next token reads.
+struct Written {
+  const float *decay, *k;
+  Lanes u[BLOCK];
+};
 
 inline bool all_one(const float* numbers, int64_t count) {
   return std::all_of(numbers, numbers + count, [](float number) { return number == 1; });
 }
 
-// Sᵀ a and Sᵀ b, with the values of a row of S in registers: each sum runs over the keys in order.
-inline void read(const float* state, const float* a, const float* b, const Sizes& sizes, float* first, float* second) {
-  int64_t v = 0;
-  for (; v + BLOCK * LANES <= sizes.value; v += BLOCK * LANES) {
-    Lanes sums[2][BLOCK] = {};
-    for (int64_t k = 0; k < sizes.key; k++) {
-      const Lanes own = every(a[k]), other = every(b[k]);
+inline float dot(const float* a, const float* b, int64_t count) {
+  Lanes sums = {};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) sums = multiply_add(load(a + i), load(b + i), sums);
+  float sum = total(sums);
+  for (; i < count; i++) sum += a[i] * b[i];
+  return sum;
+}
+
+// One way through the columns: what the last token wrote, and the sums over the keys that this one reads, in order.
+template <bool WRITES, bool READS>
+INLINE void pass(float* columns, int64_t stride, int64_t keys, const Written& last, const Token& token,
+                 Lanes (&read)[2][BLOCK]) {
+  // In variables of its own: for all that the compiler knows, writing a row changes the others.
+  const float *const decay = last.decay, *const k = last.k, *const first = token.decayed_k, *const second = token.decayed_q;
+  Lanes u[BLOCK], sums[2][BLOCK] = {};
+  if (WRITES) std::memcpy(u, last.u, sizeof u);
+  for (int64_t key = 0; key < keys; key++) {
+    float* const row = columns + key * stride;
+    const Lanes kept = WRITES ? every(decay[key]) : Lanes{}, written = WRITES ? every(k[key]) : Lanes{};
+    const Lanes own = READS ? every(first[key]) : Lanes{}, other = READS ? every(second[key]) : Lanes{};
 #pragma GCC unroll 4
-      for (int i = 0; i < BLOCK; i++) {
-        const Lanes row = load(state + k * sizes.value + v + i * LANES);
-        sums[0][i] = multiply_add(row, own, sums[0][i]);
-        sums[1][i] = multiply_add(row, other, sums[1][i]);
+    for (int i = 0; i < BLOCK; i++) {
+      Lanes numbers = load(row + i * LANES);
+      if (WRITES) {
+        numbers = multiply_add(kept, numbers, written * u[i]);
+        std::memcpy(row + i * LANES, &numbers, sizeof numbers);
+      }
+      if (READS) {
+        sums[0][i] = multiply_add(numbers, own, sums[0][i]);
+        sums[1][i] = multiply_add(numbers, other, sums[1][i]);
       }
     }
-    std::memcpy(first + v, sums[0], sizeof sums[0]);
-    std::memcpy(second + v, sums[1], sizeof sums[1]);
   }
-  for (; v < sizes.value; v++) {
-    float sums[2] = {};
-    for (int64_t k = 0; k < sizes.key; k++) {
-      sums[0] += a[k] * state[k * sizes.value + v];
-      sums[1] += b[k] * state[k * sizes.value + v];
+  if (READS) std::memcpy(read, sums, sizeof sums);
+}
+
+// The columns `first` to `first + width` of a state through a run of tokens.
+void advance(const std::vector<Token>& tokens, float* columns, int64_t stride, int64_t keys, int64_t first,
+             int64_t width) {
+  Written last{};
+  bool waits = false;
+  for (const Token& token : tokens) {
+    if (token.idle) {
+      std::fill_n(token.o + first, width, 0.0f);
+      continue;
     }
-    first[v] = sums[0];
-    second[v] = sums[1];
-  }
-}
-
-// S <- decay S + k uᵀ
-inline void write(float* state, const float* decay, const float* k, const float* u, const Sizes& sizes) {
-  for (int64_t i = 0; i < sizes.key; i++) {
-    float* row = state + i * sizes.value;
-    const Lanes kept = every(decay[i]), written = every(k[i]);
-    int64_t v = 0;
-    for (; v + LANES <= sizes.value; v += LANES) {
-      const Lanes next = multiply_add(kept, load(row + v), written * load(u + v));
-      std::memcpy(row + v, &next, sizeof next);
+    Lanes sums[2][BLOCK] = {}, values[BLOCK] = {}, out[BLOCK];
+    if (waits) {
+      pass<true, true>(columns, stride, keys, last, token, sums);
+    } else {
+      pass<false, true>(columns, stride, keys, last, token, sums);
     }
-    for (; v < sizes.value; v++) row[v] = decay[i] * row[v] + k[i] * u[v];
+    std::memcpy(values, token.v + first, width * sizeof(float));
+    for (int i = 0; i < BLOCK; i++) {
+      last.u[i] = every(token.beta) * (values[i] - sums[0][i]);
+      out[i] = sums[1][i] + every(token.both) * last.u[i];
+    }
+    std::memcpy(token.o + first, out, width * sizeof(float));
+    last.decay = token.decay;
+    last.k = token.k;
+    waits = token.changes;
+  }
+  Lanes none[2][BLOCK];
+  if (waits) pass<true, false>(columns, stride, keys, last, tokens[0], none);
+}
+
+// All tokens of a head of a row. `room` has 2 · key numbers for each of RUN tokens, or of all, and WIDTH · key.
+void head(const Head& at, float* state, const Sizes& sizes, float* room) {
+  std::vector<Token> tokens;
+  for (int64_t start = 0; start < sizes.seq; start += RUN) {
+    tokens.clear();
+    float* decayed = room;
+    for (int64_t i = start; i < std::min(start + RUN, sizes.seq); i++) {
+      const int64_t key = i * sizes.heads * sizes.key, value = i * sizes.heads * sizes.value;
+      const float *q = at.q + key, *k = at.k + key, *decay = at.decay + key, beta = at.beta[i * sizes.heads];
+      const bool changes = beta != 0 || !all_one(decay, sizes.key), idle = !changes && all_zero(q, sizes.key);
+      tokens.push_back({k, decay, at.v + value, decayed, decayed + sizes.key, at.o + value, dot(q, k, sizes.key), beta,
+                        idle, changes});
+      for (int64_t j = 0; j < sizes.key; j++) {
+        decayed[j] = decay[j] * k[j];
+        decayed[sizes.key + j] = decay[j] * q[j];
+      }
+      decayed += 2 * sizes.key;
+    }
+    const bool reads = std::any_of(tokens.begin(), tokens.end(), [](const Token& token) { return !token.idle; });
+    const bool changes = std::any_of(tokens.begin(), tokens.end(), [](const Token& token) { return token.changes; });
+    for (int64_t first = 0; first < sizes.value; first += WIDTH) {
+      const int64_t width = std::min<int64_t>(WIDTH, sizes.value - first);
+      if (!reads || (tokens.size() == 1 && width == WIDTH)) {
+        advance(tokens, state + first, sizes.value, sizes.key, first, width);
+        continue;
+      }
+      if (width < WIDTH) std::fill_n(decayed, WIDTH * sizes.key, 0.0f);
+      for (int64_t j = 0; j < sizes.key; j++) {
+        std::copy_n(state + j * sizes.value + first, width, decayed + j * WIDTH);
+      }
+      advance(tokens, decayed, WIDTH, sizes.key, first, width);
+      for (int64_t j = 0; changes && j < sizes.key; j++) {
+        std::copy_n(decayed + j * WIDTH, width, state + j * sizes.value + first);
+      }
+    }
   }
 }
 
-// A head of a row. `room` has 2 · key + 2 · value numbers.
-void step(const float* q, const float* k, const float* v, const float* decay, float beta, float* state,
-          const Sizes& sizes, float* o, float* room) {
-  const bool unchanged = beta == 0 && all_one(decay, sizes.key);
-  if (unchanged && all_zero(q, sizes.key)) {
-    std::fill_n(o, sizes.value, 0.0f);
-    return;
-  }
-  float *decayed_k = room, *decayed_q = decayed_k + sizes.key, *of_k = decayed_q + sizes.key, *u = of_k + sizes.value;
-  float both = 0;
-  for (int64_t i = 0; i < sizes.key; i++) {
-    decayed_k[i] = decay[i] * k[i];
-    decayed_q[i] = decay[i] * q[i];
-    both += q[i] * k[i];
-  }
-  read(state, decayed_k, decayed_q, sizes, of_k, o);
-  for (int64_t i = 0; i < sizes.value; i++) {
-    u[i] = beta * (v[i] - of_k[i]);
-    o[i] += both * u[i];
-  }
-  if (!unchanged) write(state, decay, k, u, sizes);
-}
-
-ffi::Error Step(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-                ffi::Buffer<ffi::F32> decay, ffi::Buffer<ffi::F32> beta, ffi::Buffer<ffi::F32> state,
-                ffi::ResultBuffer<ffi::F32> o, ffi::ResultBuffer<ffi::F32> after) {
+ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
+               ffi::Buffer<ffi::F32> decay, ffi::Buffer<ffi::F32> beta, ffi::Buffer<ffi::F32> state,
+               ffi::ResultBuffer<ffi::F32> o, ffi::ResultBuffer<ffi::F32> after) {
   const int64_t batch = state.dimensions()[0];
-  const Sizes sizes{state.dimensions()[1], state.dimensions()[2], state.dimensions()[3]};
+  const Sizes sizes{q.dimensions()[1], state.dimensions()[1], state.dimensions()[2], state.dimensions()[3]};
   const int64_t numbers = sizes.key * sizes.value;
   float* states = after->typed_data();
   if (states != state.typed_data()) std::copy_n(state.typed_data(), batch * sizes.heads * numbers, states);
   each(pool, batch * sizes.heads, [&](int64_t i) {
-    const std::unique_ptr<float[]> room(new float[2 * (sizes.key + sizes.value)]);
-    step(q.typed_data() + i * sizes.key, k.typed_data() + i * sizes.key, v.typed_data() + i * sizes.value,
-         decay.typed_data() + i * sizes.key, beta.typed_data()[i], states + i * numbers, sizes,
-         o->typed_data() + i * sizes.value, room.get());
+    const int64_t row = i / sizes.heads, first = row * sizes.seq * sizes.heads + i % sizes.heads;
+    const Head at{q.typed_data() + first * sizes.key,     k.typed_data() + first * sizes.key,
+                  v.typed_data() + first * sizes.value,   decay.typed_data() + first * sizes.key,
+                  beta.typed_data() + first,              o->typed_data() + first * sizes.value};
+    const int64_t run = std::min(RUN, sizes.seq);
+    const std::unique_ptr<float[]> room(new float[sizes.key * (2 * run + WIDTH)]);
+    head(at, states + i * numbers, sizes, room.get());
   });
   return ffi::Error::Success();
 }
@@ -102,7 +169,7 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::
 
 using F32 = ffi::Buffer<ffi::F32>;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kda_step, Step,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kda_run, Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<F32>()   // q

@@ -1,4 +1,6 @@
-"""The kernel for a CPU is one step of the recurrence: values, derivatives, states in place, rows that cost nothing."""
+"""The kernel for a CPU is the recurrence: values, derivatives, states in place, rows that cost nothing."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +9,13 @@ import pytest
 from native_kernels import installed, needs_compiler
 
 from ling3.ops import kda_cpu
-from ling3.ops.kda import kda_step, native_kda_step
+from ling3.ops.kda import chunk_kda, kda_step, native_chunk_kda, native_kda_step, recurrent_kda
 from ling3.ops.lowering import XLA_CPU
 
 pytestmark = needs_compiler
 KERNEL = jax.jit(lambda *token: native_kda_step(*token, XLA_CPU))
-CALL = "ling3_kda_step_"
+RUN = jax.jit(lambda *tokens: native_chunk_kda(*tokens, lower_bound=-5.0))
+CALL = "ling3_kda_run_"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,16 +24,34 @@ def on_the_kernel():
         yield
 
 
-def token(batch, heads, key, value, dtype=np.float32):
+def tokens(batch, seq, heads, key, value, dtype=np.float32):
     """q, k, v, g, beta and a state."""
     rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal((batch, heads, key)) for _ in range(2))
+    q, k = (rng.standard_normal((batch, seq, heads, key)) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v, g = rng.standard_normal((batch, heads, value)), -5 * rng.random((batch, heads, key))
-    return [
-        jnp.asarray(x, dtype)
-        for x in (q, k, v, g, rng.random((batch, heads)), rng.standard_normal((batch, heads, key, value)))
-    ]
+    v, g = rng.standard_normal((batch, seq, heads, value)), -5 * rng.random((batch, seq, heads, key))
+    beta, state = rng.random((batch, seq, heads)), rng.standard_normal((batch, heads, key, value))
+    return [jnp.asarray(x, dtype) for x in (q, k, v, g, beta, state)]
+
+
+def token(batch, heads, key, value, dtype=np.float32):
+    """One."""
+    *inputs, state = tokens(batch, 1, heads, key, value, dtype)
+    return [*(x[:, 0] for x in inputs), state]
+
+
+def cut(inputs, *places):
+    """The tokens of `inputs` in parts."""
+    *inputs, _ = inputs
+    return zip(*(jnp.split(x, places, axis=1) for x in inputs))
+
+
+def off(found, plain, exact):
+    """Asserts that errors are those of the plain form: both round each number about as often, and luck differs."""
+    for own, other, expected in zip(found, plain, exact, strict=True):
+        assert own.dtype == jnp.float32
+        error, usual = (np.abs(np.asarray(x, np.float64) - np.asarray(expected)).max() for x in (own, other))
+        assert error <= max(2 * usual, 2**-22)
 
 
 # Sizes at, below and beside the kernel's registers.
@@ -38,14 +59,45 @@ def token(batch, heads, key, value, dtype=np.float32):
 def test_it_is_the_step(sizes):
     inputs = token(*sizes)
     assert CALL in KERNEL.lower(*inputs).as_text()
-    found = KERNEL(*inputs)
     with jax.enable_x64(True):
-        exact = [np.asarray(x) for x in kda_step(*token(*sizes, np.float64))]
-    for own, other, plain in zip(found, exact, kda_step(*inputs), strict=True):
-        assert own.dtype == jnp.float32
-        error, usual = (np.abs(np.asarray(x, np.float64) - other).max() for x in (own, plain))
-        # Both round each number about as often; which one is luckier depends on the draw.
-        assert error <= max(2 * usual, 2**-22)
+        exact = kda_step(*token(*sizes, np.float64))
+    off(KERNEL(*inputs), kda_step(*inputs), exact)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1, 1), (2, 31, 3, 5, 33), (1, 100, 2, 128, 128), (2, 65, 1, 16, 67)])
+def test_it_is_the_recurrence(sizes):
+    inputs = tokens(*sizes)
+    assert CALL in RUN.lower(*inputs).as_text()
+    with jax.enable_x64(True):
+        exact = recurrent_kda(*tokens(*sizes, np.float64))
+    off(RUN(*inputs), recurrent_kda(*inputs), exact)
+
+
+def test_bits_do_not_depend_on_how_tokens_are_cut():
+    """Into chunks of a prompt, and into decode steps."""
+    inputs = tokens(2, 75, 2, 24, 40)
+    whole, after = RUN(*inputs)
+    for places in ((32, 64), (1, 50), tuple(range(1, 75))):
+        state, parts = inputs[-1], []
+        for part in cut(inputs, *places):
+            o, state = RUN(*part, state)
+            parts.append(o)
+        np.testing.assert_array_equal(jnp.concatenate(parts, axis=1), whole)
+        np.testing.assert_array_equal(state, after)
+
+
+def test_padding_changes_nothing():
+    """Wherever it stands: tokens of 0 between others, and at the end."""
+    inputs = tokens(1, 40, 2, 16, 24)
+    q, k, v, g, beta, state = inputs
+    for idle in (slice(33, 40), slice(0, 3), slice(10, 36)):
+        q0, g0, beta0 = (x.at[:, idle].set(0) for x in (q, g, beta))
+        o, after = RUN(q0, k, v, g0, beta0, state)
+        assert not np.asarray(o[:, idle]).any()
+        kept = np.setdiff1d(np.arange(40), np.arange(40)[idle])
+        expected, state_after = RUN(*(x[:, kept] for x in (q, k, v, g, beta)), state)
+        np.testing.assert_array_equal(o[:, kept], expected)
+        np.testing.assert_array_equal(after, state_after)
 
 
 def test_a_rows_bits_are_its_own():
@@ -89,13 +141,18 @@ def test_the_state_is_updated_in_place():
     np.testing.assert_allclose(compiled(state), expected, atol=1e-5)
 
 
-def test_its_derivatives_are_those_of_the_plain_step():
+def test_its_derivatives_are_those_of_the_plain_forms():
     inputs = token(2, 2, 8, 8)
 
     def loss(step):
         return lambda *inputs: sum(jnp.sum(jnp.tanh(x)) for x in step(*inputs))
 
     found, expected = (jax.grad(loss(step), argnums=tuple(range(6)))(*inputs) for step in (KERNEL, kda_step))
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+    inputs = tokens(2, 20, 2, 8, 8)
+    chunks = functools.partial(chunk_kda, lower_bound=-5.0)
+    found, expected = (jax.grad(loss(run), argnums=tuple(range(6)))(*inputs) for run in (RUN, chunks))
     for own, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, other, atol=1e-5)
 
