@@ -4,13 +4,14 @@
 # What it takes is an extra, and types are checked without it too.
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex, Structured
 from ling3.server.errors import ApiError
+from ling3.server.tools import MOST, Tool
 
 # Which do not change the answer.
 IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "store")
@@ -153,3 +154,7 @@ class Chat(Fields):
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tools: list[Tool] | None = pydantic.Field(None, min_length=1, max_length=MOST)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None

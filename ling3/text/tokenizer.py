@@ -14,6 +14,7 @@ from ling3.runtime.quoting import shown
 from ling3.text.chat_template import LONGEST_TEMPLATE, ChatTemplate
 from ling3.text.detokenizer import StreamDecoder
 from ling3.text.tokenizer_file import Reported, TokenizerError, read
+from ling3.text.tool_calls import ToolForm, tool_form
 
 VOCABULARY, SETTINGS, MODEL, GENERATION = (
     "tokenizer.json",
@@ -65,6 +66,23 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id that has a token; a model's embedding may have more rows."""
         return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @functools.cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How the chat template writes tool calls; None if it shows no tools, or writes them in no known form."""
+        return tool_form(functools.partial(self.apply_chat_template, tokenize=False))
+
+    @functools.cached_property
+    def thinking_switch(self) -> bool:
+        """Whether the chat template writes other prompts with thinking on than off, by any of its variables' names."""
+        question = [{"role": "user", "content": "question"}]
+        try:
+            on, off = (
+                self.apply_chat_template(question, tokenize=False, **thinking(effort)) for effort in ("high", "none")
+            )
+        except ValueError:
+            return False
+        return on != off
 
     def check_fits(self, rows: int) -> None:
         """Raises TokenizerError if an id of this tokenizer has no row in an embedding of `rows`."""
@@ -149,6 +167,12 @@ class Tokenizer:
     def _id_of(self, name: str) -> list[int]:
         token = self.backend.token_to_id(self.special_tokens.get(name, ""))
         return [] if token is None else [token]
+
+
+def thinking(effort: str) -> dict[str, str | bool]:
+    """A chat template's variables for an effort of thinking, which is off for `none` and `minimal`."""
+    on = effort not in ("none", "minimal")
+    return {"enable_thinking": on, "thinking": on, "reasoning_effort": effort}
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, revision: str | None = None) -> Tokenizer:

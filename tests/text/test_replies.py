@@ -3,15 +3,30 @@
 import json
 
 import pytest
+from tool_templates import TEMPLATES, tokenizer
 
 from ling3.text.detokenizer import StopStrings
-from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking, tool_form
+from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking
 from ling3.text.tokenizer import load_tokenizer
 
 TOOLS = {
     "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     "say": {"properties": {"text": {"type": "string"}, "loud": {"type": "boolean"}}},
+    "set": {
+        "$defs": {"Mood": {"enum": ["1", "2"]}},
+        "properties": {
+            "mood": {"$ref": "#/$defs/Mood"},
+            "name": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "size": {"type": ["number", "string"]},
+            "what": {},
+        },
+    },
 }
+
+
+def value(key, text):
+    """A call of `set` with one argument."""
+    return f"<tool_call>set<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"
 
 
 def read(texts, **how):
@@ -60,6 +75,12 @@ CASES = [
     ),
     ("<tool_call>say<arg_key>text</arg_key><arg_value>half", TAGS, ("", "", [("say", '{"text": "half')])),
     ("<tool_call>say<arg_key>loud</arg_key><arg_value>True</arg_value>", TAGS, ("", "", [("say", '{"loud": true}')])),
+    (value("mood", "1"), TAGS, ("", "", [("set", '{"mood": "1"}')])),
+    (value("name", "null"), TAGS, ("", "", [("set", '{"name": null}')])),
+    (value("name", "12"), TAGS, ("", "", [("set", '{"name": "12"}')])),
+    (value("size", "12"), TAGS, ("", "", [("set", '{"size": 12}')])),
+    (value("size", "null"), TAGS, ("", "", [("set", '{"size": "null"}')])),
+    (value("what", "12"), TAGS, ("", "", [("set", '{"what": 12}')])),
     (
         '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": "}\\""}}}\n</tool_call>',
         TAGS,
@@ -98,9 +119,16 @@ def test_arguments_come_piece_by_piece():
 
 
 def test_what_a_template_says():
-    assert tool_form("{{ messages }}") is None
-    assert tool_form("{% if tools %}<tool_call>") == "tags"
-    assert tool_form('{% if tools %}{"name": …, "parameters": …}') == "bare"
+    for form, template in TEMPLATES.items():
+        assert tokenizer(template).tool_form == form and tokenizer(template).thinking_switch
+    forgetful = "{{ tools }}{{ messages[0].content }}"  # it shows no calls
+    strange = forgetful + "{% for m in messages %}[CALL]{{ m.tool_calls }}{% endfor %}"
+    refusing = "{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}{{ tools }}"
+    toolless = TEMPLATES["tags"].replace("if tools", "if false")
+    for template in (forgetful, strange, refusing, toolless):
+        assert tokenizer(template).tool_form is None
+    assert load_tokenizer("nano").tool_form is None and load_tokenizer("nano").thinking_switch
+    assert not tokenizer("detailed thinking {{ messages }}").thinking_switch
     assert opens_thinking("<role>ASSISTANT</role>\n<think>\n") and not opens_thinking("<think></think>")
 
 
