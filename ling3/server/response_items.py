@@ -93,7 +93,7 @@ class Items:
             return
         self._holder[self._key] += piece.text
         more = {"logprobs": []} if kind == "content" else {}
-        yield self._event(f"{self._name}.delta", delta=piece.text, **self._place, **more)
+        yield self._event(f"{self._name}.delta", {"delta": piece.text, **more})
 
     def close(self, status: Literal["completed", "incomplete"]) -> Iterator[dict[str, Any]]:
         """The events of the last item's end, if it is open."""
@@ -102,9 +102,9 @@ class Items:
         text = {self._key: self._holder[self._key]}
         more = {"logprobs": []} if self._kind == "content" else {}
         more = {"name": self._item["name"]} if self._kind == "call" else more
-        yield self._event(f"{self._name}.done", **text, **self._place, **more)
+        yield self._event(f"{self._name}.done", {**text, **more})
         if self._kind != "call":
-            yield self._event("content_part.done", part=self._holder, **self._place)
+            yield self._event("content_part.done", {"part": self._holder})
         self._item["status"] = status
         yield {"type": "response.output_item.done", "output_index": len(self.output) - 1, "item": self._item}
         self._kind = None
@@ -124,7 +124,7 @@ class Items:
         if kind != "call":
             text = {"type": "output_text", "annotations": [], "logprobs": []}
             part = {**(text if kind == "content" else {"type": "reasoning_text"}), "text": ""}
-            yield self._event("content_part.added", part={**part}, **self._place)
+            yield self._event("content_part.added", {"part": {**part}})
             self._item["content"] = [part]
 
     @property
@@ -146,10 +146,7 @@ class Items:
         names = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
         return names[self._kind]
 
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {} if self._kind == "call" else {"content_index": 0}
-
-    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
-        place = {"item_id": self._item["id"], "output_index": len(self.output) - 1}
-        return {"type": f"response.{name}", **place, **fields}
+    def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._item["id"], "output_index": len(self.output) - 1}
+        place |= {} if self._kind == "call" else {"content_index": 0}
+        return {"type": f"response.{kind}", **place, **fields}
