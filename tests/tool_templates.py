@@ -1,5 +1,7 @@
 """Chat templates with tools, written for these tests in the manner of published ones, over nano's tokenizer."""
 
+import tokenizers
+
 import ling3
 from ling3.text.chat_template import ChatTemplate
 
@@ -37,8 +39,13 @@ CALLS = {
 TEMPLATES = {form: HEAD.strip() + calls.strip() + TAIL.strip() for form, calls in CALLS.items()}
 
 
-def tokenizer(template):
-    """Nano's, with another chat template."""
+TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|python_tag|>")
+
+
+def tokenizer(template, special=False):
+    """Nano's, with another chat template; if `special`, with special tokens for the tags of tool calls."""
     made = ling3.load_tokenizer("nano")
+    if special:
+        made.backend.add_special_tokens([tokenizers.AddedToken(tag, special=True, normalized=False) for tag in TAGS])
     made.chat_template = ChatTemplate(template)
     return made

@@ -38,7 +38,8 @@ async def read(request: Request, model: type[Model]) -> Model:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
         param, reasons = None, []
-        for each in error.errors(include_url=False, include_context=False, include_input=False):
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        for each in sorted(errors, key=lambda each: each["type"] == "missing"):  # what is there says more
             name = _name(each["loc"], value)
             if param is None and each["type"] == "extra_forbidden":
                 raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter") from None

@@ -13,15 +13,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ling3.engine.outputs import Delta, Logprob
+from ling3.engine.outputs import Delta
 from ling3.server import body, tools
 from ling3.server.errors import ApiError
 from ling3.server.fields import Chat
 from ling3.server.messages import rendered
 from ling3.server.reply_grammars import after_thinking
 from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.server.scores import of_chat
 from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking
-from ling3.text.tokenizer import Tokenizer, thinking
+from ling3.text.tokenizer import thinking
 
 
 async def answer(request: Request) -> Response:
@@ -83,7 +84,7 @@ async def _whole(service: Service, head: dict[str, Any], deltas: Deltas, replies
     assert last is not None and last.output is not None, "the last delta has the output"
     choices = []
     for completion, message in zip(last.output.outputs, messages, strict=True):
-        logprobs = None if completion.logprobs is None else _logprobs(service.tokenizer, completion.logprobs)
+        logprobs = None if completion.logprobs is None else of_chat(service.tokenizer, completion.logprobs)
         reason = reason_of(replies[completion.index], completion.finish_reason)
         choice = {"index": completion.index, "message": message.body, "logprobs": logprobs, "finish_reason": reason}
         choices.append(choice)
@@ -136,7 +137,7 @@ async def _chunks(
             check(delta)
             last = delta
             news = [_news(piece) for piece in pieces(replies[delta.index], delta)]
-            logprobs = _logprobs(service.tokenizer, delta.logprobs) if delta.logprobs else None
+            logprobs = of_chat(service.tokenizer, delta.logprobs) if delta.logprobs else None
             for i, new in enumerate(news or ([{"content": ""}] if logprobs else [])):
                 yield chunk(delta.index, new, None, None if i else logprobs)
             if delta.finish_reason is not None:
@@ -167,15 +168,3 @@ def reason_of(reply: TokenReply, reason: str | None) -> str | None:
 def pieces(reply: TokenReply, delta: Delta) -> list[Piece]:
     """What is new of a reply."""
     return reply.feed(delta.text, delta.token_ids, delta.finish_reason is not None)
-
-
-def _logprobs(tokenizer: Tokenizer, logprobs: Any) -> dict[str, Any]:
-    def shown(token: int, value: float) -> dict[str, Any]:
-        text = tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": max(value, -9999.0), "bytes": list(text.encode())}
-
-    def entry(one: Logprob) -> dict[str, Any]:
-        top = [shown(token, value) for token, value in one.top.items()]
-        return {**shown(one.token_id, one.logprob), "top_logprobs": top}
-
-    return {"content": [entry(one) for one in logprobs], "refusal": None}

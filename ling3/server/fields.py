@@ -37,17 +37,12 @@ class Options(pydantic.BaseModel):
     include_obfuscation: bool | None = None
 
 
-class Fields(pydantic.BaseModel):
-    """What chats and completions share: OpenAI's fields, and vLLM's extras under their names."""
+class Sampling(pydantic.BaseModel):
+    """How answers are drawn and where they end."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
-    model: str
-    stream: bool | None = None
-    stream_options: Options | None = None
-    n: int | None = pydantic.Field(None, ge=1, le=16)
     stop: str | list[str] | None = None
-    max_tokens: int | None = None
     seed: int | None = None
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = None
@@ -60,6 +55,16 @@ class Fields(pydantic.BaseModel):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+
+
+class Fields(Sampling):
+    """What chats and completions share: OpenAI's fields, and vLLM's extras under their names."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: Options | None = None
+    n: int | None = pydantic.Field(None, ge=1, le=16)
+    max_tokens: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None

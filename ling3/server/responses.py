@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from ling3.engine.outputs import Delta
 from ling3.server import body, chat
 from ling3.server.errors import ApiError
-from ling3.server.fields import Chat
+from ling3.server.fields import Chat, Sampling
 from ling3.server.response_items import Items, messages_of
 from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
 from ling3.server.tools import MOST, Function, Tool
@@ -25,7 +25,7 @@ from ling3.text.tokenizer import Tokenizer
 
 IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 """Which do not change the answer."""
-SAME = ("temperature", "top_p", "seed", "top_k", "min_p", "chat_template_kwargs")
+SAME = (*Sampling.model_fields, "chat_template_kwargs")
 """Which a chat has under the same name."""
 NAMES = {
     "messages": "input",
@@ -68,10 +68,8 @@ class Options(pydantic.BaseModel):
     include_obfuscation: bool | None = None
 
 
-class Asked(pydantic.BaseModel):
+class Asked(Sampling):
     """A request."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
     model: str
     input: str | list[dict[str, Any]]
@@ -79,8 +77,6 @@ class Asked(pydantic.BaseModel):
     stream: bool | None = None
     stream_options: Options | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = pydantic.Field(None, ge=0, le=2)
-    top_p: float | None = None
     tools: list[FunctionTool] | None = pydantic.Field(None, max_length=MOST)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -91,9 +87,6 @@ class Asked(pydantic.BaseModel):
     truncation: Literal["disabled"] | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @pydantic.model_validator(mode="before")
@@ -104,9 +97,12 @@ class Asked(pydantic.BaseModel):
     def as_chat(self) -> Chat:
         """The same as a chat; ApiError 400 for items that are none of a conversation."""
         tools = [each.model_dump(exclude={"type"}, exclude_none=True) for each in self.tools or ()]
+        messages = messages_of(self.input, self.instructions)
+        if not messages:
+            raise ApiError(400, "input is empty", "input")
         given = {
             "model": self.model,
-            "messages": messages_of(self.input, self.instructions),
+            "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "tools": [Tool(type="function", function=Function(**each)) for each in tools] or None,
             "tool_choice": self.tool_choice,

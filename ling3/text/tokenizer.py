@@ -13,6 +13,7 @@ from ling3.runtime import regular_file, strict_json
 from ling3.runtime.quoting import shown
 from ling3.text.chat_template import LONGEST_TEMPLATE, ChatTemplate
 from ling3.text.detokenizer import StreamDecoder
+from ling3.text.token_bytes import TokenBytes
 from ling3.text.tokenizer_file import Reported, TokenizerError, read
 from ling3.text.tool_calls import ToolForm, tool_form
 
@@ -118,6 +119,10 @@ class Tokenizer:
         with Reported(self.directory / VOCABULARY, "the tokenizer fails on these ids"):
             return self.backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character; none of an id without a token."""
+        return self._bytes[token]
+
     @overload
     def apply_chat_template(
         self,
@@ -151,6 +156,10 @@ class Tokenizer:
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamDecoder:
         """A streaming decoder for the tokens that follow `prompt_ids`."""
         return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, str(self.directory / VOCABULARY))
+
+    @functools.cached_property
+    def _bytes(self) -> TokenBytes:
+        return TokenBytes(self.backend)
 
     def _added_by_encode(self, settings: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
         """The ids that `encode` adds before and after a text by `tokenizer_config.json`, as in transformers.

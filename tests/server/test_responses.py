@@ -13,7 +13,7 @@ import ling3
 from ling3.server.running import Service
 
 QUESTION = "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
-ASKED = {"model": "nano", "input": QUESTION, "temperature": 0, "max_output_tokens": 100}
+ASKED = {"model": "nano", "input": QUESTION, "temperature": 0, "max_output_tokens": 200}
 SAY = {
     "type": "function",
     "name": "say",
@@ -38,7 +38,7 @@ def create(**fields):
 def test_the_answer_is_the_engines(engine):
     service = Service(engine, engine.tokenizer, "nano", 8)
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
-    expected = engine.generate(chat, ling3.SamplingParams(max_tokens=100))[0]
+    expected = engine.generate(chat, ling3.SamplingParams(max_tokens=200))[0]
     for given in (QUESTION, [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]):
         whole = ask(service, create(input=given, instructions="Be brief."))
         assert (whole.output_text, whole.status, whole.error) == (expected.text, "completed", None)
@@ -111,9 +111,8 @@ def test_answers_are_parsed_into_pydantic_models(engine, think):
     effort = {"effort": "low" if think else "none"}
 
     async def call(client):
-        # A high temperature has nano end its thinking at last.
-        how = {**ASKED, "temperature": 2 if think else 0, "max_output_tokens": 600, "extra_body": {"seed": 1}}
-        return await client.responses.parse(**how, text_format=Answer, reasoning=effort)
+        bias = {"logit_bias": {"5": 8}}  # else nano never ends its thinking by `</think>`
+        return await client.responses.parse(**ASKED, text_format=Answer, reasoning=effort, extra_body=bias)
 
     answer = ask(service, call)
     assert isinstance(answer.output_parsed, Answer)
@@ -129,17 +128,17 @@ class Sum(pydantic.BaseModel):
 
 def test_a_call_that_has_to_come_and_its_result(engine):
     service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano", 8)
-    tools = [openai.pydantic_function_tool(Sum)["function"] | {"type": "function"}]
 
     async def turns(client):
-        how = {**ASKED, "tools": tools, "parallel_tool_calls": False}
+        how = {**ASKED, "tools": [openai.pydantic_function_tool(Sum)], "parallel_tool_calls": False}
         first = await client.responses.parse(**how, tool_choice={"type": "function", "name": "Sum"})
         call = first.output[-1]
         given = [{"role": "user", "content": QUESTION}, *[item.to_dict() for item in first.output]]
         for item in given:
             item.pop("parsed_arguments", None)
         given.append({"type": "function_call_output", "call_id": call.call_id, "output": "7"})
-        return call, await client.responses.create(**{**how, "input": given, "tool_choice": "none"})
+        how = {**ASKED, "input": given}
+        return call, await client.responses.create(**how)
 
     call, second = ask(service, turns)
     assert isinstance(call.parsed_arguments, Sum) and second.output_text
@@ -150,7 +149,7 @@ def test_a_call_that_has_to_come_and_its_result(engine):
         {"role": "tool", "content": "7"},
     ]
     prompt = service.tokenizer.apply_chat_template(chat)
-    assert second.output_text == engine.generate([prompt], ling3.SamplingParams(max_tokens=100))[0].text
+    assert second.output_text == engine.generate([prompt], ling3.SamplingParams(max_tokens=200))[0].text
 
 
 def test_items_of_one_turn_are_one_message():
@@ -190,10 +189,12 @@ def test_items_of_one_turn_are_one_message():
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"effort": "low", "summary": "detailed"}}, "reasoning.summary"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "input"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include.0"),
         ({"input": []}, "input"),
+        ({"temperature": 3}, "temperature"),
+        ({"extra_body": {"model": None}}, "model"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input"),

@@ -18,7 +18,7 @@ ASKED = {"model": "nano", "messages": CHAT, "temperature": 0, "max_tokens": 120}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"5": 8}}
 
 
-class Answer(pydantic.BaseModel):
+class Answer(pydantic.BaseModel, extra="forbid"):
     number: int = pydantic.Field(ge=0, le=99)
     sure: bool
 

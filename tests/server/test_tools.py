@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 import uvicorn
+from reply_cases import CASES, TOOLS
 from scripted_service import ask, joined, recited
 from tool_templates import TEMPLATES, tokenizer
 
@@ -289,3 +290,24 @@ def test_effort_without_a_switch_is_refused():
         with pytest.raises(openai.BadRequestError) as caught:
             ask(recited(tokenizer(template), "7"), create(reasoning_effort=effort))
         assert caught.value.param == "reasoning_effort"
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("text", "how", "expected"), CASES)
+def test_chunks_make_up_the_whole_however_tokens_come(text, how, expected, special):
+    form = how.get("form", "tags")
+    functions = [{"type": "function", "function": {"name": name, "parameters": TOOLS[name]}} for name in TOOLS]
+    fields = {"tools": functions} if "tools" in how else {}
+    fields["extra_body"] = {"chat_template_kwargs": {"enable_thinking": how.get("thinking", False)}}
+    made = tokenizer(TEMPLATES[form], special)
+    whole = ask(recited(made, text), create(**fields)).choices[0]
+    said = getattr(whole.message, "reasoning_content", None) or "", whole.message.content or ""
+    calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or []]
+    plain = not special and "think>" not in "".join(expected[:2])  # a special token is no text
+    assert (*said, calls) == expected or not plain
+    for size in (1, 2, 3, 5, 1000):
+        reasoning, content, streamed, reason = joined(
+            ask(recited(made, text, size=size), create(**fields, stream=True))
+        )
+        assert (reasoning, content, reason) == (*said, whole.finish_reason)
+        assert [call[1:] for call in streamed] == calls
