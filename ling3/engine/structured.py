@@ -122,7 +122,7 @@ class Grammar:
         _text(self.lark, "grammar")
         parts = tuple(self.parts.items() if isinstance(self.parts, Mapping) else map(tuple, self.parts))
         for name, part in parts:
-            if not PART.fullmatch(name):
+            if not isinstance(name, str) or not PART.fullmatch(name):
                 raise ValueError(f"the grammar has a part {shown(name)}, expected a name that matches {PART.pattern}")
             if not isinstance(part, tuple(KINDS.values())):
                 raise ValueError(f"the grammar's part {name} is {shown(part)}, expected a {', a '.join(KINDS)}")
