@@ -23,6 +23,7 @@ from ling3.text.tool_calls import (
 
 CHARACTER = r"[^\x00-\x08\x0B-\x1F\x7F]"
 ANY = r"(.|\n)*"
+BREAKS = r"NL: /\n{1,2}/"
 NOTES = {
     "title",
     "description",
@@ -48,11 +49,11 @@ class Callable(NamedTuple):
     """Whether every keyword of the schema has to hold."""
 
 
-def after_thinking(answer: Structured, tokenizer: Tokenizer) -> Grammar:
-    """Free thinking without tool calls up to `</think>`, then the answer."""
+def after_thinking(reply: Structured, tokenizer: Tokenizer) -> Grammar:
+    """Free thinking without tool calls up to `</think>`, then the rest of the reply."""
     tags = _Tags(tokenizer)
-    lark = f"start: thinking NL? @answer\n{tags.until('thinking', 'FREE', THINK_END)}{tags.free(CALL_START)}"
-    return Grammar(lark + "NL: /\\n{1,2}/\n", {"answer": answer})
+    thinking = tags.until("thinking", f"/{ANY}/", THINK_END, CALL_START)
+    return Grammar(f"start: thinking NL? @reply\n{thinking}\n{BREAKS}\n", {"reply": reply})
 
 
 def calls(
@@ -72,16 +73,16 @@ def calls(
             raise ValueError(f"{function.name}: {error}") from None
         bodies.append(body)
         parts |= own
-    lines = [f"call: {' | '.join(f'call{i}' for i in range(len(bodies)))}", *bodies, "NL: /\\n{1,2}/"]
+    lines = [f"call: {' | '.join(f'call{i}' for i in range(len(bodies)))}", *bodies, BREAKS]
     if form == "bare":
         lines.append(f"one: {tags.optional(PYTHON_TAG)} call")
         lines.append(r"OTHER: /([ \n\t]*[^ \n\t{](.|\n)*)?/")
         start = "one | OTHER" if answer is True else "one" if answer is False else "one | @answer"
     else:
         lines += [f"one: {tags.literal(CALL_START)} rest", f"rest: NL? call NL? {tags.literal(CALL_END)}"]
-        lines += [tags.until("head", "FREE", CALL_START), tags.free(CALL_START)]
+        lines += [tags.until("head", f"/{ANY}/", CALL_START), f"TAIL: {without(f'/{ANY}/', CALL_START)}"]
         forced = "NL? one (NL? one)*" if several else "NL? one"
-        texts = "(head rest)* FREE" if several else "FREE | head rest"
+        texts = "(head rest)* TAIL" if several else "TAIL | head rest"
         start = texts if answer is True else forced if answer is False else f"{forced} | @answer"
     return Grammar(f"start: {start}\n" + "\n".join(lines) + "\n", parts)
 
@@ -89,7 +90,7 @@ def calls(
 def _json(function: Callable, form: ToolForm, i: int) -> tuple[str, dict[str, Structured]]:
     """A call as a JSON object."""
     parameters = {"type": "object", **function.parameters}
-    if "$ref" not in parameters:
+    if not parameters.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         parameters = {"properties": {}, "additionalProperties": False, **parameters}
     key = "parameters" if form == "bare" else "arguments"
     # Lexemes as in JSON: the longest one counts where an answer in JSON may stand instead.
@@ -110,8 +111,7 @@ def _tagged(tags: "_Tags", function: Callable, i: int) -> tuple[str, dict[str, S
         key = json.dumps(name, ensure_ascii=False)
         head = f"{tags.literal(KEY)} {key} {tags.literal(KEY_END)} NL? {tags.literal(VALUE)}"
         if kinds(inner, root) == {"string"}:
-            lines.append(f"TEXT{i}X{j}: {_text(inner, root, function.strict)}")
-            lines.append(tags.until(f"value{i}x{j}", f"TEXT{i}X{j}", VALUE_END))
+            lines.append(tags.until(f"value{i}x{j}", _text(inner, root, function.strict), VALUE_END))
         else:
             own = {key: root[key] for key in ("$defs", "definitions") if key in root}
             parts[f"value_{i}_{j}"] = JSONSchema({**inner, **own} if isinstance(inner, Mapping) else inner)
@@ -151,26 +151,31 @@ def _check(schema: Mapping[str, Any], known: set[str]) -> None:
 
 
 class _Tags:
-    """Tags in a grammar, which may be special tokens: these are no text."""
+    """Tags in a grammar: text, or added tokens, which llguidance takes for no text as their form is `<…>`.
+
+    A reply's tags are read wherever they stand, so that one that is a token is no text either where others spell it.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
-        added = tokenizer.backend.get_added_tokens_decoder()
-        self._special = {token.content: i for i, token in added.items() if token.special}
+        self._tokens = {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
 
     def literal(self, tag: str) -> str:
         """The tag."""
-        return f"<[{self._special[tag]}]>" if tag in self._special else json.dumps(tag)
+        return f"<[{self._tokens[tag]}]>" if tag in self._tokens else json.dumps(tag)
 
     def optional(self, tag: str) -> str:
         """The tag or nothing; nothing where the tokenizer has no such token."""
-        return f"{self.literal(tag)}?" if tag in self._special else ""
+        return f"{self.literal(tag)}?" if tag in self._tokens else ""
 
-    def until(self, rule: str, terminal: str, tag: str) -> str:
-        """A rule: a terminal up to the first such tag, and the tag."""
-        if tag in self._special:
-            return f"{rule}: {terminal} {self.literal(tag)}\n"
-        return f"{rule}[suffix={json.dumps(tag)}]: {terminal}\n"
+    def until(self, rule: str, text: str, tag: str, *others: str) -> str:
+        """A rule: text, by a terminal's expression, without the `others` up to the first such tag, and the tag."""
+        terminal = rule.upper()
+        if tag in self._tokens:
+            return f"{rule}: {terminal} {self.literal(tag)}\n{terminal}: {without(text, tag, *others)}"
+        return f"{rule}[suffix={json.dumps(tag)}]: {terminal}\n{terminal}: {without(text, *others)}"
 
-    def free(self, tag: str) -> str:
-        """The terminal FREE: a text without such a tag."""
-        return f"FREE: /{ANY}/" + ("\n" if tag in self._special else f" & ~/{ANY}{tag}{ANY}/\n")
+
+def without(text: str, *tags: str) -> str:
+    """A terminal's expression, less the texts with one of the tags in them."""
+    spelled = "|".join(tag.replace("/", "\\/") for tag in tags)
+    return f"({text}) & ~/{ANY}({spelled}){ANY}/" if tags else text
