@@ -6,7 +6,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Literal
 
 import pydantic
@@ -204,7 +204,7 @@ async def _events(
         yield event
     reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
     made = {**head, "status": status, "incomplete_details": reason, "output": items.output}
-    made["usage"] = _usage(tokenizer, last, reply)
+    made["usage"] = _usage(tokenizer, last, items)
     for event in numbered(iter([{"type": f"response.{status}", "response": made}])):
         yield event
 
@@ -233,15 +233,22 @@ async def _last(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
     return event
 
 
-def _usage(tokenizer: Tokenizer, last: Delta, reply: TokenReply) -> dict[str, Any]:
+def _usage(tokenizer: Tokenizer, last: Delta, items: Items) -> dict[str, Any]:
     assert last.output is not None, "the last delta has the output"
-    counts, ids = usage_of([last]), list(last.output.token_ids)
-    end = tokenizer.backend.token_to_id(THINK_END)
-    thought = ids.index(end) + 1 if end in ids else len(ids)
+    counts = usage_of([last])
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": thought if reply.reply.thinking else 0},
+        "output_tokens_details": {"reasoning_tokens": _thought(tokenizer, last.output.token_ids, items.output)},
         "total_tokens": counts["total_tokens"],
     }
+
+
+def _thought(tokenizer: Tokenizer, ids: Sequence[int], output: Sequence[dict[str, Any]]) -> int:
+    """How many tokens were thinking; where its end is no token, how many the tokenizer makes of its text."""
+    thinking = [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
+    end = tokenizer.backend.token_to_id(THINK_END)
+    if not thinking or end in ids:
+        return list(ids).index(end) + 1 if thinking else 0
+    return len(ids) if len(output) == 1 else len(tokenizer.encode("".join(thinking), add_special_tokens=False))

@@ -65,6 +65,10 @@ def test_the_answer_is_the_engines_bit_for_bit(engine, url):
         ({"json": {"messages": CHAT}}, 400, "model"),
         ({"json": {**ASKED, "model": "other"}}, 404, "model"),
         ({"json": {**ASKED, "tools": []}}, 400, "tools"),
+        ({"json": {**ASKED, "stop": 5}}, 400, "stop"),
+        ({"json": {**ASKED, "stop_token_ids": [1, "a"]}}, 400, "stop_token_ids.1"),
+        ({"json": {**ASKED, "stream_options": {"include_usage": 1}}}, 400, "stream_options.include_usage"),
+        ({"json": {**ASKED, "stream_options": {"other": 1}}}, 400, "stream_options.other"),
         ({"json": {**ASKED, "top_p": 2}}, 400, "top_p"),
         ({"json": {**ASKED, "response_format": {"type": "xml"}}}, 400, "response_format"),
         ({"json": {**ASKED, "response_format": {"type": "json_schema"}}}, 400, "response_format"),
@@ -84,6 +88,7 @@ def test_an_error_is_openais_object(url, body, status, param):
         "param",
         "code",
     }
+    assert param is None or param.split("[")[0] in error["message"], "the message names the field"
 
 
 def test_a_key_is_asked_for(url):
