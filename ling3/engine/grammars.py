@@ -195,7 +195,7 @@ def _guidance() -> Any:
 def _sources(matcher: Any, structured: Structured, name: str) -> list[dict[str, Any]]:
     """llguidance's grammar of this name and those that it refers to; ValueError for what is none."""
     if isinstance(structured, Grammar):
-        parts = [each for part, inner in structured.parts for each in _sources(matcher, inner, part)]
+        parts = [each for part, inner in dict(structured.parts).items() for each in _sources(matcher, inner, part)]
         if repeated := [part for part, count in collections.Counter(x["name"] for x in parts).items() if count > 1]:
             raise ValueError(f"several parts have the name {repeated[0]}")
         return [{"name": name, "lark_grammar": structured.lark}, *parts]

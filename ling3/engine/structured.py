@@ -120,7 +120,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         _text(self.lark, "grammar")
-        parts = tuple(self.parts.items() if isinstance(self.parts, Mapping) else map(tuple, self.parts))
+        parts = tuple(dict(self.parts).items())
         for name, part in parts:
             if not isinstance(name, str) or not PART.fullmatch(name):
                 raise ValueError(f"the grammar has a part {shown(name)}, expected a name that matches {PART.pattern}")

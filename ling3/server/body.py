@@ -52,9 +52,10 @@ def _name(where: Sequence[int | str], value: Any) -> str:
     """The field of a body that an error is about, without the parts of its place that name types."""
     names = []
     for part in where:
-        known = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        inner: Any = value
+        known = part in inner if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
         if known:
-            value = value[part]
+            value = inner[part]
         if known or (part == where[-1] and isinstance(value, dict)):  # the last may be what is missing
             names.append(str(part))
     return printable(".".join(names), 80)

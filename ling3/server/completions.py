@@ -106,7 +106,7 @@ async def _chunks(
         choice = {"index": place * n + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return {**head, "choices": [choice], **unset}
 
-    async with contextlib.aclosing(_waiting(deltas, scored)) as ready:
+    async with contextlib.aclosing(_waiting(deltas, scored)) as ready:  # pyright: ignore[reportArgumentType]
         async for place, delta, output in ready:
             lasts[place], index = delta, delta.index
             if asked.echo and place not in begun:

@@ -81,9 +81,9 @@ def _calls(given: Any, where: str, called: dict[str, str]) -> list[dict[str, Any
         if not isinstance(function, dict) or call.get("type", "function") != "function":
             raise ApiError(400, f"{where}[{i}] is no call of a function", f"{where}[{i}]")
         named, name = call.get("id"), function.get("name")
-        for field, value in (("id", named), ("function.name", name)):
-            if not isinstance(value, str) or not value:
-                raise ApiError(400, f"{where}[{i}].{field} is no text", f"{where}[{i}].{field}")
+        if not isinstance(named, str) or not isinstance(name, str) or not named or not name:
+            field = f"{where}[{i}].{'function.name' if isinstance(named, str) and named else 'id'}"
+            raise ApiError(400, f"{field} is no text", field)
         try:
             arguments = json.loads(function.get("arguments") or "{}", parse_constant=_refuse)
         except (ValueError, TypeError, RecursionError):

@@ -249,6 +249,8 @@ def _thought(tokenizer: Tokenizer, ids: Sequence[int], output: Sequence[dict[str
     """How many tokens were thinking; where its end is no token, how many the tokenizer makes of its text."""
     thinking = [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
     end = tokenizer.backend.token_to_id(THINK_END)
-    if not thinking or end in ids:
-        return list(ids).index(end) + 1 if thinking else 0
+    if not thinking:
+        return 0
+    if end is not None and end in ids:
+        return list(ids).index(end) + 1
     return len(ids) if len(output) == 1 else len(tokenizer.encode("".join(thinking), add_special_tokens=False))

@@ -178,7 +178,7 @@ class Tokenizer:
         return [] if token is None else [token]
 
 
-def thinking(effort: str) -> dict[str, str | bool]:
+def thinking(effort: str) -> dict[str, Any]:
     """A chat template's variables for an effort of thinking, which is off for `none` and `minimal`."""
     on = effort not in ("none", "minimal")
     return {"enable_thinking": on, "thinking": on, "reasoning_effort": effort}

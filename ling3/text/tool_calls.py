@@ -47,8 +47,8 @@ def tool_form(render: Callable[..., str]) -> ToolForm | None:
         shown, written = (render(messages, tools=[SHOWN]) for messages in (CONVERSATION[:1], CONVERSATION))
     except ValueError:
         return None
-    forms = (form for form, pattern in WRITTEN.items() if re.search(pattern, written))
-    return next(forms, None) if PROBE in shown else None
+    forms: list[ToolForm] = [form for form, pattern in WRITTEN.items() if re.search(pattern, written)]
+    return forms[0] if forms and PROBE in shown else None
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
