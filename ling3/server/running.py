@@ -83,6 +83,8 @@ class Service:
                 **{each: each for each in ("stop_token_ids", "logit_bias", "n")},
             }
             words = message.removeprefix("sampling parameters: ").replace(":", " ").replace(",", " ").split()
+            if grammar is not None and words and words[0] == "structured":
+                message = message.replace("structured", grammar, 1)
             raise ApiError(400, message, fields.get(words[0]) if words else None) from None
         deltas = self._merged(prompts, params)
         try:
