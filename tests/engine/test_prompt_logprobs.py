@@ -98,7 +98,8 @@ def test_an_answer_that_is_whole_in_its_first_call_has_them(served, alone):
     """A grammar that leaves no choice forces all of its tokens at once."""
     params = SamplingParams(max_tokens=4, prompt_logprobs=3, structured=ling3.Choice(["a"]))
     outputs = served.generate(TEXTS, params)
-    assert {output.text for output in outputs} == {"a"} and [output.prompt_logprobs for output in outputs] == alone
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    assert [output.prompt_logprobs for output in outputs] == alone
     assert idle(served)
 
 
