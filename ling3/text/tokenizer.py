@@ -15,7 +15,8 @@ from ling3.text.chat_template import LONGEST_TEMPLATE, ChatTemplate
 from ling3.text.detokenizer import StreamDecoder
 from ling3.text.token_bytes import TokenBytes
 from ling3.text.tokenizer_file import Reported, TokenizerError, read
-from ling3.text.tool_calls import ToolForm, tool_form
+from ling3.text.tool_calls import ToolForm
+from ling3.text.tool_forms import tool_form
 
 VOCABULARY, SETTINGS, MODEL, GENERATION = (
     "tokenizer.json",

@@ -10,7 +10,7 @@ Tags are read in both of their forms, whichever the model's is.
 import contextlib
 import json
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
 ToolForm = Literal["tags", "json", "bare"]
@@ -23,32 +23,6 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 NAME = re.compile(r"[\w.:/-]+")
 DEEPEST = 16
 """The most references and alternatives of a schema that are followed."""
-PROBE = "probe_tool"
-CALL = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"key": "value"}}}
-CONVERSATION = (
-    {"role": "user", "content": "question"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": "result", "tool_call_id": CALL["id"], "name": PROBE},
-)
-SHOWN = {"type": "function", "function": {"name": PROBE, "description": "A tool.", "parameters": {"type": "object"}}}
-WRITTEN: dict[ToolForm, str] = {
-    "tags": rf"{CALL_START}\s*{PROBE}\s*{KEY}key{KEY_END}\s*{VALUE}value{VALUE_END}\s*{CALL_END}",
-    "json": rf'{CALL_START}\s*{{"name": ?"{PROBE}", ?"arguments": ?{{"key": ?"value"}}}}\s*{CALL_END}',
-    "bare": rf'{{"name": ?"{PROBE}", ?"parameters": ?{{"key": ?"value"}}}}',
-}
-
-
-def tool_form(render: Callable[..., str]) -> ToolForm | None:
-    """How a chat template writes tool calls, by what it makes of one; None if it shows no tools, or writes otherwise.
-
-    `render` is given messages and `tools`, as `ChatTemplate.render` is; its ValueErrors count as None.
-    """
-    try:
-        shown, written = (render(messages, tools=[SHOWN]) for messages in (CONVERSATION[:1], CONVERSATION))
-    except ValueError:
-        return None
-    forms: list[ToolForm] = [form for form, pattern in WRITTEN.items() if re.search(pattern, written)]
-    return forms[0] if forms and PROBE in shown else None
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
