@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ling3.server import chat, completions, tokens
+from ling3.server import chat, completions, responses, tokens
 from ling3.server.errors import ApiError
 from ling3.server.running import Service
 
@@ -22,6 +22,7 @@ def build(service: Service, api_keys: Sequence[str] = ()) -> ASGIApp:
     """The app over a service; with `api_keys`, all but /health wants one of them."""
     routes = [
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
+        Route("/v1/responses", responses.answer, methods=["POST"]),
         Route("/v1/completions", completions.answer, methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),

@@ -1,5 +1,6 @@
 """Log-probabilities of prompts: what they are, in any company, and what they do not change."""
 
+import dataclasses
 import math
 
 import equinox as eqx
@@ -101,6 +102,15 @@ def test_they_are_the_same_in_any_company(served, alone):
     params = [SamplingParams(max_tokens=i, prompt_logprobs=3, ignore_eos=True) for i in range(len(TEXTS))]
     params += [LONG] * len(PROMPTS)
     assert [output.prompt_logprobs for output in served.generate(mixed, params)] == [*alone, *[None] * len(PROMPTS)]
+
+
+def test_an_answer_that_is_whole_in_its_first_call_has_them(served):
+    """A grammar that leaves no choice forces all of its tokens at once."""
+    params = SamplingParams(max_tokens=12, prompt_logprobs=3, structured=ling3.Choice(["a"]))
+    outputs = served.generate(TEXTS, params)
+    longer = dataclasses.replace(params, structured=ling3.Regex("[a-f]{12}"))
+    assert [output.prompt_logprobs for output in outputs] == scores(served, TEXTS, longer)
+    assert all(len(output.token_ids) <= 2 for output in outputs) and idle(served)
 
 
 def test_others_go_on_from_what_such_a_prompt_left(served):
