@@ -126,9 +126,11 @@ def mla_decode(
 
     entries = jax.block_until_ready(pages[table].reshape(batch, -1, entry)[:, :context])
     specification = _call(in_a_row, q, entries)
+    ours = Execution.default().latent_attention
     fused = functools.partial(fused_latent_attention, interpret=not setting.gpu)
     sides = [
-        ("ling3, latent_attention", over_pages(latent_attention)),
+        ("ling3", over_pages(ours)),
+        *([("ling3, without a kernel", over_pages(latent_attention))] if ours is not latent_attention else []),
         *_peers(lambda: torch_peers.attention_over_latents(q, entries, setting.gpu)),
         *([("ling3, fused_latent_attention", over_pages(fused))] if kernel else []),
         ("ling3, attention", specification),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
-LEAST = 512
+LEAST = 256
 """Numbers of an entry below which compiling the kernel takes longer than it saves."""
 MOST = 8
 """Queries in bfloat16 that share a latent above which XLA is faster, which has the processor's own products."""
