@@ -260,7 +260,7 @@ def windows(module):
 
 SLOW = (
     *("layers/csa", "layers/hyper", "ops/compressed_attention", "ops/few_token_experts"),
-    *("afd/attention_worker", "afd/ffn_worker"),
+    *("afd/attention_worker", "afd/ffn_worker", "model", "engine/pool", "ops/attention"),
 )
 """Those that take longest."""
 

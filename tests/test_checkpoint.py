@@ -177,6 +177,7 @@ class TestLoad:
         np.testing.assert_array_equal(load(directory).model.layers[0].attention.A_log, STORED[name])
 
     @pytest.mark.parametrize("dtype", [None, pytest.param("float32", marks=pytest.mark.slow)])
+    @pytest.mark.slow
     def test_memory_peaks_at_the_model(self, tmp_path, dtype):
         config = dataclasses.replace(CONFIG, vocab_size=2**18, hidden_size=128)
         rng = np.random.default_rng(0)

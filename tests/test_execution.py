@@ -45,6 +45,7 @@ def test_the_chunk_size_reaches_the_operator():
         Execution(chunk_size=24)
 
 
+@pytest.mark.slow
 def test_the_engine_and_generate_run_on_it():
     model = open_model(TINY)
     expected = ling3.generate(model, [[5, 6, 7]], max_tokens=4, ignore_eos=True)

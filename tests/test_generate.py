@@ -152,6 +152,7 @@ def test_narrow_weights_are_widened_nowhere():
     assert memory.temp_size_in_bytes < 4 * model.lm_head.weight.size
 
 
+@pytest.mark.slow
 def test_a_prefill_s_temporaries_are_one_layer_s():
     """Nothing is written for a later one while an earlier one is at work: no zeros for its experts' results."""
 

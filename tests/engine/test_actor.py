@@ -352,6 +352,7 @@ print("end")
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_work_under_way():
     """At once, with status 0 and no message."""
     code = EXIT.format(tests=str(pathlib.Path(__file__).parent.parent))

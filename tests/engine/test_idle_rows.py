@@ -16,6 +16,7 @@ from ling3.execution import PLAIN
 from ling3.runtime.recorder import Recorder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq", [1, 20])
 @pytest.mark.parametrize("name", ["tiny", "flash", "qwen3-moe"])
 def test_padding_stays_zeros(name, seq):

@@ -259,6 +259,7 @@ def test_the_size_of_the_engine_changes_nothing(changes):
     assert answers(requests()[:12], engine(**changes)) == [alone(which, 32) for which in range(12)]
 
 
+@pytest.mark.slow
 def test_without_the_promise_answers_differ_by_rounding_alone():
     free = engine(batch_invariant=False)
     params = ling3.SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True)

@@ -48,6 +48,7 @@ def timeless(path):
     return sorted(json.dumps({**line, "timings": None}) for line in lines(path))
 
 
+@pytest.mark.slow
 def test_the_last_line(prompts, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     code, text, err = run(capsys, "gsm8k", "nano", "--prompts", prompts, "--out", out, "--limit", 40, *ENGINE)

@@ -30,6 +30,7 @@ def test_the_logits_are_the_models(traced):
     assert np.array_equal(seen.layers[-1].logits, seen.logits)
 
 
+@pytest.mark.slow
 def test_attention_maps_times_values_are_the_attentions_outputs(traced):
     model, seen = traced
     x = model.model.word_embeddings.embed(TOKENS)

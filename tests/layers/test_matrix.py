@@ -80,6 +80,7 @@ def quantized(monkeypatch):
     return ling3.init(TINY, key=jax.random.key(1))
 
 
+@pytest.mark.slow
 def test_another_kind_computes_as_its_dense_numbers_do(quantized):
     dense = each(lambda matrix: Linear(weight=matrix.dense(), axes=matrix.axes), quantized)
     assert not [matrix for matrix in jax.tree.leaves(quantized, is_leaf=is_matrix) if isinstance(matrix, Linear)]

@@ -134,6 +134,7 @@ def test_a_rows_bits_do_not_depend_on_its_company_or_its_place(kind, lowering):
         np.testing.assert_array_equal(product(matrix, x[70 - rows :]), whole[70 - rows :])
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_activations_alone():
     for kind in ("fp8", "int8", "mxfp4"):
         matrix, numbers = drawn(kind)

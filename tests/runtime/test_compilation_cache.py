@@ -89,6 +89,7 @@ def environment(directory):
     return {**kept, compilation_cache.VARIABLE: str(directory)}
 
 
+@pytest.mark.slow
 def test_the_second_process_compiles_nothing(tmp_path):
     config = dataclasses.replace(TINY, vocab_size=400)
     random_checkpoint.write(tmp_path / "model", config, random_checkpoint.draw(config, seed=0))

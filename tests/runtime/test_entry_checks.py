@@ -133,6 +133,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_to_be_spawned():
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -142,6 +142,7 @@ def test_the_bias_rule_evens_out_a_lopsided_router():
     assert np.mean(curve[-5:]) < 0.6 * curve[0]
 
 
+@pytest.mark.slow
 def test_what_cannot_train_says_why():
     with pytest.raises(ValueError, match="warmup"):
         Optimization(10, warmup=10)
