@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import uvicorn
@@ -19,7 +20,7 @@ class Process:
 
     def __init__(self, *options):
         command = [sys.executable, "-m", "ling3", "serve", "nano", "--port", "0", "--max-running-requests", "4"]
-        command += ["--max-model-len", "512", *options]
+        command += ["--max-model-len", "2048", *options]
         programs = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
         streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, **streams, text=True, env={**os.environ, **programs})
@@ -75,6 +76,8 @@ def listening(app):
     socket, server = config.bind_socket(), uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
     thread.start()
+    while not server.started:
+        time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"
     finally:

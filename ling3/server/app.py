@@ -16,10 +16,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ling3.server import chat, completions, tokens
+from ling3.server import chat, completions, fields, openapi, tokens
 from ling3.server.errors import ApiError
 from ling3.server.observed import Observed
 from ling3.server.running import Service
+
+POSTS = (
+    ("/v1/chat/completions", chat.answer, fields.Chat),
+    ("/v1/completions", completions.answer, fields.Completion),
+    ("/tokenize", tokens.tokenize, tokens.Tokenize),
+    ("/detokenize", tokens.detokenize, tokens.Detokenize),
+)
+"""What answers the bodies of which model."""
 
 
 def build(
@@ -34,16 +42,17 @@ def build(
     request that takes more than `timeout` seconds, from its first byte to its answer's last, ends in an error.
     """
     routes = [
-        Route("/v1/chat/completions", chat.answer, methods=["POST"]),
-        Route("/v1/completions", completions.answer, methods=["POST"]),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/metrics", _metrics),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint, _ in POSTS),
         Route("/v1/models", _models),
         Route("/v1/models/{name:path}", _model),
+        Route("/tokenizer_info", tokens.about),
+        Route("/metrics", _metrics, include_in_schema=False),
+        Route("/openapi.json", _description, include_in_schema=False),
     ]
+    health = Route("/health", Health)
     inner = _app(routes, service)
-    app: ASGIApp = _app([Route("/health", Health), Mount("/", Keys(inner, api_keys) if api_keys else inner)], service)
+    inner.state.description = openapi.document([*routes, health], {endpoint: model for _, endpoint, model in POSTS})
+    app: ASGIApp = _app([health, Mount("/", Keys(inner, api_keys) if api_keys else inner)], service)
     if allow_origins:
         exposed = ["x-request-id", "retry-after"]
         app = CORSMiddleware(app, allow_origins, ["GET", "POST"], ["*"], expose_headers=exposed, max_age=3600)
@@ -108,6 +117,10 @@ async def _metrics(request: Request) -> Response:
         raise ApiError(503, "the engine does not answer", code="engine_silent")
     page, kind = service.metrics.page(stats, request.headers.get("accept", ""))
     return Response(page, headers={"Content-Type": kind})
+
+
+async def _description(request: Request) -> Response:
+    return JSONResponse(request.app.state.description)
 
 
 class Health(HTTPEndpoint):
