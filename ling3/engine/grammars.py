@@ -156,7 +156,7 @@ class Grammars:
         guidance, (tokenizer, limits) = _guidance(), self._tools
         name = f"structured: the {type(structured).__name__}"
         try:
-            source = _source(guidance.LLMatcher, structured)
+            source = json.dumps({"grammars": _sources(guidance.LLMatcher, structured, "start")})
         except ValueError as error:
             raise ValueError(f"{name} does not compile: {_short(str(error))}") from None
         matcher = guidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
@@ -192,16 +192,26 @@ def _guidance() -> Any:
     return llguidance
 
 
-def _source(matcher: Any, structured: Structured) -> str:
-    """llguidance's grammar; ValueError for what is none."""
-    if isinstance(structured, Regex):
-        return matcher.grammar_from_regex(structured.pattern)
+def _sources(matcher: Any, structured: Structured, name: str) -> list[dict[str, Any]]:
+    """llguidance's grammar of this name and those that it refers to; ValueError for what is none."""
     if isinstance(structured, Grammar):
-        return matcher.grammar_from_lark(structured.lark)
+        parts = [each for part, inner in dict(structured.parts).items() for each in _sources(matcher, inner, part)]
+        if repeated := [part for part, count in collections.Counter(x["name"] for x in parts).items() if count > 1]:
+            raise ValueError(f"several parts have the name {repeated[0]}")
+        return [{"name": name, "lark_grammar": structured.lark}, *parts]
     if isinstance(structured, Choice):
         strings = sorted(set(structured.strings))
-        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(x, ensure_ascii=False) for x in strings))
-    assert isinstance(structured, (JSONSchema, JSONObject))
+        lark = "start: " + " | ".join(json.dumps(x, ensure_ascii=False) for x in strings)
+        return [{"name": name, "lark_grammar": lark}]
+    if isinstance(structured, Regex):
+        source = matcher.grammar_from_regex(structured.pattern)
+    else:
+        source = _json(matcher, structured)
+    (grammar,) = json.loads(source)["grammars"]
+    return [{**grammar, "name": name}]
+
+
+def _json(matcher: Any, structured: JSONSchema | JSONObject) -> str:
     schema = structured.schema if isinstance(structured, JSONSchema) else '{"type": "object"}'
     comma, colon = (",", ":") if structured.compact else (", ?", ": ?")
     overrides = {

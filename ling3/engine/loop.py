@@ -147,6 +147,9 @@ class Loop:
         if not (self.runner.decode_waits and (before or calls)):
             at_once = self._constrained([sequence for sequence in ready if sequence.constrained])
             self.in_flight = calls + self._decode([sequence for sequence in ready if not sequence.constrained])
+        if any(sequence.constrained and sequence.scored for call in calls for sequence in call.sequences):
+            # Its answer may be whole in its first call, and the prompt's scores have to be there before.
+            at_once, self.in_flight = calls + at_once, self.in_flight[len(calls) :]
         if not self.overlap:
             at_once, self.in_flight = at_once + self.in_flight, []
         return before + at_once

@@ -5,7 +5,8 @@ These are plain values, checked as far as that needs no tokenizer. `ling3.engine
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ling3.runtime.quoting import shown
@@ -16,6 +17,8 @@ MAX_CHOICES = 4096
 """The most strings of a choice."""
 DEEPEST = 64
 """The most levels of a schema."""
+PART = re.compile(r"[a-z][a-z0-9_]{0,63}")
+"""The names of a grammar's parts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +106,27 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """A text that a context-free grammar derives from its rule `start`, in llguidance's dialect of Lark."""
+    """A text that a context-free grammar derives from its rule `start`, in llguidance's dialect of Lark.
+
+    The grammar's `@name` stands for a text of `parts[name]`: `Grammar('start: "x = " @x', {"x": JSONSchema(…)})`. Parts
+    may have parts of their own, all under different names.
+    """
 
     __no_type_check__ = True
 
     lark: str
+    parts: Mapping[str, "Structured"] | Sequence[tuple[str, "Structured"]] = ()
+    """Kept as pairs."""
 
     def __post_init__(self) -> None:
         _text(self.lark, "grammar")
+        parts = tuple(dict(self.parts).items())
+        for name, part in parts:
+            if not isinstance(name, str) or not PART.fullmatch(name):
+                raise ValueError(f"the grammar has a part {shown(name)}, expected a name that matches {PART.pattern}")
+            if not isinstance(part, tuple(KINDS.values())):
+                raise ValueError(f"the grammar's part {name} is {shown(part)}, expected a {', a '.join(KINDS)}")
+        object.__setattr__(self, "parts", parts)
 
 
 Structured = JSONSchema | JSONObject | Regex | Choice | Grammar
@@ -119,12 +135,22 @@ KINDS = {kind.__name__: kind for kind in (JSONSchema, JSONObject, Regex, Choice,
 
 def written(structured: Structured | None) -> list[Any] | None:
     """It in JSON's types, for `read`."""
-    return None if structured is None else [type(structured).__name__, dataclasses.asdict(structured)]
+    if structured is None:
+        return None
+    fields = {field.name: getattr(structured, field.name) for field in dataclasses.fields(structured)}
+    if isinstance(structured, Grammar):
+        fields["parts"] = [[name, written(part)] for name, part in fields["parts"]]
+    return [type(structured).__name__, fields]
 
 
-def read(what: list[Any] | None) -> Structured | None:
+def read(what: Sequence[Any] | None) -> Structured | None:
     """What was `written`."""
-    return None if what is None else KINDS[what[0]](**what[1])
+    if what is None:
+        return None
+    kind, fields = what
+    if kind == Grammar.__name__:
+        fields = {**fields, "parts": [(name, read(part)) for name, part in fields["parts"]]}
+    return KINDS[kind](**fields)
 
 
 def _text(text: Any, name: str) -> str:

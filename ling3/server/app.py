@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ling3.server import chat, completions, fields, openapi, tokens
+from ling3.server import chat, completions, fields, openapi, responses, tokens
 from ling3.server.errors import ApiError
 from ling3.server.observed import Observed
 from ling3.server.running import Service
@@ -24,6 +24,7 @@ from ling3.server.running import Service
 POSTS = (
     ("/v1/chat/completions", chat.answer, fields.Chat),
     ("/v1/completions", completions.answer, fields.Completion),
+    ("/v1/responses", responses.answer, responses.Asked),
     ("/tokenize", tokens.tokenize, tokens.Tokenize),
     ("/detokenize", tokens.detokenize, tokens.Detokenize),
 )

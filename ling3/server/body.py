@@ -6,6 +6,7 @@
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pydantic
@@ -36,13 +37,28 @@ async def read(request: Request, model: type[Model]) -> Model:
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        unknown = first["type"] == "extra_forbidden"
-        names = [str(part) for part in first["loc"] if unknown or isinstance(part, int) or part in model.model_fields]
-        param = printable(".".join(names), 80)
-        if unknown:
-            raise ApiError(400, f"{param} is not supported", param, "unsupported_parameter") from None
-        raise ApiError(400, f"{param}: {first['msg']}", param or None) from None
+        param, reasons = None, []
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        for each in sorted(errors, key=lambda each: each["type"] == "missing"):  # what is there says more
+            name = _name(each["loc"], value)
+            if param is None and each["type"] == "extra_forbidden":
+                raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter") from None
+            param = name if param is None else param
+            reasons += [each["msg"]] if name == param and each["msg"] not in reasons else []
+        raise ApiError(400, f"{param}: {', or: '.join(reasons)}", param) from None
+
+
+def _name(where: Sequence[int | str], value: Any) -> str:
+    """The field of a body that an error is about, without the parts of its place that name types."""
+    names = []
+    for part in where:
+        inner: Any = value
+        known = part in inner if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if known:
+            value = inner[part]
+        if known or (part == where[-1] and isinstance(value, dict)):  # the last may be what is missing
+            names.append(str(part))
+    return printable(".".join(names), 80)
 
 
 def parse(content: bytes) -> Any:

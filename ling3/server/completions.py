@@ -12,15 +12,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ling3.engine.outputs import Delta, Logprob
+from ling3.engine.outputs import Delta, RequestOutput
 from ling3.server import body
 from ling3.server.errors import ApiError
 from ling3.server.fields import Completion
 from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
-from ling3.text.tokenizer import Tokenizer
+from ling3.server.scores import Scores, joined
 
-LEAST_LOGPROB = -9999.0
-"""Stands for smaller ones, which JSON has no number for."""
 MOST_PROMPTS = 128
 """The most prompts of one request."""
 
@@ -34,8 +32,6 @@ async def answer(request: Request) -> Response:
     most = 16 if asked.max_tokens is None else asked.max_tokens
     if asked.max_tokens is None:
         most = min(most, *(service.room(len(prompt), "prompt") for prompt in prompts))
-    if asked.echo and asked.stream:
-        raise ApiError(400, "echo is not supported with stream", "echo")
     if most == 0 and not asked.echo:
         raise ApiError(400, "max_tokens is 0, which needs echo", "max_tokens")
     scored = asked.echo and (asked.logprobs is not None or most == 0)
@@ -45,8 +41,7 @@ async def answer(request: Request) -> Response:
     if isinstance(deltas, Response):
         return deltas
     if asked.stream:
-        usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return Events(_chunks(service, head, deltas, params.n, usage))
+        return Events(_chunks(service, head, deltas, prompts, asked))
     whole = await while_there(request, _whole(service, head, deltas, prompts, asked))
     return whole if isinstance(whole, Response) else JSONResponse(whole)
 
@@ -78,60 +73,63 @@ async def _whole(
     for place, prompt in enumerate(prompts):
         output = lasts[place].output
         assert output is not None, "the last delta has the output"
-        echoed = service.tokenizer.decode(prompt, skip_special_tokens=False) if asked.echo else ""
-        scores = output.prompt_logprobs or () if asked.echo else ()
-        shown = [_Shown(token, score) for token, score in zip(prompt, scores)]
+        echoed = _echoed(service, prompt, asked)
         for completion in output.outputs:
-            entries = [*shown, *(_Shown(one.token_id, one) for one in completion.logprobs or ())]
-            logprobs = None if asked.logprobs is None else _logprobs(service.tokenizer, entries, 0)
+            logprobs = None
+            if asked.logprobs is not None:
+                scores = Scores(service.tokenizer, prompt, echoed)
+                logprobs = scores.of_answer(completion.logprobs or ())
+                if asked.echo:
+                    logprobs = joined(scores.of_prompt(output.prompt_logprobs or ()), logprobs)
             reason = completion.finish_reason
             choice = {"index": len(choices), "text": echoed + completion.text, "logprobs": logprobs}
             choices.append({**choice, "finish_reason": reason})
     return {**head, "choices": choices, "usage": usage_of([lasts[place] for place in sorted(lasts)])}
 
 
+def _echoed(service: Service, prompt: Sequence[int], asked: Completion) -> str:
+    """What an answer begins with."""
+    return service.tokenizer.decode(prompt, skip_special_tokens=False) if asked.echo else ""
+
+
 async def _chunks(
-    service: Service, head: dict[str, Any], deltas: Deltas, n: int, usage: bool
+    service: Service, head: dict[str, Any], deltas: Deltas, prompts: Sequence[list[int]], asked: Completion
 ) -> AsyncIterator[dict[str, Any]]:
-    unset, lasts = {"usage": None} if usage else {}, {}
-    offsets: dict[int, int] = {}
-    async with contextlib.aclosing(deltas):  # pyright: ignore[reportArgumentType]
-        async for place, delta in deltas:
-            check(delta)
-            lasts[place], index = delta, place * n + delta.index
-            shown = [_Shown(one.token_id, one) for one in delta.logprobs or ()]
-            logprobs = _logprobs(service.tokenizer, shown, offsets.get(index, 0)) if shown else None
-            offsets[index] = offsets.get(index, 0) + sum(len(text) for text in (logprobs or {}).get("tokens", ()))
-            choice = {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-            if delta.text or shown or delta.finish_reason is not None:
-                yield {**head, "choices": [choice], **unset}
+    usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+    unset, lasts, n = {"usage": None} if usage else {}, {}, asked.n or 1
+    echoes = [_echoed(service, prompt, asked) for prompt in prompts]
+    scores = [[Scores(service.tokenizer, prompt, echoed) for _ in range(n)] for prompt, echoed in zip(prompts, echoes)]
+    scored = bool(asked.echo) and asked.logprobs is not None
+    begun: set[int] = set()
+
+    def chunk(place: int, index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        choice = {"index": place * n + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**head, "choices": [choice], **unset}
+
+    async with contextlib.aclosing(_waiting(deltas, scored)) as ready:  # pyright: ignore[reportArgumentType]
+        async for place, delta, output in ready:
+            lasts[place], index = delta, delta.index
+            if asked.echo and place not in begun:
+                begun.add(place)
+                prompt_scores = output.prompt_logprobs if output is not None else None
+                for i in range(n):
+                    logprobs = scores[place][i].of_prompt(prompt_scores or ()) if scored else None
+                    yield chunk(place, i, echoes[place], logprobs, None)
+            entries = delta.logprobs if asked.logprobs is not None else None
+            logprobs = scores[place][index].of_answer(entries) if entries else None
+            if delta.text or logprobs or delta.finish_reason is not None:
+                yield chunk(place, index, delta.text, logprobs, delta.finish_reason)
     if usage:
         yield {**head, "choices": [], "usage": usage_of(list(lasts.values()))}
 
 
-class _Shown:
-    """A token with its log-probability; None for a prompt's first."""
-
-    def __init__(self, token: int, score: Logprob | None):
-        self.token, self.score = token, score
-
-
-def _logprobs(tokenizer: Tokenizer, entries: Sequence[_Shown], offset: int) -> dict[str, Any]:
-    def text(token: int) -> str:
-        return tokenizer.decode([token], skip_special_tokens=False)
-
-    said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for entry in entries:
-        token, score = text(entry.token), entry.score
-        top: dict[str, float] | None = None
-        if score is not None:
-            top = {}
-            # Several tokens may have one text, of which the likeliest counts, and the one chosen before it.
-            for other, value in [(entry.token, score.logprob), *score.top.items()]:
-                top.setdefault(text(other), max(value, LEAST_LOGPROB))
-        said["tokens"].append(token)
-        said["token_logprobs"].append(None if score is None else max(score.logprob, LEAST_LOGPROB))
-        said["top_logprobs"].append(top)
-        said["text_offset"].append(offset)
-        offset += len(token)
-    return said
+async def _waiting(deltas: Deltas, scored: bool) -> AsyncIterator[tuple[int, Delta, RequestOutput | None]]:
+    """The deltas with their request's output; where the prompt's scores come first, only when that is there."""
+    held: dict[int, list[Delta]] = {}
+    async with contextlib.aclosing(deltas):  # pyright: ignore[reportArgumentType]
+        async for place, delta in deltas:
+            check(delta)
+            held.setdefault(place, []).append(delta)
+            if not scored or delta.output is not None:
+                for each in held.pop(place):
+                    yield place, each, delta.output

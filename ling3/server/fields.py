@@ -4,13 +4,14 @@
 # What it takes is an extra, and types are checked without it too.
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex, Structured
 from ling3.server.errors import ApiError
+from ling3.server.tools import MOST, Tool
 
 # Which do not change the answer.
 IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "store")
@@ -36,17 +37,12 @@ class Options(pydantic.BaseModel):
     include_obfuscation: bool | None = None
 
 
-class Fields(pydantic.BaseModel):
-    """What chats and completions share: OpenAI's fields, and vLLM's extras under their names."""
+class Sampling(pydantic.BaseModel):
+    """How answers are drawn and where they end."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
-    model: str
-    stream: bool | None = None
-    stream_options: Options | None = None
-    n: int | None = pydantic.Field(None, ge=1, le=16)
     stop: str | list[str] | None = None
-    max_tokens: int | None = None
     seed: int | None = None
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = None
@@ -59,6 +55,16 @@ class Fields(pydantic.BaseModel):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+
+
+class Fields(Sampling):
+    """What chats and completions share: OpenAI's fields, and vLLM's extras under their names."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: Options | None = None
+    n: int | None = pydantic.Field(None, ge=1, le=16)
+    max_tokens: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -153,3 +159,7 @@ class Chat(Fields):
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tools: list[Tool] | None = pydantic.Field(None, min_length=1, max_length=MOST)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None

@@ -21,13 +21,14 @@ SCHEMA = "#/components/schemas/{model}"
 def document(routes: Sequence[BaseRoute], bodies: Models) -> dict[str, Any]:
     """The description, in OpenAPI 3.1; `bodies` has the model of each endpoint that reads one."""
     models = [*dict.fromkeys(bodies.values()), ErrorBody]
-    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=SCHEMA)
+    found, schemas = models_json_schema([(model, "validation") for model in models], ref_template=SCHEMA)
+    places = {model: place for (model, _), place in found.items()}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         if isinstance(route, Route) and route.include_in_schema:
             methods = sorted((route.methods or {"GET"}) - {"HEAD"})
             path = re.sub(r"{(\w+):\w+}", r"{\1}", route.path)
-            paths[path] = {method.lower(): _operation(route, path, bodies) for method in methods}
+            paths[path] = {method.lower(): _operation(route, path, bodies, places) for method in methods}
     return {
         "openapi": "3.1.0",
         "info": {"title": "ling3", "version": __version__},
@@ -40,15 +41,14 @@ def document(routes: Sequence[BaseRoute], bodies: Models) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, path: str, bodies: Models) -> dict[str, Any]:
+def _operation(route: Route, path: str, bodies: Models, places: Mapping[Any, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {"operationId": "_".join(re.findall(r"\w+", path))}
     if names := re.findall(r"{(\w+)}", path):
         at = {"in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [{"name": name, **at} for name in names]
     if (model := bodies.get(route.endpoint)) is not None:
-        schema = {"$ref": SCHEMA.format(model=model.__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    error = {"application/json": {"schema": {"$ref": SCHEMA.format(model=ErrorBody.__name__)}}}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": places[model]}}}
+    error = {"application/json": {"schema": places[ErrorBody]}}
     operation["responses"] = {
         "200": {"description": "The answer.", "content": {kind: {} for kind in _kinds(model)}},
         "default": {"description": "What was wrong.", "content": error},

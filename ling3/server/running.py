@@ -93,6 +93,8 @@ class Service:
                 **{each: each for each in ("stop_token_ids", "logit_bias", "n")},
             }
             words = message.removeprefix("sampling parameters: ").replace(":", " ").replace(",", " ").split()
+            if grammar is not None and words and words[0] == "structured":
+                message = message.replace("structured", grammar, 1)
             raise ApiError(400, message, fields.get(words[0]) if words else None) from None
         self._check_takes(count)  # others have come meanwhile
         deltas = self._merged(prompts, params)
@@ -188,14 +190,17 @@ async def while_there(request: Request, work: Awaitable[Result]) -> Result | Res
 
 
 class Events(Response):
-    """Server-sent events: the chunks as JSON, then [DONE]; errors are an event, and leaving ends the chunks."""
+    """Server-sent events: the chunks as JSON, then [DONE]; errors are an event, and leaving ends the chunks.
+
+    An event has the name that its chunk has as `type`, if any; without `done` there is no [DONE].
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]]):
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], done: bool = True):
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._chunks, self._done = chunks, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them."""
@@ -208,13 +213,14 @@ class Events(Response):
             async with contextlib.aclosing(self._chunks) as chunks:  # pyright: ignore[reportArgumentType]
                 try:
                     async for chunk in chunks:
-                        await put(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n")
+                        name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+                        await put(f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n")
                 except ApiError as error:
                     await put(error.event())
                 except Exception:
                     log.logger.exception("the engine failed")
                     await put(ApiError(500, "the engine failed").event())
-            await put("data: [DONE]\n\n", False)
+            await put("data: [DONE]\n\n" if self._done else "", False)
 
         await while_there(Request(scope, receive), body())
 

@@ -10,8 +10,9 @@ import pydantic
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ling3.server import body, chat
+from ling3.server import body
 from ling3.server.errors import ApiError
+from ling3.server.messages import rendered
 from ling3.server.running import Service
 
 
@@ -69,7 +70,7 @@ def _ids(service: Service, asked: Tokenize) -> list[int]:
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "expected either prompt or messages", "prompt")
     if asked.messages is not None:
-        return chat.rendered(service, asked.messages, asked.chat_template_kwargs)[1]
+        return rendered(service, asked.messages, asked.chat_template_kwargs)[1]
     assert asked.prompt is not None, "one of the two"
     try:
         return service.tokenizer.encode(asked.prompt, asked.add_special_tokens)

@@ -3,7 +3,6 @@
 The pieces that `Reply` returns do not depend on how the text is cut: joined, they are those of the whole text.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -31,15 +30,6 @@ class Piece(NamedTuple):
     """Which tool call, counted from 0."""
 
 
-def tool_form(template: str) -> ToolForm | None:
-    """How a model writes tool calls, by its chat template's text; None if the template shows it no tools."""
-    if not re.search(r"\btools\b", template):
-        return None
-    if CALL_START in template:
-        return "tags"
-    return "bare" if "parameters" in template or PYTHON_TAG in template else None
-
-
 def opens_thinking(prompt: str) -> bool:
     """True if a rendered prompt ends inside the thinking that the reply goes on with."""
     return prompt.rstrip().endswith(THINK_START)
@@ -63,7 +53,8 @@ class Reply:
     ):
         self.thinking = thinking
         self.calls = 0
-        self._tools, self._form = tools or {}, form if tools else None
+        # Tags are read in both forms.
+        self._tools, self._form = tools or {}, ("tags" if form == "json" else form) if tools else None
         self._kind: Literal["reasoning", "content"] = "reasoning" if thinking else "content"
         self._begins, self._fresh = not thinking, thinking
         self._held = self._breaks = ""

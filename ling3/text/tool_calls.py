@@ -1,17 +1,19 @@
 """Tool calls as models write them, read a character at a time: the call's name, then its arguments as JSON.
 
-tags, with arguments in tags (Ling-3):  <tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>
-tags, with JSON (Qwen3):                <tool_call>{"name": …, "arguments": {…}}</tool_call>
-bare JSON (Llama 3):                    {"name": …, "parameters": {…}}, also after <|python_tag|>
+tags (Ling-3):          <tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>
+json, in tags (Qwen3):  <tool_call>{"name": …, "arguments": {…}}</tool_call>
+bare JSON (Llama 3):    {"name": …, "parameters": {…}}, also after <|python_tag|>
+
+Tags are read in both of their forms, whichever the model's is.
 """
 
 import contextlib
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
-ToolForm = Literal["tags", "bare"]
+ToolForm = Literal["tags", "json", "bare"]
 Said = tuple[Literal["call", "arguments"], str]
 Steps = Generator[None, str, Any]
 """Asks for a character with each yield; the empty text stands for the end."""
@@ -19,6 +21,73 @@ Steps = Generator[None, str, Any]
 CALL_START, CALL_END, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 NAME = re.compile(r"[\w.:/-]+")
+DEEPEST = 16
+"""The most references and alternatives of a schema that are followed."""
+PROBE = "probe_tool"
+CALL = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"key": "value"}}}
+CONVERSATION = (
+    {"role": "user", "content": "question"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "result", "tool_call_id": CALL["id"], "name": PROBE},
+)
+SHOWN = {"type": "function", "function": {"name": PROBE, "description": "A tool.", "parameters": {"type": "object"}}}
+WRITTEN: dict[ToolForm, str] = {
+    "tags": rf"{CALL_START}\s*{PROBE}\s*{KEY}key{KEY_END}\s*{VALUE}value{VALUE_END}\s*{CALL_END}",
+    "json": rf'{CALL_START}\s*{{"name": ?"{PROBE}", ?"arguments": ?{{"key": ?"value"}}}}\s*{CALL_END}',
+    "bare": rf'{{"name": ?"{PROBE}", ?"parameters": ?{{"key": ?"value"}}}}',
+}
+
+
+def tool_form(render: Callable[..., str]) -> ToolForm | None:
+    """How a chat template writes tool calls, by what it makes of one; None if it shows no tools, or writes otherwise.
+
+    `render` is given messages and `tools`, as `ChatTemplate.render` is; its ValueErrors count as None.
+    """
+    try:
+        shown, written = (render(messages, tools=[SHOWN]) for messages in (CONVERSATION[:1], CONVERSATION))
+    except ValueError:
+        return None
+    forms: list[ToolForm] = [form for form, pattern in WRITTEN.items() if re.search(pattern, written)]
+    return forms[0] if forms and PROBE in shown else None
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema, or what its `$ref` within the root stands for; {} for what is none or stands for nothing."""
+    for _ in range(DEEPEST):
+        if not isinstance(schema, Mapping):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        schema = root
+        for key in reference.removeprefix("#/").split("/"):
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return {}
+
+
+def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema names, also by `enum`, `const`, `anyOf` and the like; empty if it names none."""
+    schema = resolved(schema, root)
+    if "type" in schema:
+        return frozenset(each for each in _listed(schema["type"]) if isinstance(each, str))
+    if "const" in schema or "enum" in schema:
+        return frozenset(map(_kind, [schema["const"]] if "const" in schema else _listed(schema["enum"])))
+    for key in ("allOf", "anyOf", "oneOf"):
+        options = [kinds(option, root, depth + 1) for option in _listed(schema.get(key, []))] if depth < DEEPEST else []
+        if key == "allOf" and any(options):
+            return next(filter(None, options))
+        if options and all(options):
+            return frozenset().union(*options)
+    return frozenset()
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _kind(value: Any) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    return names.get(type(value), "null")
 
 
 class Malformed(ValueError):
@@ -90,22 +159,22 @@ class CallReader:
                     break
             self._closing = ""
             self._say(("{" if not written else ", ") + json.dumps(key.strip(), ensure_ascii=False) + ": ")
-            tag = yield from self._value(self._schema(key.strip()))
+            tag = yield from self._value(self._kinds(key.strip()))
             written += 1
             self._closing = "}"
             if tag == VALUE_END:
                 _, tag = yield from self._until(KEY, CALL_END)
         self._say("}" if written else "{}")
 
-    def _value(self, schema: Mapping[str, Any]) -> Steps:
+    def _value(self, kinds: frozenset[str]) -> Steps:
         """A value in tags: text as it comes for a string, or JSON where the schema does not ask for a string alone."""
-        if schema.get("type") == "string":
+        if kinds == {"string"}:
             self._say('"')
             _, tag = yield from self._until(VALUE_END, CALL_END, escaped=True)
             self._say('"')
             return tag
         text, tag = yield from self._until(VALUE_END, CALL_END)
-        self._say(_as_json(text, schema))
+        self._say(_as_json(text, kinds))
         return tag
 
     def _bare(self, opened: bool) -> Steps:
@@ -212,23 +281,25 @@ class CallReader:
         if text:
             self._said.append(("arguments", text))
 
-    def _schema(self, key: str) -> Mapping[str, Any]:
-        properties = self._tools.get(self._name or "", {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return schema if isinstance(schema, Mapping) else {}
+    def _kinds(self, key: str) -> frozenset[str]:
+        root = self._tools.get(self._name or "", {})
+        properties = resolved(root, root).get("properties")
+        return kinds(properties.get(key), root) if isinstance(properties, Mapping) else frozenset()
 
 
-def _as_json(text: str, schema: Mapping[str, Any]) -> str:
-    """A value's text as JSON: itself where it is JSON that the schema may mean, or else a string."""
-    kinds = schema.get("type")
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds or ())
-    if kinds == {"boolean"} and text.strip().lower() in ("true", "false"):
+def _as_json(text: str, kinds: frozenset[str]) -> str:
+    """A value's text as JSON: itself where it is JSON of the schema's kinds, or else a string if that is one of them.
+
+    Text that is no JSON, and JSON of other kinds where no string is asked for, stay what they are.
+    """
+    if "boolean" in kinds and text.strip().lower() in ("true", "false"):
         return text.strip().lower()
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    if "string" in kinds and (value is not None or "null" not in kinds):
+    fits = _kind(value) in kinds or (_kind(value) == "integer" and "number" in kinds)
+    if "string" in kinds and not fits:
         return json.dumps(text, ensure_ascii=False)
     return json.dumps(value, ensure_ascii=False)
 

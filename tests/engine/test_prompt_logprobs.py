@@ -94,6 +94,14 @@ def test_they_are_the_same_in_any_company(served, alone):
     assert [output.prompt_logprobs for output in served.generate(mixed, params)] == [*alone, *[None] * len(PROMPTS)]
 
 
+def test_an_answer_that_is_whole_in_its_first_call_has_them(served, alone):
+    """A grammar that leaves no choice forces all of its tokens at once."""
+    params = SamplingParams(max_tokens=4, prompt_logprobs=3, structured=ling3.Choice(["a"]))
+    outputs = served.generate(TEXTS, params)
+    assert {output.text for output in outputs} == {"a"} and [output.prompt_logprobs for output in outputs] == alone
+    assert idle(served)
+
+
 def test_others_go_on_from_what_such_a_prompt_left(served):
     """Its chunks are in the caches as any prompt's."""
     prompt = [*TEXTS[-1], 7, 9]

@@ -35,6 +35,13 @@ KINDS = {
     "regex": ling3.Regex("(ab|cd){2,4}[0-9]{3}"),
     "choice": ling3.Choice(["yes", "no", "perhaps", 'a "quoted\\\n" é😀']),
     "grammar": ling3.Grammar('start: "<" item ("," item)* ">"\nitem: /[a-c]{1,3}/ | "(" item ")"'),
+    "parts": ling3.Grammar(
+        'start: "x=" @x ";" @y',
+        {
+            "x": ling3.JSONSchema({"type": "integer", "minimum": 0, "maximum": 99}),
+            "y": ling3.Grammar('start: "y=" @z', [("z", ling3.Choice(["a", "b"]))]),
+        },
+    ),
 }
 
 
@@ -49,6 +56,8 @@ def holds(kind, text):
         return re.fullmatch(KINDS[kind].pattern, text) is not None
     if kind == "choice":
         return text in KINDS[kind].strings
+    if kind == "parts":
+        return re.fullmatch("x=[0-9]{1,2};y=[ab]", text) is not None
     return re.fullmatch(r"<[a-c(),]+>", text) is not None and text.count("(") == text.count(")")
 
 
@@ -295,6 +304,11 @@ def test_several_completions_have_their_own_places(served):
         (ling3.Grammar("start: foo"), 'the Grammar does not compile: .*unknown name: "foo"'),
         (ling3.Grammar("begin: /a/"), "no start rule"),
         (ling3.Grammar('start: "a" start'), "the Grammar cannot be used: .*Too many items"),
+        (ling3.Grammar("start: @a", {"b": ling3.Regex("b")}), "the Grammar does not compile: .*unknown grammar"),
+        (
+            ling3.Grammar("start: @a", {"a": ling3.Grammar("start: @a", {"a": ling3.Regex("a")})}),
+            "the Grammar does not compile: several parts have the name a",
+        ),
         (ling3.JSONSchema({"type": "foo"}), "the JSONSchema does not compile: Invalid type: foo"),
         (ling3.JSONSchema({"not": {"type": "string"}}), r"Unimplemented keys: \[\"not\"\]"),
         (ling3.JSONSchema({"$ref": "http://elsewhere/schema"}), "does not compile: .*elsewhere"),
@@ -398,6 +412,8 @@ def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
         (lambda: ling3.Regex(b"a"), "the regex is b'a'"),
         (lambda: ling3.Regex("a\ud800"), "lone surrogate at position 1"),
         (lambda: ling3.Grammar("x" * 2**19), "the grammar has 524288 characters, expected at most 262144"),
+        (lambda: ling3.Grammar("start: @A", {"A": ling3.Regex("a")}), "the grammar has a part 'A', expected a name"),
+        (lambda: ling3.Grammar("start: @a", {"a": "b"}), "the grammar's part a is 'b', expected a JSONSchema, a"),
         (lambda: ling3.Choice([]), r"the choice is \[\], expected a list of strings"),
         (lambda: ling3.Choice("ab"), "the choice is 'ab'"),
         (lambda: ling3.Choice(["a", ""]), "the choice is"),

@@ -65,17 +65,16 @@ def test_the_answer_is_the_engines_bit_for_bit(engine, url):
         ({"json": {"messages": CHAT}}, 400, "model"),
         ({"json": {**ASKED, "model": "other"}}, 404, "model"),
         ({"json": {**ASKED, "tools": []}}, 400, "tools"),
+        ({"json": {**ASKED, "stop": 5}}, 400, "stop"),
+        ({"json": {**ASKED, "stop_token_ids": [1, "a"]}}, 400, "stop_token_ids.1"),
+        ({"json": {**ASKED, "stream_options": {"include_usage": 1}}}, 400, "stream_options.include_usage"),
+        ({"json": {**ASKED, "stream_options": {"other": 1}}}, 400, "stream_options.other"),
         ({"json": {**ASKED, "top_p": 2}}, 400, "top_p"),
         ({"json": {**ASKED, "response_format": {"type": "xml"}}}, 400, "response_format"),
         ({"json": {**ASKED, "response_format": {"type": "json_schema"}}}, 400, "response_format"),
         ({"json": {**ASKED, "guided_regex": "("}}, 400, "guided_regex"),
         ({"json": {**ASKED, "structured_outputs": {"choice": []}}}, 400, "structured_outputs"),
         ({"json": {**ASKED, "guided_regex": "a", "guided_choice": ["a"]}}, 400, "guided_choice"),
-        (
-            {"json": {**ASKED, "guided_regex": "a", "chat_template_kwargs": {"enable_thinking": True}}},
-            400,
-            "guided_regex",
-        ),
         ({"json": {**ASKED, "stream": True, "messages": [{"role": "user", "content": "a " * 900}]}}, 400, "messages"),
         ({"json": {**ASKED, "n": 7}}, 429, None),
     ],
@@ -89,6 +88,7 @@ def test_an_error_is_openais_object(url, body, status, param):
         "param",
         "code",
     }
+    assert param is None or param.split("[")[0] in error["message"], "the message names the field"
 
 
 def test_a_key_is_asked_for(url):
@@ -108,18 +108,21 @@ def test_a_client_that_goes_away_frees_its_slot(engine, url):
 
 
 def test_thinking_and_answer_come_apart(url):
-    """The grammar names `</think>` (5), a special token, which the engine's text lacks."""
-    asked = {**ASKED, "chat_template_kwargs": {"enable_thinking": True}}
-    asked["structured_outputs"] = {"grammar": 'start: "3 + 4 = 7." <[5]> "The answer is 7."'}
+    """A bias has nano end its thinking by `</think>` (5), a special token, which the engine's text lacks."""
+    asked = {**ASKED, "chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"5": 8}, "max_tokens": 80}
+    asked["structured_outputs"] = {"grammar": 'start: "The answer is " /[0-9]/ "."'}
     whole = httpx.post(f"{url}/v1/chat/completions", headers=KEY, json=asked).json()["choices"][0]["message"]
-    assert (whole["reasoning_content"], whole["content"]) == ("3 + 4 = 7.", "The answer is 7.")
+    assert "=" in whole["reasoning_content"] and re.fullmatch(r"The answer is \d\.", whole["content"])
     with openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client:
         extra = {name: asked.pop(name) for name in ("chat_template_kwargs", "structured_outputs")}
         pieces = [
             chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True, extra_body=extra)
         ]
-    assert "".join(getattr(piece, "reasoning_content", None) or "" for piece in pieces) == "3 + 4 = 7."
-    assert "".join(piece.content or "" for piece in pieces) == "The answer is 7."
+    reasoning = "".join(getattr(piece, "reasoning_content", None) or "" for piece in pieces)
+    assert (reasoning, "".join(piece.content or "" for piece in pieces)) == (
+        whole["reasoning_content"],
+        whole["content"],
+    )
 
 
 class Answer(pydantic.BaseModel):

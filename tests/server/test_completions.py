@@ -72,7 +72,6 @@ def test_echo_scores_a_prompt_without_a_token_more(engine, client):
     [
         ({"suffix": "a"}, "suffix"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"echo": True, "stream": True}, "echo"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a", ""]}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
@@ -84,6 +83,53 @@ def test_what_is_refused_is_named(client, fields, param):
     with pytest.raises(openai.BadRequestError) as caught:
         asked(client, **{"prompt": "a", **fields})
     assert caught.value.param == param
+
+
+def streamed(client, **fields):
+    async def chunks():
+        async with client() as made:
+            answer = await made.completions.create(model="nano", stream=True, **{"temperature": 0, **fields})
+            return [chunk.choices[0] async for chunk in answer]
+
+    return asyncio.run(chunks())
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"max_tokens": 0, "logprobs": 0}, {"max_tokens": 0}])
+def test_a_streamed_echo_is_that_of_the_whole(client, fields):
+    how = {"prompt": PROMPTS[:2], "echo": True, "n": 1 + (fields == {}), **fields}
+    whole, pieces = asked(client, **how).choices, streamed(client, **how)
+    assert len(whole) == 2 * how["n"]
+    for choice in whole:
+        own = [piece for piece in pieces if piece.index == choice.index]
+        assert "".join(piece.text for piece in own) == choice.text and own[-1].finish_reason == choice.finish_reason
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            joined = [x for piece in own if piece.logprobs for x in getattr(piece.logprobs, name)]
+            assert joined == (getattr(choice.logprobs, name) if choice.logprobs else [])
+
+
+def test_parts_of_characters_have_their_bytes_and_their_characters_place(engine, client):
+    """Nano writes each of these characters in several tokens."""
+    text, how = "aé😀b", {"extra_body": {"guided_choice": ["aé😀b"]}, "logprobs": 1}
+    prompt = "ñ: "
+    for echoed, fields in (("", {}), (prompt, {"echo": True})):
+        choice = asked(client, prompt=prompt, **how, **fields).choices[0]
+        scores = choice.logprobs
+        ids = [*(engine.tokenizer.encode(prompt) if echoed else []), *engine.tokenizer.encode(text)]
+        own = [engine.tokenizer.token_bytes(token) for token in ids]
+        assert choice.text == echoed + text and b"".join(own).decode() == choice.text
+        places = [len(b"".join(own[:i]).decode(errors="ignore")) for i in range(len(own))]
+        assert scores.text_offset[: len(ids)] == places and len(set(places)) < len(places)
+        assert any(name.startswith("bytes:\\x") for name in scores.tokens)
+        pieces = [piece for piece in streamed(client, prompt=prompt, **how, **fields) if piece.logprobs]
+        assert [place for piece in pieces for place in piece.logprobs.text_offset] == scores.text_offset
+
+    async def chat():
+        async with client() as made:
+            how = {"model": "nano", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+            return await made.chat.completions.create(**how, extra_body={"guided_choice": [text]})
+
+    entries = asyncio.run(chat()).choices[0].logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode().removesuffix("<|role_end|>") == text
 
 
 def test_answers_in_company_are_those_alone(engine, client):

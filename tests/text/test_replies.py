@@ -3,21 +3,23 @@
 import json
 
 import pytest
+from reply_cases import CASES, TAGS
+from tool_templates import TEMPLATES, tokenizer
 
 from ling3.text.detokenizer import StopStrings
-from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking, tool_form
+from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking
 from ling3.text.tokenizer import load_tokenizer
-
-TOOLS = {
-    "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    "say": {"properties": {"text": {"type": "string"}, "loud": {"type": "boolean"}}},
-}
 
 
 def read(texts, **how):
     """(reasoning, content, calls as (name, arguments)) of a reply that comes in these texts."""
-    reply, said, calls = Reply(**how), {"reasoning": "", "content": ""}, []
-    for piece in [*(piece for text in texts for piece in reply.feed(text)), *reply.flush()]:
+    reply = Reply(**how)
+    return put_together([*(piece for text in texts for piece in reply.feed(text)), *reply.flush()])
+
+
+def put_together(pieces):
+    said, calls = {"reasoning": "", "content": ""}, []
+    for piece in pieces:
         if piece.kind == "call":
             calls.append([piece.text, ""])
         elif piece.kind == "arguments":
@@ -25,59 +27,6 @@ def read(texts, **how):
         else:
             said[piece.kind] += piece.text
     return said["reasoning"], said["content"], [tuple(call) for call in calls]
-
-
-TAGS = {"tools": TOOLS, "form": "tags"}
-OPEN = {**TAGS, "thinking": True}
-BARE = {"tools": TOOLS, "form": "bare"}
-ADD = (
-    "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>2</arg_value></tool_call>"
-)
-LINES = ADD.replace("><", ">\n<").replace("add<", "add\n<").replace("<tool_call>", "<tool_call>\n")
-CASES = [
-    ("hello\n", {}, ("", "hello\n", [])),
-    ("a < b <think> c", {}, ("", "a < b <think> c", [])),
-    ("<think>\nhm\n</think>\n\nyes", {}, ("hm", "yes", [])),
-    (" <think>hm", {}, ("hm", "", [])),
-    ("hm</think>yes", {"thinking": True}, ("hm", "yes", [])),
-    ("hm, no end", {"thinking": True}, ("hm, no end", "", [])),
-    ("hm</thin", {"thinking": True}, ("hm</thin", "", [])),
-    ("yes</think>", {}, ("", "yes</think>", [])),
-    (ADD, {}, ("", ADD, [])),
-    (ADD, TAGS, ("", "", [("add", '{"a": 1, "b": 2}')])),
-    (LINES, TAGS, ("", "", [("add", '{"a": 1, "b": 2}')])),
-    (f"Sure.\n{ADD}\n{LINES}\n", TAGS, ("", "Sure.", [("add", '{"a": 1, "b": 2}')] * 2)),
-    (f"hm\n{ADD}\nso</think>yes", OPEN, ("hmso", "yes", [("add", '{"a": 1, "b": 2}')])),
-    (f"hm {ADD}", OPEN, ("hm ", "", [("add", '{"a": 1, "b": 2}')])),
-    ("<tool_call>add</tool_call>", TAGS, ("", "", [("add", "{}")])),
-    ("<tool_call>not a call</tool_call>!", TAGS, ("", "<tool_call>not a call</tool_call>!", [])),
-    ("<tool_call>ad", TAGS, ("", "<tool_call>ad", [])),
-    ("<tool_c", TAGS, ("", "<tool_c", [])),
-    (
-        '<tool_call>say<arg_key>text</arg_key><arg_value>"x"\n</arg</arg_value></tool_call>',
-        TAGS,
-        ("", "", [("say", '{"text": "\\"x\\"\\n</arg"}')]),
-    ),
-    ("<tool_call>say<arg_key>text</arg_key><arg_value>half", TAGS, ("", "", [("say", '{"text": "half')])),
-    ("<tool_call>say<arg_key>loud</arg_key><arg_value>True</arg_value>", TAGS, ("", "", [("say", '{"loud": true}')])),
-    (
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": "}\\""}}}\n</tool_call>',
-        TAGS,
-        ("", "", [("add", '{"a": 1, "b": {"c": "}\\""}}')]),
-    ),
-    ('<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}</tool_call>', TAGS, ("", "", [("add", '{"a": 1}')])),
-    ('<tool_call>{"name": "add", "arguments": {"a": 1', TAGS, ("", "", [("add", '{"a": 1')])),
-    ('<tool_call>{"na', TAGS, ("", '<tool_call>{"na', [])),
-    ('{"name": "add", "parameters": {"a": 1}}', BARE, ("", "", [("add", '{"a": 1}')])),
-    (
-        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "say", "parameters": {}}',
-        BARE,
-        ("", "", [("add", '{"a": 1}'), ("say", "{}")]),
-    ),
-    ('{"name": "Bob", "age": 3}', BARE, ("", '{"name": "Bob", "age": 3}', [])),
-    (' {"x": [1, 2]} and so on', BARE, ("", ' {"x": [1, 2]} and so on', [])),
-    ('so: {"name": "add", "parameters": {}}', BARE, ("", 'so: {"name": "add", "parameters": {}}', [])),
-]
 
 
 @pytest.mark.parametrize(("text", "how", "expected"), CASES)
@@ -98,9 +47,16 @@ def test_arguments_come_piece_by_piece():
 
 
 def test_what_a_template_says():
-    assert tool_form("{{ messages }}") is None
-    assert tool_form("{% if tools %}<tool_call>") == "tags"
-    assert tool_form('{% if tools %}{"name": …, "parameters": …}') == "bare"
+    for form, template in TEMPLATES.items():
+        assert tokenizer(template).tool_form == form and tokenizer(template).thinking_switch
+    forgetful = "{{ tools }}{{ messages[0].content }}"  # it shows no calls
+    strange = forgetful + "{% for m in messages %}[CALL]{{ m.tool_calls }}{% endfor %}"
+    refusing = "{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}{{ tools }}"
+    toolless = TEMPLATES["tags"].replace("if tools", "if false")
+    for template in (forgetful, strange, refusing, toolless):
+        assert tokenizer(template).tool_form is None
+    assert load_tokenizer("nano").tool_form is None and load_tokenizer("nano").thinking_switch
+    assert not tokenizer("detailed thinking {{ messages }}").thinking_switch
     assert opens_thinking("<role>ASSISTANT</role>\n<think>\n") and not opens_thinking("<think></think>")
 
 
@@ -132,3 +88,23 @@ def test_a_special_tag_that_is_none_shows_nothing():
     reply = TokenReply(Reply(), tokenizer, [])
     pieces = reply.feed("why6", tokenizer.encode("<think>why</think>6"), True)
     assert pieces == [Piece("reasoning", "why"), Piece("content", "6")]
+
+
+@pytest.mark.parametrize(("text", "how", "expected"), CASES)
+def test_tool_tags_may_be_special_tokens(text, how, expected):
+    """The engine's text lacks them then; a reply is the same however its tokens come."""
+    made = tokenizer(TEMPLATES["tags"], special=True)
+    ids, prompt = made.encode(text), made.encode("<think>" if how.get("thinking") else "a")
+
+    def taken(size):
+        reply, decoder = TokenReply(Reply(**how), made, prompt), made.stream(prompt)
+        pieces = []
+        for start in range(0, len(ids), size):
+            part, last = ids[start : start + size], start + size >= len(ids)
+            pieces += reply.feed(decoder.feed(part) + (decoder.flush() if last else ""), part, last)
+        return put_together(pieces)
+
+    whole = taken(len(ids))
+    assert whole == expected or not expected[2], "calls are those of tags that are text"
+    for size in range(1, len(ids)):
+        assert taken(size) == whole, size

@@ -6,6 +6,7 @@ import tokenizers
 
 from ling3.text import tokenizer_file
 from ling3.text.chat_template import ChatTemplateError
+from ling3.text.token_bytes import TokenBytes
 from ling3.text.tokenizer import TokenizerError, load_tokenizer
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
@@ -276,3 +277,24 @@ def test_a_tokenizer_pickles(directory):
     assert repr(again) == repr(tokenizer) and again.eos_token_ids == tokenizer.eos_token_ids
     ids = again.apply_chat_template(HELLO)
     assert ids == tokenizer.apply_chat_template(HELLO) and again.decode(ids) == tokenizer.decode(ids)
+
+
+def test_a_tokens_bytes_are_its_own():
+    """Joined, they are those of the text, also where a character has several tokens."""
+    nano = load_tokenizer("nano")
+    for text in ("aé😀b<|role_end|>", "\n\t  ñ", bytes(range(1, 128)).decode()):
+        assert b"".join(map(nano.token_bytes, nano.encode(text, add_special_tokens=False))).decode() == text
+    assert nano.token_bytes(nano.vocab_size + 5) == b""
+    every = {nano.token_bytes(token) for token in range(nano.vocab_size)}
+    assert all(bytes([byte]) in every for byte in range(256))
+
+
+def test_bytes_of_a_vocabulary_with_blanks_and_fallback():
+    vocabulary = {"<unk>": 0, "▁the": 1, "<0xC3>": 2, "<0xA9>": 3, "é": 4}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    replace = tokenizers.decoders.Replace("▁", " ")
+    backend.decoder = tokenizers.decoders.Sequence([replace, tokenizers.decoders.ByteFallback()])
+    own = TokenBytes(backend)
+    assert [own[token] for token in (1, 2, 3, 4)] == [b" the", b"\xc3", b"\xa9", "é".encode()]
+    backend.decoder = None
+    assert TokenBytes(backend)[1] == "▁the".encode()

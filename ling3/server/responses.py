@@ -1,0 +1,256 @@
+"""`/v1/responses`, without storage: the conversation comes whole, and is answered as a chat is, in items and events."""
+
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Literal
+
+import pydantic
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ling3.engine.outputs import Delta
+from ling3.server import body, chat
+from ling3.server.errors import ApiError
+from ling3.server.fields import Chat, Sampling
+from ling3.server.response_items import Items, messages_of
+from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.server.tools import MOST, Function, Tool
+from ling3.text.replies import THINK_END, TokenReply
+from ling3.text.tokenizer import Tokenizer
+
+IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Which do not change the answer."""
+SAME = (*Sampling.model_fields, "chat_template_kwargs")
+"""Which a chat has under the same name."""
+NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+"""A chat's fields, and what they are called here."""
+
+
+class Effort(pydantic.BaseModel):
+    """How much thinking there is to be; summaries are not made, so that their form may be left to the server alone."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+
+
+class Text(pydantic.BaseModel):
+    """The form of the answer."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    format: dict[str, Any] | None = None
+
+
+class FunctionTool(Function):
+    """A function with its type beside its name."""
+
+    type: Literal["function"]
+
+
+class Options(pydantic.BaseModel):
+    """How a stream reports."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    include_obfuscation: bool | None = None
+
+
+class Asked(Sampling):
+    """A request."""
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: Options | None = None
+    max_output_tokens: int | None = None
+    tools: list[FunctionTool] | None = pydantic.Field(None, max_length=MOST)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: Text | None = None
+    reasoning: Effort | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """Of thinking, which comes as it is, there is nothing encrypted."""
+    truncation: Literal["disabled"] | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {name: x for name, x in value.items() if x is not None and name not in IGNORED}
+
+    def as_chat(self) -> Chat:
+        """The same as a chat; ApiError 400 for items that are none of a conversation."""
+        tools = [each.model_dump(exclude={"type"}, exclude_none=True) for each in self.tools or ()]
+        messages = messages_of(self.input, self.instructions)
+        if not messages:
+            raise ApiError(400, "input is empty", "input")
+        given = {
+            "model": self.model,
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [Tool(type="function", function=Function(**each)) for each in tools] or None,
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls if tools else None,
+            "response_format": _format(self.text),
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            **{name: getattr(self, name) for name in SAME},
+        }
+        return Chat(**given)
+
+
+def _format(text: Text | None) -> dict[str, Any] | None:
+    """A chat's `response_format`."""
+    if text is None or text.format is None or text.format.get("type") != "json_schema":
+        return None if text is None else text.format
+    inner = {name: value for name, value in text.format.items() if name != "type" and value is not None}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+async def answer(request: Request) -> Response:
+    """The endpoint."""
+    service: Service = request.app.state.service
+    asked = await body.read(request, Asked)
+    service.check_model(asked.model)
+    try:
+        begun = await while_there(request, chat.begin(service, asked.as_chat()))
+    except ApiError as error:
+        raise _renamed(error) from None
+    if isinstance(begun, Response):
+        return begun
+    deltas, (reply,) = begun
+    events = _events(service.tokenizer, _head(service, asked), deltas, reply)
+    if asked.stream:
+        return Events(_failing(events), done=False)
+    whole = await while_there(request, _last(events))
+    return whole if isinstance(whole, Response) else JSONResponse(whole["response"])
+
+
+def _renamed(error: ApiError) -> ApiError:
+    """A chat's error in this endpoint's names."""
+    message, param = str(error), error.param
+    for theirs, ours in NAMES.items():
+        if param is not None and param.split("[")[0].split(".")[0] == theirs:
+            message, param = message.replace(param, ours).replace(theirs, ours), ours
+    return ApiError(error.status, message, param, error.code, error.headers)
+
+
+def _head(service: Service, asked: Asked) -> dict[str, Any]:
+    effort = None if asked.reasoning is None else asked.reasoning.effort
+    text = None if asked.text is None else asked.text.format
+    return {
+        "id": identifier("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "model": service.name,
+        "output": [],
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": effort, "summary": None},
+        "store": False,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "text": {"format": {"type": "text"} if text is None else text},
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in asked.tools or ()],
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "metadata": {},
+    }
+
+
+async def _events(
+    tokenizer: Tokenizer, head: dict[str, Any], deltas: Deltas, reply: TokenReply
+) -> AsyncIterator[dict[str, Any]]:
+    """The response as it comes; the last event has it whole."""
+    numbers, items, last = itertools.count(), Items(), None
+
+    def numbered(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        return ({**event, "sequence_number": next(numbers)} for event in events)
+
+    async with contextlib.aclosing(deltas):  # pyright: ignore[reportArgumentType]
+        for event in numbered({"type": f"response.{name}", "response": head} for name in ("created", "in_progress")):
+            yield event
+        async for _, delta in deltas:
+            check(delta)
+            last = delta
+            for piece in chat.pieces(reply, delta):
+                for event in numbered(items.add(piece)):
+                    yield event
+    assert last is not None, "there is a last delta"
+    status = "incomplete" if last.finish_reason == "length" else "completed"
+    for event in numbered(items.close(status)):
+        yield event
+    reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    made = {**head, "status": status, "incomplete_details": reason, "output": items.output}
+    made["usage"] = _usage(tokenizer, last, items)
+    for event in numbered(iter([{"type": f"response.{status}", "response": made}])):
+        yield event
+
+
+async def _failing(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    """The events, and one more if the answer fails."""
+    head: dict[str, Any] = {}
+    number = 0
+    async with contextlib.aclosing(events):  # pyright: ignore[reportArgumentType]
+        try:
+            async for event in events:
+                head, number = head or event["response"], event["sequence_number"] + 1
+                yield event
+        except Exception as error:
+            # Its own words may be those of a fault, which are the server's affair.
+            message = str(error) if isinstance(error, ApiError) else "the engine failed"
+            failed = {**head, "status": "failed", "error": {"code": "server_error", "message": message}}
+            yield {"type": "response.failed", "response": failed, "sequence_number": number}
+
+
+async def _last(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    event: dict[str, Any] = {}
+    async with contextlib.aclosing(events):  # pyright: ignore[reportArgumentType]
+        async for event in events:  # noqa: B007 -- the last one is wanted
+            pass
+    return event
+
+
+def _usage(tokenizer: Tokenizer, last: Delta, items: Items) -> dict[str, Any]:
+    assert last.output is not None, "the last delta has the output"
+    counts = usage_of([last])
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": _thought(tokenizer, last.output.token_ids, items.output)},
+        "total_tokens": counts["total_tokens"],
+    }
+
+
+def _thought(tokenizer: Tokenizer, ids: Sequence[int], output: Sequence[dict[str, Any]]) -> int:
+    """How many tokens were thinking; where its end is no token, how many the tokenizer makes of its text."""
+    thinking = [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
+    end = tokenizer.backend.token_to_id(THINK_END)
+    if not thinking:
+        return 0
+    if end is not None and end in ids:
+        return list(ids).index(end) + 1
+    return len(ids) if len(output) == 1 else len(tokenizer.encode("".join(thinking), add_special_tokens=False))

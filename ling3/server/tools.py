@@ -1,0 +1,133 @@
+"""Tools of a request: which functions may be called, how they are shown to the model, and what holds it to them."""
+
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import pydantic
+
+from ling3.engine.structured import Structured
+from ling3.server import reply_grammars
+from ling3.server.errors import ApiError
+from ling3.text.tokenizer import Tokenizer
+from ling3.text.tool_calls import ToolForm
+
+MOST = 128
+"""The most tools of a request."""
+
+
+class Function(pydantic.BaseModel):
+    """A function that the model may call."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    name: str = pydantic.Field(pattern=r"^[A-Za-z0-9_.:/-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(pydantic.BaseModel):
+    """A tool of a chat."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """The functions of a request, and what `tool_choice` and `parallel_tool_calls` make of them."""
+
+    functions: Sequence[Function]
+    form: ToolForm
+    allowed: frozenset[str]
+    """Those that may be called."""
+    required: bool
+    """Whether one has to be called."""
+    several: bool
+    """Whether more than one call may come."""
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """What the template gets."""
+        return [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in self.functions]
+
+    @property
+    def schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """The parameters by name."""
+        return {each.name: each.parameters or {} for each in self.functions}
+
+    @property
+    def held(self) -> bool:
+        """Whether the calls are held to a grammar; else the model writes what it likes."""
+        some = len(self.allowed) < len(self.functions) or any(each.strict for each in self.functions)
+        return self.required or some or not self.several
+
+    def grammar(self, answer: Structured | None, tokenizer: Tokenizer) -> Structured | None:
+        """What the reply may be, if it is a call or an `answer`; ApiError 400 for schemas that cannot be held."""
+        if not self.held and answer is None:
+            return None
+        functions = [
+            reply_grammars.Callable(each.name, each.parameters or {}, bool(each.strict))
+            for each in self.functions
+            if each.name in self.allowed
+        ]
+        otherwise = False if self.required else True if answer is None else answer
+        try:
+            return reply_grammars.calls(functions, self.form, tokenizer, self.several, otherwise)
+        except (ValueError, TypeError, AttributeError) as error:
+            # The latter two are of schemas that are none.
+            raise ApiError(400, f"tools: {error}", "tools") from None
+
+
+def chosen(
+    functions: Sequence[Function] | None, choice: Any, parallel: bool | None, tokenizer: Tokenizer
+) -> Tools | None:
+    """The tools, or None where none may be called; ApiError 400 for a choice that there is not, and without a form."""
+    if not functions:
+        if choice not in (None, "none", "auto") or parallel is not None:
+            name = "parallel_tool_calls" if choice is None else "tool_choice"
+            raise ApiError(400, f"{name} needs tools", name)
+        return None
+    names = [each.name for each in functions]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ApiError(400, f"tools has several functions {repeated}", "tools")
+    form = tokenizer.tool_form
+    if form is None:
+        raise ApiError(400, "tools: this model's chat template has no tools", "tools", "unsupported_parameter")
+    mode, allowed = _choice(choice, names)
+    if mode == "none":
+        return None
+    return Tools(functions, form, frozenset(allowed), mode == "required", parallel is not False)
+
+
+def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The mode, and which functions it is about."""
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto", names
+    mode, wanted = "required", [choice]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
+        inner = inner if isinstance(inner, dict) else {}
+        mode, wanted = inner.get("mode"), inner.get("tools")
+    allowed = [_name(each) for each in wanted] if isinstance(wanted, list) else []
+    if mode not in ("auto", "required") or not allowed or None in allowed:
+        expected = "auto, none, required, a function or allowed_tools"
+        raise ApiError(400, f"tool_choice: expected {expected}", "tool_choice")
+    if unknown := next((name for name in allowed if name not in names), None):
+        raise ApiError(400, f"tool_choice: there is no tool {unknown!r:.80}", "tool_choice")
+    return mode, [name for name in allowed if name is not None]
+
+
+def _name(tool: Any) -> str | None:
+    """The function's name, under `function` (chats) or beside the type (responses)."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return None
+    inner = tool.get("function", tool)
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) else None
