@@ -1,7 +1,7 @@
 """Measures a server of OpenAI's protocol as its client, in the terms of `measure`.
 
-The client only notes what comes and when; streams are read once all have ended, so that it takes little from a server on
-the same machine. Chunks are not tokens: their number is the server's `usage`, shared among chunks by their text.
+The client only notes what comes and when; streams are read once all have ended, so that it takes little from a server
+on the same machine. Chunks are not tokens: their number is the server's `usage`, shared among chunks by their text.
 """
 
 # pyright: reportMissingImports=false
@@ -78,10 +78,10 @@ def measure(
 ) -> Report:
     """Streams the requests' answers and reports as `ling3.bench.measure.measure` does.
 
-    With `concurrency` as many requests are under way at a time, each due when one before it has ended; else they arrive
-    at the `request_rate`. A request fails on a status that is not 200, a broken connection, an error amid the stream, and a
-    stream without `usage`. `ignore_eos` is vLLM's field, which is left out where it is False. A short request goes first
-    and does not count; what a server keeps of earlier prompts is in `cached_tokens`.
+    With `concurrency` as many requests are under way at a time, each due when one before it has ended; else they
+    arrive at the `request_rate`. A request fails on a status that is not 200, a broken connection, an error amid the
+    stream, and a stream without `usage`. `ignore_eos` is vLLM's field, which is left out where it is False. A short
+    request goes first and does not count; what a server keeps of earlier prompts is in `cached_tokens`.
 
     Raises ValueError if that request fails.
     """
@@ -161,7 +161,7 @@ def _size(choice: Mapping[str, Any]) -> int:
 
 
 def _shared(texts: Sequence[tuple[float, int]], tokens: int) -> Iterator[tuple[float, int]]:
-    """When how many of the `tokens` came, by the size of the texts; they add up to `tokens`, of which the first has one."""
+    """When how many of the `tokens` came, by the size of the texts: at least one with the first, and all together."""
     whole, seen, given = sum(size for _, size in texts), 0, 0
     for when, size in texts:
         seen += size

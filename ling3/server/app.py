@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ling3.server import chat, completions, tokens
+from ling3.server import chat, completions, page, tokens
 from ling3.server.errors import ApiError
 from ling3.server.running import Service
 
 
 def build(service: Service, api_keys: Sequence[str] = ()) -> ASGIApp:
-    """The app over a service; with `api_keys`, all but /health wants one of them."""
+    """The app over a service; with `api_keys`, all but / and /health wants one of them."""
     routes = [
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
         Route("/v1/completions", completions.answer, methods=["POST"]),
@@ -32,7 +32,7 @@ def build(service: Service, api_keys: Sequence[str] = ()) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
     app.state.service = service
     inner = Keys(app, api_keys) if api_keys else app
-    return Starlette(routes=[Route("/health", _health), Mount("/", inner)])
+    return Starlette(routes=[Route("/health", _health), Route("/", page.answer), Mount("/", inner)])
 
 
 class Keys:

@@ -1,4 +1,4 @@
-"""`ling3 bench --base-url`: a server measured by a client, with the work and the words of the engine's own measurement."""
+"""`ling3 bench --base-url`: a server measured by a client, with the engine's own workload and words."""
 
 import asyncio
 import io
