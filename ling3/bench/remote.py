@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from ling3.bench.measure import SampleRequest, arrivals, check_count
+from ling3.bench.measure import SampleRequest, arrivals, check_concurrency, check_count
 from ling3.bench.report import Report, Served, machine
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import printable
@@ -86,20 +86,21 @@ def measure(
     Raises ValueError if that request fails.
     """
     check_count(len(requests))
-    if concurrency is not None and concurrency < 1:
-        raise ValueError(f"the concurrency is {concurrency}, expected at least 1")
+    check_concurrency(concurrency)
     due = arrivals(len(requests), request_rate, seed).tolist()
     where = machine()
     options = {"temperature": temperature} | ({"ignore_eos": True} if ignore_eos else {})
-    name, streams = asyncio.run(_measured(server, requests, options, seed, concurrency, due))
+    name, streams, busy = asyncio.run(_measured(server, requests, options, seed, concurrency, due))
     served = [stream.served() for stream in streams]
+    duration = max(request.end for request in served)
     workload = {"requests": len(requests), "seed": seed, "ignore_eos": ignore_eos, "temperature": temperature}
     asked = {"base_url": server.base_url, "endpoint": "chat" if server.chat else "completions"}
+    asked |= {"concurrency": concurrency, "client_cpu": round(busy / duration, 3)}
     return Report(
         served=served,
-        duration=max(request.end for request in served),
+        duration=duration,
         request_rate=request_rate,
-        about={"model": name, **(about or {}), **asked, "concurrency": concurrency, "workload": workload},
+        about={"model": name, **(about or {}), **asked, "workload": workload},
         engine={},
         turns={},
         machine=where,
@@ -178,8 +179,8 @@ async def _measured(
     seed: int,
     concurrency: int | None,
     due: Sequence[float],
-) -> tuple[str, list[Stream]]:
-    """The model's name, and the stream of each request."""
+) -> tuple[str, list[Stream], float]:
+    """The model's name, the stream of each request, and the seconds of a core that this client took for them."""
     async with server.client() as client:
         name = await server.name(client)
         bodies = [_body(server, name, request, {**options, "seed": seed + i}) for i, request in enumerate(requests)]
@@ -189,7 +190,7 @@ async def _measured(
             raise ValueError(f"{server.base_url}: {failed}")
         streams, left = [Stream(when) for when in due], iter(range(len(bodies)))
         with progress("measuring", len(bodies)) as advance:
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
 
             async def on_time(i: int) -> None:
                 await asyncio.sleep(due[i] - (time.perf_counter() - begin))
@@ -206,7 +207,7 @@ async def _measured(
                 await asyncio.gather(*map(on_time, left))
             else:
                 await asyncio.gather(*(one_by_one() for _ in range(concurrency)))
-        return name, streams
+        return name, streams, time.process_time() - used
 
 
 def _body(server: Server, name: str, request: SampleRequest, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class Report:
         facts.add_row("model", ", ".join(parts))
         if "base_url" in self.about:
             facts.add_row("at", f"{self.about['base_url']}, by {self.about['endpoint']}")
-            facts.add_row("client", where)
+            facts.add_row("client", f"{where}, of which it took {self.about['client_cpu']:.2f}")
         else:
             facts.add_row("on", f"{machine['backend']} ({machine['device']}), {where}")
         return facts

@@ -1,12 +1,13 @@
 """`ling3 bench`: the engine's speed."""
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -19,6 +20,7 @@ from ling3.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from ling3.bench.measure import SampleRequest
+    from ling3.bench.report import Report
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -82,7 +84,7 @@ class Bench:
     base_url: TextOption = None
     """Measure the server of OpenAI's protocol at this address, which ends in /v1, and no engine here (extra: serve)."""
     concurrency: Annotated[Sequence[int], WIDTHS] = ()
-    """With --base-url: so many requests at a time instead of --request-rate; several are measured one after the other,
+    """So many requests at a time instead of --request-rate; several are measured one after the other,
     each with random prompts of its own."""
     chat: bool = False
     """With --base-url: send --prompts as conversations."""
@@ -98,13 +100,15 @@ def run(command: Bench) -> None:
     """Measures, and prints the table."""
     if command.prompts is not None and command.shared_prefix is not None:
         raise ValueError("--shared-prefix is for random prompts, and --prompts gives real ones: leave out one of them")
+    if command.concurrency and not math.isinf(command.request_rate):
+        raise ValueError("--concurrency and --request-rate exclude each other: leave out one of them")
     lengths = _bounds(command.input_len, "--input-len"), _bounds(command.output_len, "--output-len")
     command.output.check()
     settings = command.engine.settings()
     if command.base_url is not None:
         _ask_server(command, command.base_url, *lengths)
         return
-    _refuse(command, ("concurrency", "chat", "served_model_name", "api_key"), "is for --base-url")
+    _refuse(command, ("chat", "served_model_name", "api_key"), "is for --base-url")
     from ling3.bench import measure as bench
     from ling3.serve import Engine
 
@@ -117,21 +121,38 @@ def run(command: Bench) -> None:
             raise
         tokenizer = None
     model = source.load(tokenizer)
-    report = bench.measure(
-        Engine(model, tokenizer, settings),
-        _requests(command, model.config.vocab_size, *lengths, command.seed),
-        request_rate=command.request_rate,
-        seed=command.seed,
-        ignore_eos=not command.stop_at_eos,
-        temperature=command.temperature,
-        about={
-            "model": command.model,
-            "parameters": model.parameters,
-            "dtype": model.dtype.name,
-            "command": shlex.join(["ling3", *sys.argv[1:]]),
-        },
-    )
-    command.output.write(report, 100)
+    engine = Engine(model, tokenizer, settings)
+    about = {
+        "model": command.model,
+        "parameters": model.parameters,
+        "dtype": model.dtype.name,
+        "command": shlex.join(["ling3", *sys.argv[1:]]),
+    }
+    _report(command, functools.partial(bench.measure, engine, about=about), model.config.vocab_size, *lengths)
+
+
+def _report(
+    command: Bench,
+    measure: "Callable[..., Report]",
+    vocab: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+) -> None:
+    """Measures at each concurrency, or once at the request rate, and prints the table."""
+    from ling3.bench.levels import Levels
+
+    reports = [
+        measure(
+            _requests(command, vocab, input_len, output_len, command.seed + i),
+            concurrency=concurrency,
+            request_rate=command.request_rate,
+            seed=command.seed,
+            ignore_eos=not command.stop_at_eos,
+            temperature=command.temperature,
+        )
+        for i, concurrency in enumerate(command.concurrency or (None,))
+    ]
+    command.output.write(Levels(reports) if command.concurrency else reports[0], 100)
 
 
 def _ask_server(command: Bench, base_url: str, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
@@ -140,11 +161,8 @@ def _ask_server(command: Bench, base_url: str, input_len: tuple[int, int], outpu
         from ling3.bench import remote
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing, which --base-url needs: pip install 'ling3[serve]'") from None
-    from ling3.bench.levels import Levels
 
     _refuse(command, ("engine", "devices"), "is for an engine here, and --base-url names a server")
-    if command.concurrency and not math.isinf(command.request_rate):
-        raise ValueError("--concurrency and --request-rate exclude each other: leave out one of them")
     config = None if command.model is None or command.prompts is not None else _source(command).config()
     vocab, context = (
         (remote.IDS, MOST_TOKENS) if config is None else (config.vocab_size, config.max_position_embeddings)
@@ -154,20 +172,7 @@ def _ask_server(command: Bench, base_url: str, input_len: tuple[int, int], outpu
     server = remote.Server(base_url, command.served_model_name, key, command.chat)
     # Without the key, which is part of the command line.
     about = {"command": shlex.join(["ling3", *_without_key(sys.argv[1:])])}
-    reports = [
-        remote.measure(
-            server,
-            _requests(command, vocab, input_len, output_len, command.seed + i),
-            concurrency=concurrency,
-            request_rate=command.request_rate,
-            seed=command.seed,
-            ignore_eos=not command.stop_at_eos,
-            temperature=command.temperature,
-            about=about,
-        )
-        for i, concurrency in enumerate(command.concurrency or (None,))
-    ]
-    command.output.write(Levels(reports) if command.concurrency else reports[0], 100)
+    _report(command, functools.partial(remote.measure, server, about=about), vocab, input_len, output_len)
 
 
 def _without_key(arguments: Sequence[str]) -> list[str]:

@@ -81,11 +81,11 @@ def test_the_work_is_that_of_the_engines_own_measurement(nano, url):
 
 
 def test_what_is_refused_counts_as_failed(url):
-    """Four slots and a queue of two: of twelve at once six are answered at least."""
+    """Four slots and a queue of two: of forty at once six are answered at least."""
     server = Server(url, "nano", "secret")
-    found = measure(server, random_requests(12, 600, (3, 5), (60, 60)))
+    found = measure(server, random_requests(40, 600, (3, 5), (300, 300)))
     assert found.errors == {"status 429: the queue is full: try again": found.failed}
-    assert 6 <= found.completed < 12 and found.output_tokens == 60 * found.completed
+    assert 6 <= found.completed < 40 and found.output_tokens == 300 * found.completed
     text = io.StringIO()
     Console(file=text, width=100).print(found)
     assert f"{found.failed} × status 429: the queue is full" in text.getvalue() and "all at once" in text.getvalue()
@@ -168,7 +168,7 @@ def test_command(url, capsys, tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         ((), "MODEL is missing"),
-        (("nano", "--concurrency", 2), "--concurrency is for --base-url"),
+        (("nano", "--concurrency", 0), "the concurrency is 0"),
         (("nano", "--chat"), "--chat is for --base-url"),
         (("--base-url", "http://127.0.0.1:9/v1", "--page-size", 16), "--page-size is for an engine here"),
         (("--base-url", "http://127.0.0.1:9/v1", "--tp", 2), "--tp is for an engine here"),
@@ -183,7 +183,7 @@ def test_command_with_senseless_options(capsys, arguments, message):
 
 def test_failures_are_shown_for_each_level():
     served = Stream(0.0, [], 1.0, "status 500").served()
-    about = {"model": "m", "base_url": "u", "endpoint": "completions", "concurrency": 2}
+    about = {"model": "m", "base_url": "u", "endpoint": "completions", "concurrency": 2, "client_cpu": 0.1}
     machine = {"cpu": "c", "cores": 2, "device": "cpu"}
     report = local.Report([served], 1.0, float("inf"), about, {}, {}, machine)
     text = io.StringIO()
