@@ -11,6 +11,7 @@ from benchmarks.cases import (
     model,
     operators,
     prefixes,
+    server,
     start,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "model",
     "operators",
     "prefixes",
+    "server",
     "start",
 ]

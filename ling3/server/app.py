@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ling3.server import chat, completions, fields, openapi, responses, tokens
+from ling3.server import chat, completions, fields, openapi, page, responses, tokens
 from ling3.server.errors import ApiError
 from ling3.server.observed import Observed
 from ling3.server.running import Service
@@ -39,8 +39,9 @@ def build(
 ) -> ASGIApp:
     """The app over a service.
 
-    With `api_keys`, all but /health wants one of them. Pages of `allow_origins` ("*" is any) may ask from a browser. A
-    request that takes more than `timeout` seconds, from its first byte to its answer's last, ends in an error.
+    With `api_keys`, all but / and /health wants one of them. Pages of `allow_origins` ("*" is any) may ask from a
+    browser. A request that takes more than `timeout` seconds, from its first byte to its answer's last, ends in an
+    error.
     """
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint, _ in POSTS),
@@ -53,7 +54,8 @@ def build(
     health = Route("/health", Health)
     inner = _app(routes, service)
     inner.state.description = openapi.document([*routes, health], {endpoint: model for _, endpoint, model in POSTS})
-    app: ASGIApp = _app([health, Mount("/", Keys(inner, api_keys) if api_keys else inner)], service)
+    keyed = Mount("/", Keys(inner, api_keys) if api_keys else inner)
+    app: ASGIApp = _app([health, Route("/", page.answer), keyed], service)
     if allow_origins:
         exposed = ["x-request-id", "retry-after"]
         app = CORSMiddleware(app, allow_origins, ["GET", "POST"], ["*"], expose_headers=exposed, max_age=3600)

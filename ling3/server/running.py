@@ -134,6 +134,15 @@ class Service:
             self.engine.check(prompt, params, name=name)
 
     async def _merged(self, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
+        if len(prompts) == 1:
+            self.unfinished += params.n
+            try:
+                async with contextlib.aclosing(self.engine.astream(prompts[0], params)) as only:  # pyright: ignore[reportArgumentType]
+                    async for delta in only:
+                        yield 0, delta
+            finally:
+                self.unfinished -= params.n
+            return
         news: asyncio.Queue[Any] = asyncio.Queue()
 
         async def follow(index: int, prompt: list[int]) -> None:
