@@ -102,7 +102,20 @@ class Service:
             first = await anext(deltas)
         except QueueFull:
             raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"}) from None
-        return _before(first, deltas)
+        entry = log.current.get() or log.Entry("")
+        entry.prompt_tokens += sum(map(len, prompts))
+        return self._counted(first, deltas, entry)
+
+    async def _counted(self, first: tuple[int, Delta], rest: Deltas, entry: log.Entry) -> Deltas:
+        item: tuple[int, Delta] | None = first
+        async with contextlib.aclosing(rest):  # pyright: ignore[reportArgumentType]
+            while item is not None:
+                _, delta = item
+                entry.completion_tokens += len(delta.token_ids)
+                if delta.output is not None:
+                    self.metrics.ended(delta.output)
+                yield item
+                item = await anext(rest, None)
 
     def _check_takes(self, count: int) -> None:
         """ApiError where so many completions more are not taken: 503 at the end, 429 where the queue is full."""
@@ -155,31 +168,18 @@ class Service:
         left = params.n * len(prompts)
         self.unfinished += left
         count = left
-        entry = log.current.get() or log.Entry("")
-        entry.prompt_tokens += sum(map(len, prompts))
         tasks = [asyncio.create_task(follow(i, prompt)) for i, prompt in enumerate(prompts)]
         try:
             while left:
                 item = await news.get()
                 if isinstance(item, Exception):
                     raise item
-                delta = item[1]
-                left -= delta.finish_reason is not None
-                entry.completion_tokens += len(delta.token_ids)
-                if delta.output is not None:
-                    self.metrics.ended(delta.output)
+                left -= item[1].finish_reason is not None
                 yield item
         finally:
             self.unfinished -= count
             for task in tasks:
                 task.cancel()  # leaving `astream` aborts its request
-
-
-async def _before(first: tuple[int, Delta], rest: Deltas) -> Deltas:
-    async with contextlib.aclosing(rest):  # pyright: ignore[reportArgumentType]
-        yield first
-        async for item in rest:
-            yield item
 
 
 async def while_there(request: Request, work: Awaitable[Result]) -> Result | Response:
