@@ -9,6 +9,8 @@ import subprocess
 
 import http_server
 import pytest
+from scripted_service import recited
+from tool_templates import TEMPLATES, tokenizer
 
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 import llm_comply
@@ -28,6 +30,7 @@ from ling3.train.nano.problems import ask, exam
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ("README.md", "docs/reference/http.md")
 LENGTH = 256
+CALL = "<tool_call>get_weather<arg_key>location</arg_key><arg_value>San Francisco</arg_value></tool_call>"
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +122,24 @@ def test_local_chat_completions_scores_as_the_adapter_does(lm, url, tasks):
     assert remote[1] == here[1] and scores(remote[0]) == scores(here[0])
 
 
-def test_llm_comply_finds_nothing_wrong(url):
-    config = ComplianceConfig(base_url=f"{url}/v1", api_key="none", model="nano")
+@pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")  # the suite's own
+def test_llm_comply_finds_nothing_wrong_but_that_there_are_no_images(url, lm, monkeypatch):
+    monkeypatch.setattr("ling3.engine.intake.draw_seed", lambda: 0)  # nano says the same every time
+    found = complied(url)
+    # Nano was never shown a tool, and its arguments find no end: what is read of a call is tested with one.
+    del found["chat-tool-calling"]
+    with http_server.listening(build(recited(tokenizer(TEMPLATES["tags"]), CALL))) as caller:
+        found |= complied(caller, "chat-tool-calling")
+    assert found.pop("chat-image-input")[0] == "HTTP 400 (expected [200])"
+    assert len(found) == 7 and not any(found.values())
+
+
+def complied(url, *only):
+    """The errors of each test of the suite that is not skipped."""
+    config = ComplianceConfig(base_url=f"{url}/v1", api_key="none", model="nano", filter_ids=list(only) or None)
     spec = SpecLoader(str(pathlib.Path(llm_comply.__file__).parent / "specs/openai_chat.json"))
-    found = {each.id: each for each in Suite(config, get_tests("openai-chat"), spec).run_all().results}
-    # nano sees no images, and says so.
-    assert found.pop("chat-image-input").errors[0] == "HTTP 400 (expected [200])"
-    assert {name: each.errors for name, each in found.items() if each.status.value == "failed"} == {}
+    results = Suite(config, get_tests("openai-chat"), spec).run_all().results
+    return {each.id: each.errors for each in results if each.status.value != "skipped"}
 
 
 def commands(page):
