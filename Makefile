@@ -13,7 +13,7 @@ WORKERS := -n 2 --dist worksteal
 
 # What the other targets leave out: a target of its own runs it.
 APART := --ignore=tests/parity --ignore=tests/site --ignore=tests/server --ignore=tests/fleet/test_replicas.py \
-	--ignore=tests/fleet/test_nodes.py
+	--ignore=tests/fleet/test_nodes.py --ignore=tests/fleet/test_ray_serve.py
 
 # Slow tests of many devices, which `make mesh` runs.
 MESH := tests/mesh tests/interpret/test_plan.py tests/train/test_fsdp.py
@@ -96,7 +96,7 @@ clean:
 	touch $@ .venv/installed .venv/installed-test
 
 .venv/installed-fleet: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,fleet]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,fleet,serve]" "ray[serve]"
 	touch $@ .venv/installed .venv/installed-test
 
 .venv/installed-server: pyproject.toml | .venv/bin/python

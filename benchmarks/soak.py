@@ -101,7 +101,7 @@ def soak(
     lonely = ling3.Engine(model, tokenizer, busy.settings, prefix_cache=False)
     busy.warmup()
     vocab = model.config.vocab_size
-    compiled, before, begin = busy._loop.runner.programs, _alive(), time.perf_counter()
+    compiled, before, begin = busy._loop.runner.programs, alive(), time.perf_counter()
     draw = np.random.default_rng([seed, requests])
     asked: dict[int, _Asked] = {}
     submitted = done = compared = company = 0
@@ -151,7 +151,7 @@ def soak(
         compiled=busy._loop.runner.programs - compiled,
         compared=compared,
         differences=differences,
-        leaks=_leaks(busy, lonely, before),
+        leaks=leaks_of(busy, lonely, before),
         memory=memory,
         load=load,
     )
@@ -290,10 +290,10 @@ def _note(columns: Mapping[str, array], *row: int) -> None:
 def _memory(done: int) -> tuple[int, int, int]:
     """A row of `MEMORY`."""
     gc.collect()
-    return done, _resident(), len(jax.live_arrays())
+    return done, resident(), len(jax.live_arrays())
 
 
-def _resident() -> int:
+def resident() -> int:
     """Bytes of memory in use by this process; where the system does not say, the most there ever were."""
     statm = Path("/proc/self/statm")
     if statm.exists():
@@ -301,7 +301,7 @@ def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _alive() -> Counter[str]:
+def alive() -> Counter[str]:
     """How many arrays, requests and answers the process holds."""
     gc.collect()
     kinds = (Request, TokenSequence, Saved, RequestOutput, Completion, Delta)
@@ -310,7 +310,7 @@ def _alive() -> Counter[str]:
     return counts
 
 
-def _leaks(busy: ling3.Engine, lonely: ling3.Engine, before: Counter[str]) -> list[str]:
+def leaks_of(busy: ling3.Engine, lonely: ling3.Engine, before: Counter[str]) -> list[str]:
     """What is left of requests that are over, in words."""
     found = []
     for name, engine in (("busy", busy), ("lonely", lonely)):
@@ -329,7 +329,7 @@ def _leaks(busy: ling3.Engine, lonely: ling3.Engine, before: Counter[str]) -> li
         found += [f"the {name} engine has {len(what)} {kind}" for kind, what in held.items() if what]
         if engine.has_work:
             found.append(f"the {name} engine has work")
-    after = _alive()
+    after = alive()
     found += [
         f"{after[kind]} objects of {kind} are alive, {before[kind]} at the beginning"
         for kind in sorted(after)

@@ -365,6 +365,23 @@ class Engine:
         """The counts at this moment."""
         return self._actor.call(Loop.stats)
 
+    async def astats(self) -> Stats:
+        """`stats` for asyncio."""
+        events = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = events.create_future()
+
+        def put(outcome: Any) -> None:
+            if not answer.done():  # nobody waits any more
+                answer.set_result(outcome)
+
+        self._actor.send(functools.partial(events.call_soon_threadsafe, put), Loop.stats)
+        return result(await answer)
+
+    @property
+    def alive(self) -> bool:
+        """True while the engine's thread runs, which answers every call."""
+        return self._actor.alive
+
     def __repr__(self) -> str:
         # Read as they are, without a message: the engine's thread may be compiling.
         runner, scheduler = self._loop.runner, self._loop.scheduler

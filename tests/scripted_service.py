@@ -15,7 +15,7 @@ from ling3.server.running import Service
 class Reciter(ling3.Engine):
     """What the service needs of an engine; each request is answered with the next text, the last one over and over."""
 
-    max_model_len = 2048
+    max_model_len, alive = 2048, True
     settings = types.SimpleNamespace(max_running_requests=8)
 
     def __init__(self, tokenizer, *texts, size=1, reason="stop"):

@@ -11,6 +11,7 @@ from benchmarks.cases import (
     model,
     operators,
     prefixes,
+    server,
     start,
     whole,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "model",
     "operators",
     "prefixes",
+    "server",
     "start",
     "whole",
 ]

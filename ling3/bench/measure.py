@@ -4,6 +4,7 @@ Offline all requests arrive at once, and throughput counts. Online they arrive a
 keeps up or not, and every latency is measured from the due time: waiting for a busy engine counts.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -96,6 +97,12 @@ def check_count(count: int) -> None:
         raise ValueError(f"the number of requests is {count}, expected at least 1")
 
 
+def check_concurrency(concurrency: int | None) -> None:
+    """ValueError if nothing could be under way."""
+    if concurrency is not None and concurrency < 1:
+        raise ValueError(f"the concurrency is {concurrency}, expected at least 1")
+
+
 def _lengths(name: str, bounds: tuple[int, int], count: int, rng: np.random.Generator) -> list[int]:
     low, high = bounds
     check_lengths(name, bounds)
@@ -123,6 +130,7 @@ def measure(
     engine: Engine,
     requests: Sequence[SampleRequest],
     *,
+    concurrency: int | None = None,
     request_rate: float = math.inf,
     seed: int = 0,
     ignore_eos: bool = True,
@@ -130,6 +138,9 @@ def measure(
     about: Mapping[str, Any] | None = None,
 ) -> Report:
     """Serves the requests and reports how long everything took; `about` goes into the report as it is.
+
+    They arrive at the `request_rate`; with `concurrency` as many are under way at a time instead, each a stream that is
+    due when one before it has ended.
 
     Compiles first, encodes texts, and serves one short request, none of which counts; then the engine forgets all known
     prefixes, so that hits are those of prompts on each other. With `ignore_eos` each output has its full length, so
@@ -139,6 +150,7 @@ def measure(
     Raises ValueError, before anything is measured, for requests that the engine could not answer.
     """
     check_count(len(requests))
+    check_concurrency(concurrency)
     params = [
         SamplingParams(max_tokens=request.max_tokens, ignore_eos=ignore_eos, temperature=temperature, seed=seed + i)
         for i, request in enumerate(requests)
@@ -151,14 +163,18 @@ def measure(
     engine.generate([requests[0].prompt], dataclasses.replace(params[0], max_tokens=min(2, requests[0].max_tokens)))
     engine.forget_prefixes()
     where, before = machine(), engine.stats()
-    served = _serve(deltas, clients)
+    if concurrency is None:
+        served = _serve(deltas, clients)
+    else:
+        asked = list(zip([request.prompt for request in requests], params, clients, strict=True))
+        served = asyncio.run(_serve_streams(engine, asked, concurrency))
     after = engine.stats()
     workload = {"requests": len(requests), "seed": seed, "ignore_eos": ignore_eos, "temperature": temperature}
     return Report(
         served=served,
         duration=max(request.end for request in served),
         request_rate=request_rate,
-        about={**(about or {}), "workload": workload},
+        about={**(about or {}), "concurrency": concurrency, "workload": workload},
         engine={**dataclasses.asdict(engine.settings), "tokenizer": engine.tokenizer is not None},
         turns={name: getattr(after, name) - getattr(before, name) for name in TURNS},
         machine=where,
@@ -195,3 +211,21 @@ def _serve(deltas: Generator[tuple[int, Delta], None, None], clients: Sequence[_
             clients[index].take(delta, time.perf_counter() - begin)
             advance(int(delta.output is not None))
     return [client.served() for client in clients]
+
+
+async def _serve_streams(
+    engine: Engine, asked: Sequence[tuple[Any, SamplingParams, _Client]], concurrency: int
+) -> list[Served]:
+    """Takes the requests as streams, so many at a time."""
+    begin, left = time.perf_counter(), iter(asked)
+    with progress("measuring", len(asked)) as advance:
+
+        async def one_by_one() -> None:
+            for prompt, params, client in left:
+                client.due = time.perf_counter() - begin
+                async for delta in engine.astream(prompt, params):
+                    client.take(delta, time.perf_counter() - begin)
+                advance(1)
+
+        await asyncio.gather(*(one_by_one() for _ in range(concurrency)))
+    return [client.served() for _, _, client in asked]

@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ class Served:
     finish_reason: FinishReason
     cached_tokens: int = 0
     """Of the prompt, found in the prefix cache."""
+    error: str | None = None
+    """What a server said was wrong, or what was wrong with its answer."""
 
     @property
     def completed(self) -> bool:
@@ -123,6 +126,11 @@ class Report:
         return len(self.served) - self.completed
 
     @property
+    def errors(self) -> dict[str, int]:
+        """What was wrong with failed requests, and how often."""
+        return dict(Counter(request.error for request in self.served if request.error is not None))
+
+    @property
     def prompt_tokens(self) -> int:
         """Of all prompts."""
         return sum(request.prompt_tokens for request in self._good)
@@ -186,6 +194,7 @@ class Report:
             "duration_s": self.duration,
             "completed": self.completed,
             "failed": self.failed,
+            "errors": self.errors,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "cached_share": round(self.cached_share, 6),
@@ -211,17 +220,34 @@ class Report:
             ],
         }
 
-    def __rich__(self) -> Group:
-        online = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s, Poisson"
+    @property
+    def load(self) -> str:
+        """How requests came, in words."""
+        if (concurrency := self.about.get("concurrency")) is not None:
+            return f"{concurrency} at a time"
+        return "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s, Poisson"
+
+    def facts(self) -> Table:
+        """Rows that say which model was measured, and where."""
         parts = [str(self.about[name]) for name in ("model", "dtype") if name in self.about]
         if "parameters" in self.about:
             parts.insert(1, f"{self.about['parameters']:,} parameters")
         machine = self.machine
-        where = f"{machine['backend']} ({machine['device']}), {machine['cpu']}, {machine['cores']} cores"
+        where = f"{machine['cpu']}, {machine['cores']} cores"
         facts = Table.grid(padding=(0, 2))
         facts.add_row("model", ", ".join(parts))
-        facts.add_row("on", where)
-        facts.add_row("requests", f"{self.completed} finished, {self.failed} failed; {online}")
+        if "base_url" in self.about:
+            facts.add_row("at", f"{self.about['base_url']}, by {self.about['endpoint']}")
+            facts.add_row("client", f"{where}, of which it took {self.about['client_cpu']:.2f}")
+        else:
+            facts.add_row("on", f"{machine['backend']} ({machine['device']}), {where}")
+        return facts
+
+    def __rich__(self) -> Group:
+        facts = self.facts()
+        facts.add_row("requests", f"{self.completed} finished, {self.failed} failed; {self.load}")
+        for error, count in self.errors.items():
+            facts.add_row("", f"{count} × {error}")
         facts.add_row("duration", f"{self.duration:.2f} s; {self.concurrency:.1f} requests in flight on average")
         facts.add_row("tokens", f"{self.prompt_tokens:,} of prompts, {self.output_tokens:,} of output")
         known = f"{self.cached_tokens:,} of the prompts' tokens ({100 * self.cached_share:.1f} %) were known"
@@ -266,9 +292,8 @@ class Report:
         held.step(times, tokens, where="post", color=ORANGE, linestyle="--", linewidth=1.2)
         held.set_ylabel("tokens of running requests (dashed)", color=ORANGE)
         held.set_ylim(0, None)
-        rate = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s"
         speed = f"{self.output_throughput:,.0f} output tokens/s"
-        title = f"{self.about.get('model', 'engine')}: {len(self.served)} requests, {rate}, {speed}"
+        title = f"{self.about.get('model', 'engine')}: {len(self.served)} requests, {self.load}, {speed}"
         if self.cached_tokens:
             title += f", {100 * self.cached_share:.0f} % of prompt tokens cached"
         figure.suptitle(f"{title}, on {self.machine['device']}", fontsize=10)

@@ -1,20 +1,26 @@
 """`ling3 bench`: the engine's speed."""
 
 import dataclasses
+import functools
 import math
+import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from ling3.cli.devices import Machines
 from ling3.cli.files import Output
 from ling3.cli.loading import Loading, Source
-from ling3.cli.options import Command, FileOption, Model, WholeNumber
+from ling3.cli.options import FileOption, OptionalModel, TextOption, WholeNumber
 from ling3.engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from ling3.bench.measure import SampleRequest
+    from ling3.bench.report import Report
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -44,14 +50,17 @@ class EngineOptions(EngineSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bench(Command):
-    """Measure the engine: throughput, and latency at a request rate.
+class Bench:
+    """Measure the engine, or a server: throughput, and latency at a request rate.
 
     ling3 bench nano --input-len 16:256 --output-len 16:128 --request-rate 20 --plot nano.png
+
+    ling3 bench nano --base-url http://127.0.0.1:8000/v1 --concurrency 1 16 64
     """
 
-    model: Model
-    """A checkpoint directory, a hub id, "nano", or a config.json for a model of random weights."""
+    model: OptionalModel = None
+    """A checkpoint directory, a hub id, "nano", or a config.json for a model of random weights. With --base-url it only
+    says which ids prompts are drawn from; without it, ids below 256."""
     common: Loading
     devices: Machines
     num_prompts: WholeNumber = None
@@ -72,21 +81,37 @@ class Bench(Command):
     """0 takes the most likely token each time."""
     seed: int = 0
     """Draws prompts, lengths, arrivals and samples."""
+    base_url: TextOption = None
+    """Measure the server of OpenAI's protocol at this address, which ends in /v1, and no engine here (extra: serve)."""
+    concurrency: Annotated[Sequence[int], WIDTHS] = ()
+    """So many requests at a time instead of --request-rate; several are measured one after the other,
+    each with random prompts of its own."""
+    chat: bool = False
+    """With --base-url: send --prompts as conversations."""
+    served_model_name: TextOption = None
+    """With --base-url: what the server calls the model; without it, the first that it lists."""
+    api_key: TextOption = None
+    """With --base-url: the key it asks for; OPENAI_API_KEY without it, which others on the machine cannot see."""
     engine: EngineOptions
     output: Output
 
 
 def run(command: Bench) -> None:
     """Measures, and prints the table."""
-
-    from ling3.bench import measure as bench
-    from ling3.serve import Engine
-
     if command.prompts is not None and command.shared_prefix is not None:
         raise ValueError("--shared-prefix is for random prompts, and --prompts gives real ones: leave out one of them")
+    if command.concurrency and not math.isinf(command.request_rate):
+        raise ValueError("--concurrency and --request-rate exclude each other: leave out one of them")
     lengths = _bounds(command.input_len, "--input-len"), _bounds(command.output_len, "--output-len")
     command.output.check()
     settings = command.engine.settings()
+    if command.base_url is not None:
+        _ask_server(command, command.base_url, *lengths)
+        return
+    _refuse(command, ("chat", "served_model_name", "api_key"), "is for --base-url")
+    from ling3.bench import measure as bench
+    from ling3.serve import Engine
+
     source = _source(command)
     _check_sizes(command, source.config().max_position_embeddings, *lengths)
     try:
@@ -96,27 +121,92 @@ def run(command: Bench) -> None:
             raise
         tokenizer = None
     model = source.load(tokenizer)
-    if command.prompts is not None:
-        requests = bench.read_requests(command.prompts, lengths[1], command.num_prompts, command.seed)
-    else:
-        requests = bench.random_requests(
-            _count(command), model.config.vocab_size, *lengths, command.seed, command.shared_prefix or 0
+    engine = Engine(model, tokenizer, settings)
+    about = {
+        "model": command.model,
+        "parameters": model.parameters,
+        "dtype": model.dtype.name,
+        "command": shlex.join(["ling3", *sys.argv[1:]]),
+    }
+    _report(command, functools.partial(bench.measure, engine, about=about), model.config.vocab_size, *lengths)
+
+
+def _report(
+    command: Bench,
+    measure: "Callable[..., Report]",
+    vocab: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+) -> None:
+    """Measures at each concurrency, or once at the request rate, and prints the table."""
+    from ling3.bench.levels import Levels
+
+    reports = [
+        measure(
+            _requests(command, vocab, input_len, output_len, command.seed + i),
+            concurrency=concurrency,
+            request_rate=command.request_rate,
+            seed=command.seed,
+            ignore_eos=not command.stop_at_eos,
+            temperature=command.temperature,
         )
-    report = bench.measure(
-        Engine(model, tokenizer, settings),
-        requests,
-        request_rate=command.request_rate,
-        seed=command.seed,
-        ignore_eos=not command.stop_at_eos,
-        temperature=command.temperature,
-        about={
-            "model": command.model,
-            "parameters": model.parameters,
-            "dtype": model.dtype.name,
-            "command": shlex.join(["ling3", *sys.argv[1:]]),
-        },
+        for i, concurrency in enumerate(command.concurrency or (None,))
+    ]
+    command.output.write(Levels(reports) if command.concurrency else reports[0], 100)
+
+
+def _ask_server(command: Bench, base_url: str, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
+    """Measures a server, and prints the table; ValueError without the extra."""
+    try:
+        from ling3.bench import remote
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is missing, which --base-url needs: pip install 'ling3[serve]'") from None
+
+    _refuse(command, ("engine", "devices"), "is for an engine here, and --base-url names a server")
+    config = None if command.model is None or command.prompts is not None else _source(command).config()
+    vocab, context = (
+        (remote.IDS, MOST_TOKENS) if config is None else (config.vocab_size, config.max_position_embeddings)
     )
-    command.output.write(report, 100)
+    _check_sizes(command, context, input_len, output_len)
+    key = os.environ.get("OPENAI_API_KEY") if command.api_key is None else command.api_key
+    server = remote.Server(base_url, command.served_model_name, key, command.chat)
+    # Without the key, which is part of the command line.
+    about = {"command": shlex.join(["ling3", *_without_key(sys.argv[1:])])}
+    _report(command, functools.partial(remote.measure, server, about=about), vocab, input_len, output_len)
+
+
+def _without_key(arguments: Sequence[str]) -> list[str]:
+    shown, hidden = [], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_key = name.replace("_", "-") == "--api-key"
+        shown.append("KEY" if hidden else f"{name}=KEY" if is_key and equals else argument)
+        hidden = is_key and not equals
+    return shown
+
+
+def _refuse(command: Bench, names: Sequence[str], why: str) -> None:
+    """ValueError if any of these options was given."""
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        if field.name not in names:
+            continue
+        if dataclasses.is_dataclass(value):
+            given = [each.name for each in dataclasses.fields(value) if getattr(value, each.name) != each.default]
+        else:
+            given = [field.name] if value != field.default else []
+        if given:
+            raise ValueError(f"--{given[0].replace('_', '-')} {why}: leave it out")
+
+
+def _requests(
+    command: Bench, vocab: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int
+) -> "list[SampleRequest]":
+    from ling3.bench import measure as bench
+
+    if command.prompts is not None:
+        return bench.read_requests(command.prompts, output_len, command.num_prompts, seed)
+    return bench.random_requests(_count(command), vocab, input_len, output_len, seed, command.shared_prefix or 0)
 
 
 def follow(command: Bench) -> None:
@@ -125,6 +215,8 @@ def follow(command: Bench) -> None:
 
 
 def _source(command: Bench) -> Source:
+    if command.model is None:
+        raise ValueError("MODEL is missing: a checkpoint, a hub id or nano; or --base-url, to measure a server")
     common, path = command.common, pathlib.Path(command.model)
     if path.suffix == ".json" and path.is_file():
         common = dataclasses.replace(common, random_weights=True)

@@ -12,6 +12,7 @@ from ling3.cli.options import FileOption
 from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
+    from ling3.bench.levels import Levels
     from ling3.bench.report import Report
     from ling3.interpret.ablation_report import Report as AblationReport
 
@@ -40,7 +41,7 @@ class Output:
         if self.json is not None and pathlib.Path(self.plot).absolute() == pathlib.Path(self.json).absolute():
             raise ValueError(f"--json and --plot name the same file, {self.json}: give two")
 
-    def write(self, report: "Report | AblationReport", width: int) -> None:
+    def write(self, report: "Report | Levels | AblationReport", width: int) -> None:
         """Prints the table, of at least `width` columns since rich leaves out what does not fit, or JSON; the files."""
         if self.json == "-":
             print_json(report.to_dict(), indent=1)

@@ -38,6 +38,7 @@ def whole_number(word: str) -> int:
 
 NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+OptionalModel = Annotated[str | None, tyro.conf.Positional, _optional("MODEL", str), NO_DEFAULT]
 TextOption = Annotated[str | None, _optional("TEXT", str), NO_DEFAULT]
 FileOption = Annotated[str | None, _optional("FILE", str), NO_DEFAULT]
 WholeNumber = Annotated[int | None, _optional("INT", whole_number), NO_DEFAULT]

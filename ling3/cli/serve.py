@@ -2,7 +2,9 @@
 
 import dataclasses
 import pathlib
+from typing import Annotated
 
+import tyro
 from rich.console import Console
 
 from ling3.cli import interruption
@@ -37,6 +39,10 @@ class Serve(Command):
     """What clients call the model; without it, the last part of MODEL."""
     root_path: str = ""
     """The path under which a proxy shows the server."""
+    allow_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="ORIGIN")] = ()
+    """Pages of this origin (* is any) may ask from a browser (CORS); may be given several times."""
+    timeout: int = 600
+    """Seconds that a request may take, from its first byte to its answer's last."""
     drain: int = 30
     """Seconds that running requests have after SIGTERM."""
     engine: EngineOptions
@@ -46,6 +52,7 @@ def run(command: Serve) -> None:
     """Serves until a signal; ValueError without the extra."""
     try:
         from ling3.server.app import build
+        from ling3.server.run import bind
         from ling3.server.run import run as serve
         from ling3.server.running import Service
     except ModuleNotFoundError as error:
@@ -58,6 +65,11 @@ def run(command: Serve) -> None:
         keys += [line.strip() for line in lines if line.strip()]
         if not keys:
             raise ValueError(f"--api-key-file: {command.api_key_file} has no key, expected one a line")
+    if command.timeout < 1:
+        raise ValueError(f"--timeout is {command.timeout}, expected at least 1 second")
+    if command.drain < 0:
+        raise ValueError(f"--drain is {command.drain}, expected at least 0 seconds")
+    bound = bind(command.host, command.port)  # before the model is loaded: a port that is taken is told at once
     most = command.engine.max_queue
     # The app counts what waits; preempted requests wait in the engine besides.
     settings = dataclasses.replace(command.engine.settings(), max_queue=most + command.engine.max_running_requests)
@@ -70,12 +82,9 @@ def run(command: Serve) -> None:
     with compiling(console):
         engine.warmup()
     name = command.served_model_name or pathlib.Path(command.model).name
-    console.print(f"serving {name} on http://{command.host}:{command.port}", markup=False)
+    service = Service(engine, tokenizer, name, most)
+    app = build(service, keys, command.allow_origin, command.timeout)
+    host = f"[{command.host}]" if ":" in command.host else command.host
+    console.print(f"serving {name} on http://{host}:{bound.getsockname()[1]}", markup=False, soft_wrap=True)
     interruption.raise_again()
-    serve(
-        build(Service(engine, tokenizer, name, most), keys),
-        command.host,
-        command.port,
-        command.root_path,
-        command.drain,
-    )
+    serve(app, service, bound, command.root_path, command.drain)

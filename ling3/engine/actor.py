@@ -107,6 +107,11 @@ class Actor:
 
     # For callers, in any thread
 
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """What a method of the loop returns; a callback for deltas is in the loop's thread already."""
         if threading.get_ident() == self._thread.ident:
@@ -151,7 +156,7 @@ class Actor:
             raise RuntimeError(
                 "a callback for deltas cannot move the loop that called it: submit there, and the loop will come to it"
             )
-        if not self._thread.is_alive():
+        if not self.alive:
             if threading.current_thread() is not threading.main_thread():
                 raise SystemExit  # ends a daemon thread without a traceback
             raise RuntimeError("the interpreter is exiting, and the engine has ended")

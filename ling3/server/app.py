@@ -3,53 +3,93 @@
 # pyright: reportMissingImports=false
 # What it takes is an extra, and types are checked without it too.
 
+import hashlib
 import hmac
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
+from starlette.endpoints import HTTPEndpoint
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ling3.server import chat, completions, responses, tokens
+from ling3.server import chat, completions, fields, openapi, page, responses, tokens
 from ling3.server.errors import ApiError
+from ling3.server.observed import Observed
 from ling3.server.running import Service
 
+POSTS = (
+    ("/v1/chat/completions", chat.answer, fields.Chat),
+    ("/v1/completions", completions.answer, fields.Completion),
+    ("/v1/responses", responses.answer, responses.Asked),
+    ("/tokenize", tokens.tokenize, tokens.Tokenize),
+    ("/detokenize", tokens.detokenize, tokens.Detokenize),
+)
+"""What answers the bodies of which model."""
 
-def build(service: Service, api_keys: Sequence[str] = ()) -> ASGIApp:
-    """The app over a service; with `api_keys`, all but /health wants one of them."""
+
+def build(
+    service: Service,
+    api_keys: Sequence[str] = (),
+    allow_origins: Sequence[str] = (),
+    timeout: float | None = None,
+) -> ASGIApp:
+    """The app over a service.
+
+    With `api_keys`, all but / and /health wants one of them. Pages of `allow_origins` ("*" is any) may ask from a
+    browser. A request that takes more than `timeout` seconds, from its first byte to its answer's last, ends in an
+    error.
+    """
     routes = [
-        Route("/v1/chat/completions", chat.answer, methods=["POST"]),
-        Route("/v1/responses", responses.answer, methods=["POST"]),
-        Route("/v1/completions", completions.answer, methods=["POST"]),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint, _ in POSTS),
         Route("/v1/models", _models),
         Route("/v1/models/{name:path}", _model),
+        Route("/tokenizer_info", tokens.about),
+        Route("/metrics", _metrics, include_in_schema=False),
+        Route("/openapi.json", _description, include_in_schema=False),
     ]
+    health = Route("/health", Health)
+    inner = _app(routes, service)
+    inner.state.description = openapi.document([*routes, health], {endpoint: model for _, endpoint, model in POSTS})
+    keyed = Mount("/", Keys(inner, api_keys) if api_keys else inner)
+    app: ASGIApp = _app([health, Route("/", page.answer), keyed], service)
+    if allow_origins:
+        exposed = ["x-request-id", "retry-after"]
+        app = CORSMiddleware(app, allow_origins, ["GET", "POST"], ["*"], expose_headers=exposed, max_age=3600)
+    return Observed(app, service, timeout)
+
+
+def _app(routes: Sequence[BaseRoute], service: Service) -> Starlette:
     handlers = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _fault}
     app = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
     app.state.service = service
-    inner = Keys(app, api_keys) if api_keys else app
-    return Starlette(routes=[Route("/health", _health), Mount("/", inner)])
+    return app
 
 
 class Keys:
     """Asks for an API key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]):
-        self._app, self._keys = app, [key.encode() for key in keys]
+        self._app, self._keys = app, [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what has a key."""
         app = self._app
         if scope["type"] == "http":
             given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 -- all are compared
-                app = ApiError(401, "no valid API key was given", code="invalid_api_key").response()
+            digest = _digest(given)
+            if not any([hmac.compare_digest(digest, key) for key in self._keys]):  # noqa: C419 -- all are compared
+                headers = {"WWW-Authenticate": "Bearer"}
+                app = ApiError(401, "no valid API key was given", None, "invalid_api_key", headers).response()
         await app(scope, receive, send)
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length, so that comparing takes one time."""
+    return hashlib.sha256(key).digest()
 
 
 def _listed(service: Service) -> dict[str, object]:
@@ -73,8 +113,26 @@ async def _model(request: Request) -> Response:
     return JSONResponse(_listed(service))
 
 
-async def _health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+async def _metrics(request: Request) -> Response:
+    service: Service = request.app.state.service
+    stats = await service.stats()
+    if stats is None:
+        raise ApiError(503, "the engine does not answer", code="engine_silent")
+    page, kind = service.metrics.page(stats, request.headers.get("accept", ""))
+    return Response(page, headers={"Content-Type": kind})
+
+
+async def _description(request: Request) -> Response:
+    return JSONResponse(request.app.state.description)
+
+
+class Health(HTTPEndpoint):
+    """Whether requests may come; other methods get 405 here, and not what the app beside has to say of the path."""
+
+    async def get(self, request: Request) -> Response:
+        """The endpoint."""
+        await request.app.state.service.check_health()
+        return JSONResponse({"status": "ok"})
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

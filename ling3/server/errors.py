@@ -7,9 +7,26 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import pydantic
 from starlette.responses import JSONResponse, Response
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ErrorObject(pydantic.BaseModel):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field that it is about."""
+    code: str | None
+
+
+class ErrorBody(pydantic.BaseModel):
+    """The body of an answer that is an error."""
+
+    error: ErrorObject
 
 
 class ApiError(Exception):
@@ -31,7 +48,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error = ErrorObject(message=str(self), type=kind, param=self.param, code=self.code)
+        return ErrorBody(error=error).model_dump()
 
     def response(self) -> Response:
         """The answer."""

@@ -3,15 +3,32 @@
 # pyright: reportMissingImports=false
 # What it takes is an extra, and types are checked without it too.
 
+import asyncio
 import contextlib
+import os
 import signal
+import socket
+import time
 from collections.abc import Iterator
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from ling3.server import log
+from ling3.server.running import Service
+
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than balancers' usual 60, so that they close it."""
+BACKLOG = 2048
+INTERRUPTED = 130
+
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service, drain: float):
+        super().__init__(config)
+        self._service, self._drain = service, drain
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but SIGTERM is not raised again after the shutdown, so that the process exits with 0."""
@@ -22,11 +39,53 @@ class _Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins the drain; SIGINT amid it ends the process."""
+        if self.should_exit and sig == signal.SIGINT:
+            os._exit(INTERRUPTED)
+        self.should_exit = True
 
-def run(app: ASGIApp, host: str, port: int, root_path: str, drain: int) -> None:
-    """Serves until a signal; running requests then have `drain` seconds. OSError if it cannot listen there."""
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes connections while requests end, so that /health tells a balancer; then closes."""
+        self._service.draining = True
+        if not await self._idle(self._drain):
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self._idle(1)
+        await super().shutdown(sockets)
+
+    async def _idle(self, seconds: float) -> bool:
+        """Waits until no request is under way; False if one still is after so many seconds."""
+        end = time.monotonic() + seconds
+        while self.server_state.tasks and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        return not self.server_state.tasks
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of a host and a port, of which 0 is a free one, not yet listening; OSError if it cannot be had."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise OSError(f"cannot listen on {host}, port {port}: {getattr(error, 'strerror', None) or error}") from None
+    return bound
+
+
+def run(app: ASGIApp, service: Service, bound: socket.socket, root_path: str, drain: float) -> None:
+    """Serves on a bound socket until a signal; running requests then have `drain` seconds."""
+    log.configure()
     config = uvicorn.Config(
-        app, host, port, root_path=root_path, log_level="warning", timeout_graceful_shutdown=drain, server_header=False
+        app,
+        root_path=root_path,
+        log_config=None,
+        access_log=False,
+        ws="none",
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=1,
     )
-    server = _Server(config)
-    server.run(sockets=[config.bind_socket()])
+    _Server(config, service, drain).run(sockets=[bound])

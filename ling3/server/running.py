@@ -16,14 +16,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ling3.engine.outputs import Delta
+from ling3.engine.outputs import Delta, Stats
 from ling3.engine.sampling_params import SamplingParams
 from ling3.serve import Engine, QueueFull
+from ling3.server import log
 from ling3.server.errors import ApiError
+from ling3.server.metrics import Metrics
 from ling3.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 Deltas = AsyncIterator[tuple[int, Delta]]
+
+ANSWER = 1.0
+"""Seconds that the engine has to tell its counts."""
+PATIENCE = 120.0
+"""Seconds of silence, as while a program compiles, after which it counts as hung."""
 
 
 @dataclasses.dataclass
@@ -39,6 +46,10 @@ class Service:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     unfinished: int = 0
     """Completions under way, waiting or running."""
+    draining: bool = False
+    """True once the server is to end: it takes no more requests for completions."""
+    metrics: Metrics = dataclasses.field(default_factory=Metrics)
+    _silent: float | None = None
 
     def check_model(self, name: str) -> None:
         """ApiError 404 for another model than the one that is served."""
@@ -71,8 +82,7 @@ class Service:
         Errors call the prompts by `name`, and those of `params.structured` name the field `grammar`.
         """
         count = params.n * len(prompts)
-        if self.unfinished + count > self.engine.settings.max_running_requests + self.max_queue:
-            raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"})
+        self._check_takes(count)
         try:
             await asyncio.to_thread(self._check, prompts, params, name)
         except ValueError as error:
@@ -86,18 +96,66 @@ class Service:
             if grammar is not None and words and words[0] == "structured":
                 message = message.replace("structured", grammar, 1)
             raise ApiError(400, message, fields.get(words[0]) if words else None) from None
+        self._check_takes(count)  # others have come meanwhile
         deltas = self._merged(prompts, params)
         try:
             first = await anext(deltas)
         except QueueFull:
             raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"}) from None
-        return _before(first, deltas)
+        entry = log.current.get() or log.Entry("")
+        entry.prompt_tokens += sum(map(len, prompts))
+        return self._counted(first, deltas, entry)
+
+    async def _counted(self, first: tuple[int, Delta], rest: Deltas, entry: log.Entry) -> Deltas:
+        item: tuple[int, Delta] | None = first
+        async with contextlib.aclosing(rest):  # pyright: ignore[reportArgumentType]
+            while item is not None:
+                _, delta = item
+                entry.completion_tokens += len(delta.token_ids)
+                if delta.output is not None:
+                    self.metrics.ended(delta.output)
+                yield item
+                item = await anext(rest, None)
+
+    def _check_takes(self, count: int) -> None:
+        """ApiError where so many completions more are not taken: 503 at the end, 429 where the queue is full."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", None, "shutting_down", {"Retry-After": "1"})
+        if not self.engine.alive:
+            raise ApiError(503, "the engine has ended", None, "engine_ended")
+        if count and self.unfinished + count > self.engine.settings.max_running_requests + self.max_queue:
+            raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"})
+
+    async def stats(self) -> Stats | None:
+        """The engine's counts; None if it does not answer within `ANSWER` seconds, as while it compiles."""
+        if self.engine.alive:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER):
+                    return await self.engine.astats()
+        return None
+
+    async def check_health(self) -> None:
+        """ApiError 503 if requests had better go elsewhere."""
+        self._check_takes(0)
+        now, answered = time.monotonic(), await self.stats() is not None
+        self._silent = None if answered else self._silent or now
+        if self._silent is not None and now - self._silent > PATIENCE:
+            raise ApiError(503, "the engine does not answer", code="engine_silent")
 
     def _check(self, prompts: Sequence[list[int]], params: SamplingParams, name: str) -> None:
         for prompt in prompts:
             self.engine.check(prompt, params, name=name)
 
     async def _merged(self, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
+        if len(prompts) == 1:
+            self.unfinished += params.n
+            try:
+                async with contextlib.aclosing(self.engine.astream(prompts[0], params)) as only:  # pyright: ignore[reportArgumentType]
+                    async for delta in only:
+                        yield 0, delta
+            finally:
+                self.unfinished -= params.n
+            return
         news: asyncio.Queue[Any] = asyncio.Queue()
 
         async def follow(index: int, prompt: list[int]) -> None:
@@ -122,13 +180,6 @@ class Service:
             self.unfinished -= count
             for task in tasks:
                 task.cancel()  # leaving `astream` aborts its request
-
-
-async def _before(first: tuple[int, Delta], rest: Deltas) -> Deltas:
-    async with contextlib.aclosing(rest):  # pyright: ignore[reportArgumentType]
-        yield first
-        async for item in rest:
-            yield item
 
 
 async def while_there(request: Request, work: Awaitable[Result]) -> Result | Response:
@@ -176,6 +227,7 @@ class Events(Response):
                 except ApiError as error:
                     await put(error.event())
                 except Exception:
+                    log.logger.exception("the engine failed")
                     await put(ApiError(500, "the engine failed").event())
             await put("data: [DONE]\n\n" if self._done else "", False)
 

@@ -21,7 +21,7 @@ class Tokenize(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
-    model: str
+    model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     messages: list[dict[str, Any]] | None = pydantic.Field(None, min_length=1)
@@ -33,15 +33,25 @@ class Detokenize(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
-    model: str
+    model: str | None = None
     tokens: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
+
+
+async def about(request: Request) -> Response:
+    """The endpoint for the special tokens and the chat template, as lm-evaluation-harness asks for them."""
+    service: Service = request.app.state.service
+    tokenizer = service.tokenizer
+    template = tokenizer.chat_template
+    said = {"eos_token": None, **tokenizer.special_tokens}
+    return JSONResponse({**said, "chat_template": None if template is None else template.source})
 
 
 async def tokenize(request: Request) -> Response:
     """The endpoint for ids."""
     service: Service = request.app.state.service
     asked = await body.read(request, Tokenize)
-    service.check_model(asked.model)
+    if asked.model is not None:
+        service.check_model(asked.model)
     ids = await asyncio.to_thread(_ids, service, asked)
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
 
@@ -50,7 +60,8 @@ async def detokenize(request: Request) -> Response:
     """The endpoint for text."""
     service: Service = request.app.state.service
     asked = await body.read(request, Detokenize)
-    service.check_model(asked.model)
+    if asked.model is not None:
+        service.check_model(asked.model)
     text = await asyncio.to_thread(service.tokenizer.decode, asked.tokens, skip_special_tokens=False)
     return JSONResponse({"prompt": text})
 

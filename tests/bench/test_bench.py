@@ -391,3 +391,20 @@ def test_texts_need_a_tokenizer(directory, tmp_path, capsys):
     shutil.copy(directory / "config.json", tmp_path)
     code, _, err = run(capsys, tmp_path / "config.json", "--prompts", "prompts.txt")
     assert code == 2 and "tokenizer.json is missing" in err
+
+
+def test_so_many_streams_at_a_time(engine, directory, capsys):
+    requests = random_requests(7, 400, (3, 8), (4, 9))
+    found = measure(engine, requests, concurrency=2)
+    assert [request.output_tokens for request in found.served] == [request.max_tokens for request in requests]
+    assert found.load == "2 at a time" and 1 < found.concurrency <= 2
+    assert all(request.due > 0 for request in found.served[2:]) and engine.stats().free_slots == 2
+    sizes = ("--num-prompts", 3, "--input-len", 5, "--output-len", 3, "--concurrency", 1, 2)
+    code, out, err = run(capsys, directory, *sizes, *OPTIONS)
+    assert (code, err) == (0, "")
+    assert [line.split()[:3] for line in out.splitlines() if line.lstrip()[:1].isdigit()] == [
+        ["1", "3", "0"],
+        ["2", "3", "0"],
+    ]
+    with pytest.raises(ValueError, match="the concurrency is 0"):
+        measure(engine, requests, concurrency=0)

@@ -1,0 +1,249 @@
+"""A long run of the server: every answer is held to its solo run, and what a server could leak is counted.
+
+    python -m benchmarks.server_soak --requests 2000 --minutes 30
+
+The busy engine has few slots and too few pages, and answers clients over HTTP, who stream or wait for the whole. A
+tenth of them leaves amid the answer, a tenth sends what is malformed. Each answer is then asked of the lonely engine,
+which serves nothing else and has no prefix cache. A fifth of the requests warms up; slots, pages, snapshots, threads,
+file descriptors, objects and memory are counted after it and at the end, when the server is idle.
+"""
+
+import asyncio
+import dataclasses
+import gc
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax.numpy as jnp
+import numpy as np
+import tyro
+import uvicorn
+
+import ling3
+from benchmarks import record
+from benchmarks.soak import SETTINGS, alive, leaks_of, resident
+from ling3.bench.remote import events
+from ling3.server.app import build
+from ling3.server.running import Service
+from ling3.train.nano import problems
+
+CLIENTS = 16
+"""Requests under way at once."""
+CANCELLED, MALFORMED = 0.1, 0.1
+"""Their shares."""
+WARM = 0.2
+"""The share of requests after which is counted what must not grow."""
+GROWTH = 0.01
+"""The share by which memory may be more in the end."""
+SETTLED = 20.0
+"""Seconds in which an idle server frees what clients left."""
+BROKEN: tuple[tuple[str, bytes, int], ...] = (
+    ("chat/completions", b'{"model": "nano", "messages": [', 400),
+    ("chat/completions", b"\xff\xfe", 400),
+    ("chat/completions", b"[" * 5000, 400),
+    ("chat/completions", b'{"model": "nano", "messages": []}', 400),
+    ("chat/completions", b'{"model": "nano", "messages": [{"role": "user", "content": 3}]}', 400),
+    ("chat/completions", b'{"model": "other", "messages": [{"role": "user", "content": "a"}]}', 404),
+    ("completions", b'{"model": "nano", "prompt": "a", "temperature": -1}', 400),
+    ("completions", b'{"model": "nano", "prompt": "a", "no_such_field": 1}', 400),
+    ("completions", json.dumps({"model": "nano", "prompt": [3] * 600}).encode(), 400),
+    ("completions", json.dumps({"model": "nano", "prompt": "a", "guided_regex": "("}).encode(), 400),
+    ("nowhere", b"{}", 404),
+)
+"""Paths and bodies with the status that they get."""
+
+
+@dataclasses.dataclass
+class Found:
+    """What a run has seen."""
+
+    seconds: float = 0.0
+    requests: dict[str, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(("whole", "cancelled", "malformed"), 0)
+    )
+    """By kind."""
+    compared: int = 0
+    preemptions: int = 0
+    differences: list[str] = dataclasses.field(default_factory=list)
+    leaks: list[str] = dataclasses.field(default_factory=list)
+    before: dict[str, int] = dataclasses.field(default_factory=dict)
+    """After the warm-up."""
+    after: dict[str, int] = dataclasses.field(default_factory=dict)
+    memory: list[int] = dataclasses.field(default_factory=list)
+    """Bytes, over time."""
+
+
+def soak(requests: int, minutes: float, seed: int = 0) -> Found:
+    """Sends so many requests, or as many as the minutes have room for."""
+    model, tokenizer = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
+    busy = ling3.Engine(model, tokenizer, **SETTINGS | {"max_queue": 1024})
+    lonely = ling3.Engine(model, tokenizer, busy.settings, prefix_cache=False)
+    busy.warmup()
+    service = Service(busy, tokenizer, "nano", 1024)
+    found, begin = Found(), time.monotonic()
+    until = begin + 60 * minutes
+    with _served(service) as url:
+        warm = int(requests * WARM)
+        for name, numbers in (("before", range(warm)), ("after", range(warm, requests))):
+            asyncio.run(_clients(url, lonely, found, iter(numbers), seed, until))
+            _settle(service)
+            busy.forget_prefixes()
+            setattr(found, name, _counts())
+            objects = alive() if name == "before" else objects
+    found.seconds, found.preemptions = round(time.monotonic() - begin, 1), busy.stats().preemptions
+    found.leaks = leaks_of(busy, lonely, objects)
+    if service.unfinished:
+        found.leaks.append(f"the server counts {service.unfinished} completions under way, and there are none")
+    for what, was in found.before.items():
+        allowed = was * (1 + GROWTH) if what == "bytes" else was
+        if found.after[what] > allowed:
+            found.leaks.append(f"{found.after[what]} {what}, {was} after the warm-up")
+    return found
+
+
+@contextmanager
+def _served(service: Service) -> Iterator[str]:
+    """The base URL of the service for as long as the context."""
+    config = uvicorn.Config(build(service), port=0, log_level="warning", ws="none", access_log=False)
+    socket, server = config.bind_socket(), uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}/v1/"
+    finally:
+        server.should_exit = True
+        thread.join()
+        socket.close()
+
+
+async def _clients(
+    url: str, lonely: ling3.Engine, found: Found, numbers: Iterator[int], seed: int, until: float
+) -> None:
+    """Sends the requests of these numbers, until there are no more or it is late."""
+    alone, limits = asyncio.Lock(), httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
+
+    async def one_by_one() -> None:
+        for number in numbers:
+            if time.monotonic() > until:
+                return
+            draw = np.random.default_rng([seed, number])
+            kind = draw.choice(["cancelled", "malformed", "whole"], p=[CANCELLED, MALFORMED, 1 - CANCELLED - MALFORMED])
+            if kind == "malformed":
+                await _malformed(client, found, draw)
+            else:
+                await _asked(client, lonely, alone, found, draw, kind == "cancelled", lonely.tokenizer)
+            found.requests[str(kind)] += 1
+            if number % CLIENTS == 0:
+                found.memory.append(resident())
+
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=300) as client:
+        await asyncio.gather(*(one_by_one() for _ in range(CLIENTS)))
+
+
+async def _malformed(client: httpx.AsyncClient, found: Found, draw: np.random.Generator) -> None:
+    path, content, status = BROKEN[draw.integers(len(BROKEN))]
+    answer = await client.post(path, content=content)
+    if answer.status_code != status or set(answer.json()) != {"error"}:
+        found.differences.append(f"{path} with {content[:80]!r}: {answer.status_code} {answer.text:.200}")
+
+
+async def _asked(
+    client: httpx.AsyncClient,
+    lonely: ling3.Engine,
+    alone: asyncio.Lock,
+    found: Found,
+    draw: np.random.Generator,
+    cancelled: bool,
+    tokenizer: Any,
+) -> None:
+    """Asks something, and compares what came with the solo run: all of it, or with `cancelled` its beginning."""
+    stream = problems.problems(int(draw.integers(2**31)), "train")
+    question, *examples = (next(stream) for _ in range(1 + int(draw.integers(3))))
+    ids = tokenizer.encode(problems.ask(question, examples))[-300:]
+    fields: dict[str, Any] = {
+        "max_tokens": int(draw.integers(1, 101)),
+        "temperature": float(draw.choice([0.0, 0.7, 1.2])),
+        "seed": int(draw.integers(2**31)),
+        "ignore_eos": bool(draw.random() < 0.7),
+        "top_k": int(draw.choice([0, 20])) or None,
+        "stop": [str(draw.choice([".", " = ", "n"]))] if draw.random() < 0.2 else None,
+        "repetition_penalty": float(draw.choice([1.0, 1.2])),
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    streams = cancelled or draw.random() < 0.5
+    logprobs = None if cancelled or draw.random() < 0.6 else 2
+    body = {"model": "nano", "prompt": ids, **given, "logprobs": logprobs, "stream": bool(streams)}
+    text, reason, scores = "", None, []
+    leaves = int(draw.integers(1, 6)) if cancelled else None
+    async with client.stream("POST", "completions", json=body) as answer:
+        if answer.status_code != 200:
+            found.differences.append(f"status {answer.status_code} for {given}")
+            return
+        blocks = []
+        async for block in answer.aiter_raw():
+            blocks.append((0.0, block))
+            if leaves is not None and len(blocks) >= leaves:
+                break
+    whole = b"".join(block for _, block in blocks)
+    for event in [event for _, event in events(blocks)] if streams else [json.loads(whole)]:
+        choice = event["choices"][0]
+        text, reason = text + choice["text"], choice["finish_reason"] or reason
+        scores += (choice["logprobs"] or {}).get("token_logprobs", [])
+    params = ling3.SamplingParams(**given, logprobs=logprobs)
+    async with alone:
+        [output] = await asyncio.to_thread(lonely.generate, [ids], params)
+    found.compared += 1
+    expected = (output.text, output.finish_reason, [one.logprob for one in output.logprobs or ()])
+    if not (output.text.startswith(text) if reason is None and cancelled else (text, reason, scores) == expected):
+        found.differences.append(f"{text!r} ({reason}), alone {expected[:2]}, with {given}")
+
+
+def _settle(service: Service) -> None:
+    """Waits until the server has noticed that all clients are gone, at most `SETTLED` seconds.
+
+    Then turns the engine once more: it rests as soon as nobody waits, with a call in flight for those who left.
+    """
+    until = time.monotonic() + SETTLED
+    while (service.unfinished or service.engine.has_work) and time.monotonic() < until:
+        time.sleep(0.05)
+    service.engine.step()
+
+
+def _counts() -> dict[str, int]:
+    """What a process holds."""
+    gc.collect()
+    descriptors = Path("/proc/self/fd")
+    return {
+        "threads": threading.active_count(),
+        "file descriptors": len(list(descriptors.iterdir())) if descriptors.exists() else 0,
+        "bytes": resident(),
+    }
+
+
+def main(requests: int = 2000, minutes: float = 30, seed: int = 0, out: Path = Path("benchmarks/results")) -> None:
+    """Soak the server, and write server_soak.json; the exit status is 1 after a difference or a leak.
+
+    Args:
+        requests: how many at most.
+        minutes: how long at most.
+        seed: what they are drawn from.
+        out: the directory to write into.
+    """
+    found = soak(requests, minutes, seed)
+    record.save(out / "server_soak.json", record.where("benchmarks.server_soak") | dataclasses.asdict(found))
+    print(f"{found.requests}, {found.compared} compared, {found.preemptions} preemptions, {found.seconds} s")
+    print(f"after the warm-up {found.before}, in the end {found.after}")
+    for each in [*found.differences[:20], *found.leaks]:
+        print(each)
+    sys.exit(1 if found.differences or found.leaks else 0)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,251 @@
+"""Measures a server of OpenAI's protocol as its client, in the terms of `measure`.
+
+The client only notes what comes and when; streams are read once all have ended, so that it takes little from a server
+on the same machine. Chunks are not tokens: their number is the server's `usage`, shared among chunks by their text.
+"""
+
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from ling3.bench.measure import SampleRequest, arrivals, check_concurrency, check_count
+from ling3.bench.report import Report, Served, machine
+from ling3.runtime.progress import progress
+from ling3.runtime.quoting import printable
+
+PATIENCE = httpx.Timeout(600, connect=10)
+"""Seconds without a byte from the server."""
+IDS = 256
+"""Token ids below this are in every vocabulary of bytes, and so in one that a client does not know."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A server of OpenAI's protocol."""
+
+    base_url: str
+    """With its `/v1`, as OpenAI's clients take it."""
+    model: str | None = None
+    """The model's name there; without it, the first that the server lists."""
+    api_key: str | None = None
+    chat: bool = False
+    """Prompts are texts, and go to `/chat/completions`; otherwise texts or ids, and to `/completions`."""
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client with any number of connections; ValueError for an address that is none."""
+        headers = {"Accept-Encoding": "identity"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        url = f"{self.base_url.rstrip('/')}/"
+        async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=PATIENCE) as client:
+            yield client
+
+    async def name(self, client: httpx.AsyncClient) -> str:
+        """The model's name; ValueError if the server lists none."""
+        if self.model is not None:
+            return self.model
+        try:
+            answer = await client.get("models")
+            return str(answer.raise_for_status().json()["data"][0]["id"])
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ValueError(f"{self.base_url}/models: {_told(error)}; expected the address of /v1") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{self.base_url}/models lists no model: name it") from error
+
+
+def measure(
+    server: Server,
+    requests: Sequence[SampleRequest],
+    *,
+    concurrency: int | None = None,
+    request_rate: float = math.inf,
+    seed: int = 0,
+    ignore_eos: bool = True,
+    temperature: float = 0.0,
+    about: Mapping[str, Any] | None = None,
+) -> Report:
+    """Streams the requests' answers and reports as `ling3.bench.measure.measure` does.
+
+    With `concurrency` as many requests are under way at a time, each due when one before it has ended; else they
+    arrive at the `request_rate`. A request fails on a status that is not 200, a broken connection, an error amid the
+    stream, and a stream without `usage`. `ignore_eos` is vLLM's field, which is left out where it is False. A short
+    request goes first and does not count; what a server keeps of earlier prompts is in `cached_tokens`.
+
+    Raises ValueError if that request fails.
+    """
+    check_count(len(requests))
+    check_concurrency(concurrency)
+    due = arrivals(len(requests), request_rate, seed).tolist()
+    where = machine()
+    options = {"temperature": temperature} | ({"ignore_eos": True} if ignore_eos else {})
+    name, streams, busy = asyncio.run(_measured(server, requests, options, seed, concurrency, due))
+    served = [stream.served() for stream in streams]
+    duration = max(request.end for request in served)
+    workload = {"requests": len(requests), "seed": seed, "ignore_eos": ignore_eos, "temperature": temperature}
+    asked = {"base_url": server.base_url, "endpoint": "chat" if server.chat else "completions"}
+    asked |= {"concurrency": concurrency, "client_cpu": round(busy / duration, 3)}
+    return Report(
+        served=served,
+        duration=duration,
+        request_rate=request_rate,
+        about={"model": name, **(about or {}), **asked, "workload": workload},
+        engine={},
+        turns={},
+        machine=where,
+    )
+
+
+@dataclasses.dataclass
+class Stream:
+    """What came of one request; times in seconds from the beginning of the measurement."""
+
+    due: float
+    blocks: list[tuple[float, bytes]] = dataclasses.field(default_factory=list)
+    """Of the body, with their times."""
+    end: float = 0.0
+    error: str | None = None
+
+    def served(self) -> Served:
+        """The request as its report has it."""
+        error, usage, reason, texts = self.error, {}, None, []
+        try:
+            for when, event in events(self.blocks) if error is None else ():
+                if "error" in event:
+                    error = _message(event)
+                usage = event.get("usage") or usage
+                for choice in event.get("choices") or ():
+                    if size := _size(choice):
+                        texts.append((when, size))
+                    reason = choice.get("finish_reason") or reason
+            tokens, prompt = (int(usage.get(f"{kind}_tokens", 0)) for kind in ("completion", "prompt"))
+            cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        except (ValueError, TypeError, AttributeError):
+            return Served(self.due, 0, (), self.end, "error", error="the stream is not OpenAI's")
+        if error is None and reason is None:
+            error = "the stream ended early"
+        if error is None and not usage:
+            error = "the stream has no usage"
+        deltas = tuple(_shared(texts or [(self.end, 1)], tokens)) if tokens else ()
+        ended = "error" if error is not None else "length" if reason == "length" else "stop"
+        return Served(self.due, prompt, deltas, self.end, ended, cached, error)
+
+
+def events(blocks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
+    """The JSON of each server-sent event with its time, that of the block with its end; ValueError for what is none."""
+    held = b""
+    for when, block in blocks:
+        *lines, held = (held + block).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                yield when, json.loads(data)
+
+
+def _size(choice: Mapping[str, Any]) -> int:
+    """Characters that are new of a choice: text, thinking, or tool calls."""
+    delta = choice.get("delta") or {}
+    thinking = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    calls = delta.get("tool_calls")
+    return len(choice.get("text") or delta.get("content") or thinking) or (len(json.dumps(calls)) if calls else 0)
+
+
+def _shared(texts: Sequence[tuple[float, int]], tokens: int) -> Iterator[tuple[float, int]]:
+    """When how many of the `tokens` came, by the size of the texts: at least one with the first, and all together."""
+    whole, seen, given = sum(size for _, size in texts), 0, 0
+    for when, size in texts:
+        seen += size
+        until = max(round(tokens * seen / whole), 1)
+        if until > given:
+            yield when, until - given
+        given = until
+
+
+async def _measured(
+    server: Server,
+    requests: Sequence[SampleRequest],
+    options: Mapping[str, Any],
+    seed: int,
+    concurrency: int | None,
+    due: Sequence[float],
+) -> tuple[str, list[Stream], float]:
+    """The model's name, the stream of each request, and the seconds of a core that this client took for them."""
+    async with server.client() as client:
+        name = await server.name(client)
+        bodies = [_body(server, name, request, {**options, "seed": seed + i}) for i, request in enumerate(requests)]
+        first = Stream(0.0)
+        await _ask(client, server, {**bodies[0], "max_tokens": min(2, requests[0].max_tokens)}, first, 0.0)
+        if (failed := first.served().error) is not None:
+            raise ValueError(f"{server.base_url}: {failed}")
+        streams, left = [Stream(when) for when in due], iter(range(len(bodies)))
+        with progress("measuring", len(bodies)) as advance:
+            begin, used = time.perf_counter(), time.process_time()
+
+            async def on_time(i: int) -> None:
+                await asyncio.sleep(due[i] - (time.perf_counter() - begin))
+                await _ask(client, server, bodies[i], streams[i], begin)
+                advance(1)
+
+            async def one_by_one() -> None:
+                for i in left:
+                    streams[i].due = time.perf_counter() - begin
+                    await _ask(client, server, bodies[i], streams[i], begin)
+                    advance(1)
+
+            if concurrency is None:
+                await asyncio.gather(*map(on_time, left))
+            else:
+                await asyncio.gather(*(one_by_one() for _ in range(concurrency)))
+        return name, streams, time.process_time() - used
+
+
+def _body(server: Server, name: str, request: SampleRequest, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's fields; ValueError for ids where a conversation is asked for."""
+    if server.chat and not isinstance(request.prompt, str):
+        raise ValueError("a conversation takes texts, and the prompts are token ids: give prompts that are texts")
+    what = {"messages": [{"role": "user", "content": request.prompt}]} if server.chat else {"prompt": request.prompt}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": name, **what, "max_tokens": request.max_tokens, **options, **stream}
+
+
+async def _ask(
+    client: httpx.AsyncClient, server: Server, body: Mapping[str, Any], stream: Stream, begin: float
+) -> None:
+    """Streams an answer; what goes wrong is the stream's error."""
+    try:
+        path = "chat/completions" if server.chat else "completions"
+        async with client.stream("POST", path, json=body) as answer:
+            async for block in answer.aiter_raw():
+                stream.blocks.append((time.perf_counter() - begin, block))
+            answer.raise_for_status()
+    except httpx.HTTPStatusError as error:
+        said = b"".join(block for _, block in stream.blocks)
+        stream.error = f"{_told(error)}: {printable(said.decode('utf-8', 'replace'), 200)}"
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            stream.error = f"{_told(error)}: {_message(json.loads(said))}"
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        stream.error = _told(error)
+    stream.end = time.perf_counter() - begin
+
+
+def _message(answer: Mapping[str, Any]) -> str:
+    """The message of OpenAI's error object, or what there is in its place."""
+    error = answer.get("error", answer)
+    return printable(error.get("message", error) if isinstance(error, dict) else error, 200)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"status {error.response.status_code}"
+    return printable(str(error) or type(error).__name__, 200)

@@ -1,0 +1,103 @@
+"""Counts and times for Prometheus, under vLLM's names with the prefix `ling3_`.
+
+Counts of requests, tokens and pages are the engine's own at the time of the scrape, those of other callers in this
+process among them. Times are observed as completions end. No label has a value that a client can choose.
+"""
+
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
+from collections.abc import Iterator
+from typing import Any
+
+import prometheus_client
+from prometheus_client import core, exposition
+
+from ling3.engine.outputs import RequestOutput, Stats
+
+STEPS = (1.0, 2.5, 5.0)
+REQUEST = tuple(step * 10.0**power for power in range(-3, 3) for step in STEPS)
+"""Bounds of seconds of a request: 1 ms to 500 s."""
+TOKEN = tuple(step * 10.0**power for power in range(-4, 1) for step in STEPS)
+"""Bounds of seconds of a token: 0.1 ms to 5 s."""
+
+
+def _used(stats: Stats) -> float:
+    return 1 - stats.free_pages / stats.pages if stats.pages else 0.0
+
+
+GAUGES = {
+    "num_requests_running": ("Completions in slots.", lambda stats: stats.running),
+    "num_requests_waiting": ("Completions that wait for a slot.", lambda stats: stats.waiting),
+    "kv_cache_usage_perc": ("Share of the pages that running completions use.", _used),
+}
+COUNTERS = {
+    "prompt_tokens": (
+        "Tokens of prompts, computed or found among known prefixes.",
+        lambda stats: stats.prompt_tokens + stats.cached_tokens,
+    ),
+    "generation_tokens": ("Generated tokens.", lambda stats: stats.output_tokens),
+    "num_preemptions": (
+        "How often a completion had to make room for an older one.",
+        lambda stats: stats.preemptions,
+    ),
+    "prefix_cache_hits": (
+        "Tokens of prompts that were found among known prefixes.",
+        lambda stats: stats.cached_tokens,
+    ),
+}
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = prometheus_client.CollectorRegistry()
+        self._registry.register(self)  # pyright: ignore[reportArgumentType]
+        self._stats: Stats | None = None
+
+        def seconds(name: str, text: str, bounds: tuple[float, ...]) -> Any:
+            return prometheus_client.Histogram(
+                f"ling3_{name}_seconds", f"{text}, in seconds.", buckets=bounds, registry=self._registry
+            )
+
+        self._queued = seconds("request_queue_time", "From the queue to a slot", REQUEST)
+        self._first = seconds("time_to_first_token", "From the queue to the first token", REQUEST)
+        self._per_token = seconds("time_per_output_token", "Between two tokens of a completion, on average", TOKEN)
+        self._total = seconds("e2e_request_latency", "From the queue to the end of a completion", REQUEST)
+        self._answers = prometheus_client.Counter(
+            "ling3_http_requests", "Requests, by route and status.", ("path", "status"), registry=self._registry
+        )
+
+    def ended(self, output: RequestOutput) -> None:
+        """Observes the times of a request's completions."""
+        for completion in output.outputs:
+            times = completion.timings
+            observed = (self._queued, times.queued), (self._first, times.first_token)
+            for histogram, value in (*observed, (self._per_token, times.per_token), (self._total, times.total)):
+                if value is not None:
+                    histogram.observe(value)
+
+    def answered(self, path: str, status: int) -> None:
+        """Counts an answer of a route."""
+        self._answers.labels(path, str(status)).inc()
+
+    def page(self, stats: Stats, accept: str) -> tuple[bytes, str]:
+        """What is scraped, with its type, in the form that the header `accept` asks for."""
+        self._stats = stats
+        encode, kind = exposition.choose_encoder(accept)
+        return encode(self._registry), kind
+
+    def collect(self) -> Iterator[Any]:
+        """The engine's counts, for the registry."""
+        stats = self._stats
+        if stats is None:
+            return
+        for name, (text, value) in GAUGES.items():
+            yield core.GaugeMetricFamily(f"ling3_{name}", text, value(stats))
+        for name, (text, value) in COUNTERS.items():
+            yield core.CounterMetricFamily(f"ling3_{name}", text, value(stats))
+        ends = core.CounterMetricFamily("ling3_request_success", "Ended completions.", labels=("finished_reason",))
+        for reason, count in stats.finished.items():
+            ends.add_metric((reason,), count)
+        yield ends

@@ -1,0 +1,113 @@
+"""Around the whole app: request ids, the access log, counts, and the time that a request may take."""
+
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
+import asyncio
+import contextlib
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ling3.server import log
+from ling3.server.errors import ApiError
+from ling3.server.running import Service
+
+GIVEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""The request ids that are taken from clients."""
+LONGEST_PATH = 200
+LAST_WORDS = 1.0
+"""Seconds in which a client has to take the error that ends its request."""
+GONE = 499
+"""The status, which nobody receives, of an answer that its client did not wait for."""
+
+
+class Observed:
+    """The app, observed; an answer that takes more than `timeout` seconds, or the drain, ends in an error."""
+
+    def __init__(self, app: ASGIApp, service: Service, timeout: float | None):
+        self._app, self._service, self._timeout = app, service, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin, answer = time.perf_counter(), _Answer(scope, receive, send)
+        before = log.current.set(answer.entry)
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                await self._app(scope, answer.receive, answer.send)
+        except asyncio.CancelledError:
+            if not self._service.draining:
+                raise
+            await answer.end(ApiError(503, "the server is shutting down", code="shutting_down"))
+        except Exception:
+            if limit.expired():
+                await answer.end(self._late(answer))
+            else:
+                log.logger.exception("the server failed", extra={"fields": {"request_id": answer.entry.request_id}})
+                await answer.end(ApiError(500, "the server failed"))
+        finally:
+            log.current.reset(before)
+            self._note(scope, answer, time.perf_counter() - begin)
+
+    def _late(self, answer: "_Answer") -> ApiError:
+        if answer.asked:
+            return ApiError(504, f"the answer took more than {self._timeout:g} seconds", code="timeout")
+        message = f"the request took more than {self._timeout:g} seconds to come"
+        return ApiError(408, message, code="timeout", headers={"Connection": "close"})
+
+    def _note(self, scope: Scope, answer: "_Answer", seconds: float) -> None:
+        status = answer.status if answer.complete else GONE
+        route = getattr(scope.get("route"), "path", "") or "other"
+        self._service.metrics.answered(route, status)
+        entry, path = answer.entry, scope["path"][:LONGEST_PATH]
+        fields = {"request_id": entry.request_id, "method": scope["method"], "path": path, "status": status}
+        fields |= {"seconds": round(seconds, 6)}
+        if entry.prompt_tokens:
+            fields |= {"prompt_tokens": entry.prompt_tokens, "completion_tokens": entry.completion_tokens}
+        log.logger.info("answered", extra={"fields": fields})
+
+
+class _Answer:
+    """One exchange: what has come of the request, and gone of the answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send):
+        given = Headers(scope=scope).get("x-request-id", "")
+        self.entry = log.Entry(given if GIVEN.fullmatch(given) else f"req_{uuid.uuid4().hex}")
+        self.asked = self.complete = False
+        self.status = 0
+        self._scope, self._receive, self._send = scope, receive, send
+        self._streams = False
+
+    async def receive(self) -> Message:
+        """The next message from the client."""
+        message = await self._receive()
+        self.asked = self.asked or not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Passes on a message to the client, with the request id."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(raw=[*message["headers"], (b"x-request-id", self.entry.request_id.encode())])
+            self._streams = headers.get("content-type", "").startswith("text/event-stream")
+            message = {**message, "headers": headers.raw}
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.complete = True
+
+    async def end(self, error: ApiError) -> None:
+        """Ends what is not complete with an error: the answer, or an event of the stream that has begun."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                if not self.status:
+                    await error.response()(self._scope, self._receive, self.send)
+                elif self._streams and not self.complete:
+                    event = f"{error.event()}data: [DONE]\n\n"
+                    await self.send({"type": "http.response.body", "body": event.encode()})

@@ -1,0 +1,61 @@
+"""`/openapi.json`: what the server answers, made from its routes and the models of their bodies."""
+
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pydantic
+from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute, Route
+
+from ling3.server.errors import ErrorBody
+from ling3.version import __version__
+
+Models = Mapping[Callable[..., Any], type[pydantic.BaseModel]]
+SCHEMA = "#/components/schemas/{model}"
+
+
+def document(routes: Sequence[BaseRoute], bodies: Models) -> dict[str, Any]:
+    """The description, in OpenAPI 3.1; `bodies` has the model of each endpoint that reads one."""
+    models = [*dict.fromkeys(bodies.values()), ErrorBody]
+    found, schemas = models_json_schema([(model, "validation") for model in models], ref_template=SCHEMA)
+    places = {model: place for (model, _), place in found.items()}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        if isinstance(route, Route) and route.include_in_schema:
+            methods = sorted((route.methods or {"GET"}) - {"HEAD"})
+            path = re.sub(r"{(\w+):\w+}", r"{\1}", route.path)
+            paths[path] = {method.lower(): _operation(route, path, bodies, places) for method in methods}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "ling3", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(route: Route, path: str, bodies: Models, places: Mapping[Any, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {"operationId": "_".join(re.findall(r"\w+", path))}
+    if names := re.findall(r"{(\w+)}", path):
+        at = {"in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [{"name": name, **at} for name in names]
+    if (model := bodies.get(route.endpoint)) is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": places[model]}}}
+    error = {"application/json": {"schema": places[ErrorBody]}}
+    operation["responses"] = {
+        "200": {"description": "The answer.", "content": {kind: {} for kind in _kinds(model)}},
+        "default": {"description": "What was wrong.", "content": error},
+    }
+    return operation
+
+
+def _kinds(model: type[pydantic.BaseModel] | None) -> Sequence[str]:
+    streams = model is not None and "stream" in model.model_fields
+    return ("application/json", "text/event-stream") if streams else ("application/json",)
