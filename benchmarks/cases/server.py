@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import httpx
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,7 +77,7 @@ def _same_answers(path: str, url: str, lengths: tuple[int, int]) -> str:
     params = ling3.SamplingParams(max_tokens=lengths[1], ignore_eos=True)
     expected = [output.text for output in engine.generate(prompts, params)]
     body = {"model": "m", "prompt": prompts, "max_tokens": lengths[1], "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/completions", json=body, timeout=serving.PATIENCE).raise_for_status().json()
+    answer = serving.posted(f"{url}/completions", body)
     if [choice["text"] for choice in answer["choices"]] != expected:
         raise Wrong("an answer over HTTP is not the engine's")
     return f"the engine's own {CHECKED} answers"
@@ -132,12 +131,7 @@ def _peers(setting: Setting, streams: int) -> Trial:
 
     def said(command: Sequence[str], name: str) -> list[str]:
         bodies = [{"model": name, "prompt": text, "max_tokens": tokens, "temperature": 0} for text in texts[:10]]
-        return [
-            httpx.post(f"{url(*command)}/completions", json=body, timeout=serving.PATIENCE)
-            .raise_for_status()
-            .json()["choices"][0]["text"]
-            for body in bodies
-        ]
+        return [serving.posted(f"{url(*command)}/completions", body)["choices"][0]["text"] for body in bodies]
 
     def side(title: str, command: Sequence[str], name: str, check: Callable[[], str]) -> Side:
         def measure() -> float:

@@ -16,7 +16,7 @@ from ling3.engine.outputs import Delta, Logprob
 from ling3.server import body
 from ling3.server.errors import ApiError
 from ling3.server.fields import Completion
-from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.server.running import SHORT, Deltas, Events, Service, check, identifier, usage_of, while_there
 from ling3.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -30,7 +30,10 @@ async def answer(request: Request) -> Response:
     service: Service = request.app.state.service
     asked = await body.read(request, Completion)
     service.check_model(asked.model)
-    prompts = await asyncio.to_thread(_prompts, service, asked)
+    if sum(len(one) if isinstance(one, (str, list)) else 1 for one in asked.prompt) <= SHORT:
+        prompts = _prompts(service, asked)
+    else:
+        prompts = await asyncio.to_thread(_prompts, service, asked)
     most = 16 if asked.max_tokens is None else asked.max_tokens
     if asked.max_tokens is None:
         most = min(most, *(service.room(len(prompt), "prompt") for prompt in prompts))

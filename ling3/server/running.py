@@ -22,6 +22,9 @@ from ling3.serve import Engine, QueueFull
 from ling3.server.errors import ApiError
 from ling3.text.tokenizer import Tokenizer
 
+SHORT = 4096
+"""Tokens or characters up to which preparing a prompt takes less than handing it to another thread and back."""
+
 Result = TypeVar("Result")
 Deltas = AsyncIterator[tuple[int, Delta]]
 
@@ -74,7 +77,10 @@ class Service:
         if self.unfinished + count > self.engine.settings.max_running_requests + self.max_queue:
             raise ApiError(429, "the queue is full: try again", None, "queue_full", {"Retry-After": "1"})
         try:
-            await asyncio.to_thread(self._check, prompts, params, name)
+            if params.structured is None and sum(map(len, prompts)) <= SHORT:
+                self._check(prompts, params, name)
+            else:
+                await asyncio.to_thread(self._check, prompts, params, name)
         except ValueError as error:
             message = self.plain(error)
             fields = {
