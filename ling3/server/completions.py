@@ -30,7 +30,9 @@ async def answer(request: Request) -> Response:
     service: Service = request.app.state.service
     asked = await body.read(request, Completion)
     service.check_model(asked.model)
-    if sum(len(one) if isinstance(one, (str, list)) else 1 for one in asked.prompt) <= SHORT:
+    given: Any = asked.prompt
+    nested = bool(given) and not isinstance(given, str) and not isinstance(given[0], int)
+    if (sum(map(len, given)) if nested else len(given)) <= SHORT:
         prompts = _prompts(service, asked)
     else:
         prompts = await asyncio.to_thread(_prompts, service, asked)
