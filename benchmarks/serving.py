@@ -60,6 +60,13 @@ def bench(*arguments: Any) -> dict[str, Any]:
     return levels[0]
 
 
+def posted(url: str, body: dict[str, Any]) -> Any:
+    """The JSON of the answer to a request."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return json.load(answer)
+
+
 def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:

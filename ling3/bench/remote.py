@@ -13,18 +13,19 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import httpx
+import aiohttp
 
 from ling3.bench.measure import SampleRequest, arrivals, check_concurrency, check_count
 from ling3.bench.report import Report, Served, machine
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import printable
 
-PATIENCE = httpx.Timeout(600, connect=10)
-"""Seconds without a byte from the server."""
+PATIENCE = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
+"""Seconds until there is a connection, and without a byte from the server."""
+FAULTS = (aiohttp.ClientError, TimeoutError)
 IDS = 256
 """Token ids below this are in every vocabulary of bytes, and so in one that a client does not know."""
 
@@ -41,28 +42,33 @@ class Server:
     chat: bool = False
     """Prompts are texts, and go to `/chat/completions`; otherwise texts or ids, and to `/completions`."""
 
-    @contextlib.asynccontextmanager
-    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        """A client with any number of connections; ValueError for an address that is none."""
-        headers = {"Accept-Encoding": "identity"}
+    def session(self) -> aiohttp.ClientSession:
+        """A client with any number of connections, which says its key with each request."""
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        url = f"{self.base_url.rstrip('/')}/"
-        async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=PATIENCE) as client:
-            yield client
+        connections = aiohttp.TCPConnector(limit=0)
+        return aiohttp.ClientSession(headers=headers, connector=connections, timeout=PATIENCE)
 
-    async def name(self, client: httpx.AsyncClient) -> str:
+    def url(self, path: str) -> str:
+        """The address of a path below the base."""
+        return f"{self.base_url.rstrip('/')}/{path}"
+
+    async def name(self, session: aiohttp.ClientSession) -> str:
         """The model's name; ValueError if the server lists none."""
         if self.model is not None:
             return self.model
         try:
-            answer = await client.get("models")
-            return str(answer.raise_for_status().json()["data"][0]["id"])
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ValueError(f"{self.base_url}/models: {_told(error)}; expected the address of /v1") from error
+            async with session.get(self.url("models")) as answer:
+                if answer.status != 200:
+                    raise ValueError(f"{self.url('models')}: status {answer.status}; expected the address of /v1")
+                said = await answer.read()
+        except FAULTS as error:
+            raise ValueError(f"{self.url('models')}: {_told(error)}; expected the address of /v1") from error
+        try:
+            return str(json.loads(said)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{self.base_url}/models lists no model: name it") from error
+            raise ValueError(f"{self.url('models')} lists no model: name it") from error
 
 
 def measure(
@@ -181,11 +187,12 @@ async def _measured(
     due: Sequence[float],
 ) -> tuple[str, list[Stream], float]:
     """The model's name, the stream of each request, and the seconds of a core that this client took for them."""
-    async with server.client() as client:
-        name = await server.name(client)
+    async with server.session() as session:
+        name = await server.name(session)
         bodies = [_body(server, name, request, {**options, "seed": seed + i}) for i, request in enumerate(requests)]
-        first = Stream(0.0)
-        await _ask(client, server, {**bodies[0], "max_tokens": min(2, requests[0].max_tokens)}, first, 0.0)
+        contents = [json.dumps(body).encode() for body in bodies]
+        first, short = Stream(0.0), {**bodies[0], "max_tokens": min(2, requests[0].max_tokens)}
+        await _ask(session, server, json.dumps(short).encode(), first, 0.0)
         if (failed := first.served().error) is not None:
             raise ValueError(f"{server.base_url}: {failed}")
         streams, left = [Stream(when) for when in due], iter(range(len(bodies)))
@@ -194,13 +201,13 @@ async def _measured(
 
             async def on_time(i: int) -> None:
                 await asyncio.sleep(due[i] - (time.perf_counter() - begin))
-                await _ask(client, server, bodies[i], streams[i], begin)
+                await _ask(session, server, contents[i], streams[i], begin)
                 advance(1)
 
             async def one_by_one() -> None:
                 for i in left:
                     streams[i].due = time.perf_counter() - begin
-                    await _ask(client, server, bodies[i], streams[i], begin)
+                    await _ask(session, server, contents[i], streams[i], begin)
                     advance(1)
 
             if concurrency is None:
@@ -219,22 +226,19 @@ def _body(server: Server, name: str, request: SampleRequest, options: Mapping[st
     return {"model": name, **what, "max_tokens": request.max_tokens, **options, **stream}
 
 
-async def _ask(
-    client: httpx.AsyncClient, server: Server, body: Mapping[str, Any], stream: Stream, begin: float
-) -> None:
+async def _ask(session: aiohttp.ClientSession, server: Server, content: bytes, stream: Stream, begin: float) -> None:
     """Streams an answer; what goes wrong is the stream's error."""
     try:
         path = "chat/completions" if server.chat else "completions"
-        async with client.stream("POST", path, json=body) as answer:
-            async for block in answer.aiter_raw():
+        async with session.post(server.url(path), data=content) as answer:
+            async for block in answer.content.iter_any():
                 stream.blocks.append((time.perf_counter() - begin, block))
-            answer.raise_for_status()
-    except httpx.HTTPStatusError as error:
-        said = b"".join(block for _, block in stream.blocks)
-        stream.error = f"{_told(error)}: {printable(said.decode('utf-8', 'replace'), 200)}"
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
-            stream.error = f"{_told(error)}: {_message(json.loads(said))}"
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        if answer.status != 200:
+            said = b"".join(block for _, block in stream.blocks)
+            stream.error = f"status {answer.status}: {printable(said.decode('utf-8', 'replace'), 200)}"
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                stream.error = f"status {answer.status}: {_message(json.loads(said))}"
+    except FAULTS as error:
         stream.error = _told(error)
     stream.end = time.perf_counter() - begin
 
@@ -246,6 +250,4 @@ def _message(answer: Mapping[str, Any]) -> str:
 
 
 def _told(error: Exception) -> str:
-    if isinstance(error, httpx.HTTPStatusError):
-        return f"status {error.response.status_code}"
-    return printable(str(error) or type(error).__name__, 200)
+    return printable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, 200)

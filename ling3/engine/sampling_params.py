@@ -204,6 +204,8 @@ def check_prompt(prompt: Any, vocab: int, name: str = "prompt") -> list[int]:
     """The prompt's ids as plain ints; ValueError, with its `name`, for an empty prompt and for what is no id."""
     check_length(prompt, name)
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array's items are slow to come by
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:
+        return list(ids)
     for place, token in enumerate(ids):
         if not is_whole(token):
             raise ValueError(f"{name}, token {place} is {shown(token)}, expected a whole number")

@@ -16,7 +16,7 @@ from ling3.engine.outputs import Delta, RequestOutput
 from ling3.server import body
 from ling3.server.errors import ApiError
 from ling3.server.fields import Completion
-from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.server.running import SHORT, Deltas, Events, Service, check, identifier, usage_of, while_there
 from ling3.server.scores import Scores, joined
 
 MOST_PROMPTS = 128
@@ -28,7 +28,12 @@ async def answer(request: Request) -> Response:
     service: Service = request.app.state.service
     asked = await body.read(request, Completion)
     service.check_model(asked.model)
-    prompts = await asyncio.to_thread(_prompts, service, asked)
+    given: Any = asked.prompt
+    nested = bool(given) and not isinstance(given, str) and not isinstance(given[0], int)
+    if (sum(map(len, given)) if nested else len(given)) <= SHORT:
+        prompts = _prompts(service, asked)
+    else:
+        prompts = await asyncio.to_thread(_prompts, service, asked)
     most = 16 if asked.max_tokens is None else asked.max_tokens
     if asked.max_tokens is None:
         most = min(most, *(service.room(len(prompt), "prompt") for prompt in prompts))

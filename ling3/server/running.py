@@ -24,6 +24,9 @@ from ling3.server.errors import ApiError
 from ling3.server.metrics import Metrics
 from ling3.text.tokenizer import Tokenizer
 
+SHORT = 4096
+"""Tokens or characters up to which preparing a prompt takes less than handing it to another thread and back."""
+
 Result = TypeVar("Result")
 Deltas = AsyncIterator[tuple[int, Delta]]
 
@@ -84,7 +87,10 @@ class Service:
         count = params.n * len(prompts)
         self._check_takes(count)
         try:
-            await asyncio.to_thread(self._check, prompts, params, name)
+            if params.structured is None and sum(map(len, prompts)) <= SHORT:
+                self._check(prompts, params, name)
+            else:
+                await asyncio.to_thread(self._check, prompts, params, name)
         except ValueError as error:
             message = self.plain(error)
             fields = {
