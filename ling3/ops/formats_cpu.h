@@ -123,6 +123,8 @@ inline void spread(int64_t part, int64_t count, int shift, S* scales, Of of) {
   const int64_t from = part * UNITS, units = std::min(UNITS, (count << shift) - from);
   if (shift == 0 && units == UNITS) {
     for (int64_t u = 0; u < UNITS; u++) scales[u] = of(from + u);
+  } else if (shift == 0) {
+    for (int64_t u = 0; u < units; u++) scales[u] = of(from + u);
   } else if (shift == 2) {
     for (int64_t u = 0; u < units; u += 4) {
       const S own = of((from + u) / 4);
@@ -133,6 +135,38 @@ inline void spread(int64_t part, int64_t count, int shift, S* scales, Of of) {
     for (int64_t u = 0; u < units; u++) scales[u] = of((from + u) >> shift);
   }
   if (units < UNITS) std::fill(scales + units, scales + UNITS, scales[units - 1]);
+}
+
+INLINE bool any(Words bits) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)bits, (__m512i)bits) != 0;
+#elif defined(__AVX__)
+  return !_mm256_testz_si256((__m256i)bits, (__m256i)bits);
+#else
+  uint64_t halves[sizeof bits / 8], all = 0;
+  std::memcpy(halves, &bits, sizeof bits);
+  for (uint64_t half : halves) all |= half;
+  return all != 0;
+#endif
+}
+
+// True if one of the `scales` of a part, whose sizes are their bits in `size`, is less than `least` or `end` and more;
+// but a size of 0 may be among those with `zeros`.
+template <class T>
+INLINE bool extreme(const void* scales, T size, T least, T end, bool zeros) {
+  typedef T Group __attribute__((vector_size(4 * LANES)));
+  constexpr int GROUPS = UNITS * sizeof(T) / sizeof(Group);
+  Words found = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < GROUPS; i++) {
+    Group sizes;
+    std::memcpy(&sizes, (const char*)scales + i * sizeof sizes, sizeof sizes);
+    sizes &= size;
+    Words own = (Words)(sizes - least >= T(end - least));
+    if (zeros) own &= (Words)(sizes != 0);
+    found |= own;
+  }
+  return any(found);
 }
 
 // A matrix as its arrays lie.
@@ -241,12 +275,7 @@ struct Nibbles : Stored {
 
   bool open(int64_t outer, int64_t part, Scale* to) const {
     spread(part, groups, shift, to, [own = Codes::scales(*this, outer)](int64_t i) { return Codes::bfloat16(own[i]); });
-    uint16_t wrong = 0;
-    for (int64_t u = 0; u < UNITS; u++) {
-      // With two binades to spare at both ends.
-      wrong |= uint16_t((to[u] & 0x7fff) - 0x180) >= uint16_t(0x7c00 - 0x180);
-    }
-    return !wrong;
+    return !extreme<uint16_t>(to, 0x7fff, 0x180, 0x7c00, false);  // with two binades to spare at both ends
   }
 
   INLINE static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
@@ -333,7 +362,18 @@ struct Scaled : Stored {
   static constexpr uint32_t MASK = (1u << BITS) - 1;
   using Scale = float;
 
-  static constexpr int64_t element(int k, int lane) { return lane * REGISTERS + k; }
+#if defined(__AVX512BF16__)
+  // Two registers are rounded to bfloat16 at once, and then lie in one in turn.
+  static constexpr bool IN_PAIRS = std::is_same_v<S, BFloat16>;
+#else
+  static constexpr bool IN_PAIRS = false;
+#endif
+
+  static constexpr int64_t element(int k, int lane) {
+    if (!IN_PAIRS) return lane * REGISTERS + k;
+    const int half = LANES / 2;
+    return (lane % half * 2 + k % 2) * REGISTERS + k / 2 * 2 + lane / half;
+  }
 
   bool open(int64_t outer, int64_t part, Scale* to) const {
 #if !defined(__F16C__)
@@ -341,12 +381,7 @@ struct Scaled : Stored {
 #endif
     const S* own = reinterpret_cast<const S*>(scales) + outer * groups;
     spread(part, groups, shift, to, [own](int64_t i) { return widened(own[i]); });
-    uint32_t wrong = 0;
-    for (int64_t u = 0; u < UNITS; u++) {
-      const uint32_t size = bits_of(to[u]) & 0x7fffffff;
-      wrong |= (size - (27u << 23) >= (200u << 23)) & (size != 0);  // 2^-100 to 2^100
-    }
-    return !wrong;
+    return !extreme<uint32_t>(to, 0x7fffffff, 27u << 23, 227u << 23, true);  // 2^-100 to 2^100
   }
 
   INLINE static Lanes nearest(Lanes x) {
@@ -383,11 +418,22 @@ struct Scaled : Stored {
       const Lanes number = __builtin_convertvector((Signed)code, Lanes);
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
       // Rounded once, it is q · scale.
-      out[k] = nearest(multiply_add(number, scale, scale * -float(OFFSET)));
+      out[k] = multiply_add(number, scale, scale * -float(OFFSET));
 #else
-      out[k] = nearest((number - float(OFFSET)) * scale);
+      out[k] = (number - float(OFFSET)) * scale;
 #endif
+      if constexpr (!IN_PAIRS) out[k] = nearest(out[k]);
     }
+#if defined(__AVX512BF16__)
+    if constexpr (IN_PAIRS) {
+#pragma GCC unroll 4
+      for (int k = 0; k < REGISTERS; k += 2) {
+        const Words both = (Words)_mm512_cvtne2ps_pbh((__m512)out[k + 1], (__m512)out[k]);
+        out[k] = (Lanes)(both << 16);
+        out[k + 1] = (Lanes)(both & 0xffff0000);
+      }
+    }
+#endif
   }
 
   float number(int64_t outer, int64_t i) const {
@@ -465,12 +511,7 @@ struct E4M3 : Stored {
 
   bool open(int64_t outer, int64_t part, Scale* to) const {
     spread(part, groups, shift, to, [own = own(outer)](int64_t i) { return wide(own[i]) * FACTOR; });
-    uint32_t wrong = 0;
-    for (int64_t u = 0; u < UNITS; u++) {
-      const uint32_t size = bits_of(to[u]) & 0x7fffffff;
-      wrong |= (size - (27u << 23) >= (200u << 23)) & (size != 0);
-    }
-    return !wrong;
+    return !extreme<uint32_t>(to, 0x7fffffff, 27u << 23, 227u << 23, true);  // 2^-100 to 2^100
   }
 };
 
