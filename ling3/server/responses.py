@@ -157,15 +157,18 @@ def _head(service: Service, asked: Asked) -> dict[str, Any]:
         "id": identifier("resp"),
         "object": "response",
         "created_at": int(time.time()),
+        "completed_at": None,
         "status": "in_progress",
         "background": False,
         "error": None,
+        "frequency_penalty": asked.frequency_penalty or 0.0,
         "incomplete_details": None,
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
         "model": service.name,
         "output": [],
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "presence_penalty": asked.presence_penalty or 0.0,
         "previous_response_id": None,
         "reasoning": {"effort": effort, "summary": None},
         "store": False,
@@ -204,6 +207,7 @@ async def _events(
         yield event
     reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
     made = {**head, "status": status, "incomplete_details": reason, "output": items.output}
+    made["completed_at"] = int(time.time()) if status == "completed" else None
     made["usage"] = _usage(tokenizer, last, items)
     for event in numbered(iter([{"type": f"response.{status}", "response": made}])):
         yield event

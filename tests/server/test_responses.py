@@ -48,6 +48,7 @@ def test_the_answer_is_the_engines(engine):
     cut = ask(service, create(max_output_tokens=3))
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.output[0].status == "incomplete" and cut.usage.output_tokens == 3
+    assert whole.completed_at >= whole.created_at and cut.completed_at is None
 
 
 THOUGHT = f"hm\n</think>Now: {CALL.format('é')}\n{CALL.format('two')}"
