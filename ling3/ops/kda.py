@@ -172,7 +172,8 @@ def native_kda_step(
     """`kda_step` by the kernel for CPUs, where it is faster."""
     if not kda_cpu.suits(state):
         return kda_step(q, k, v, g, beta, state, lowering)
-    o, state = native_chunk_kda(*(x[:, None] for x in (q, k, v, g, beta)), state, lower_bound=None)
+    q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
+    o, state = native_chunk_kda(q, k, v, g, beta, state, lower_bound=None)
     return o[:, 0], state
 
 

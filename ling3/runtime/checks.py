@@ -51,7 +51,7 @@ def typed(what: Any) -> Any:
             check = _checking(what)
         return check(*args, **kwargs)
 
-    call.is_typed = True  # pyright: ignore[reportFunctionMemberAccess]
+    call.is_typed = True  # pyright: ignore[reportAttributeAccessIssue]
     return call
 
 
