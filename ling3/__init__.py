@@ -120,11 +120,14 @@ class _InstallHook:
         sys.meta_path.remove(self)
         import importlib.util  # noqa: PLC0415
 
+        import jaxtyping  # noqa: PLC0415
+
         # Settings too: a type check would come before `__post_init__`, look at one item of a list, and name no remedy.
         import ling3.engine.settings  # noqa: F401, PLC0415
         from ling3.runtime import import_hook  # noqa: PLC0415
 
-        import_hook.install("ling3")
+        if not jaxtyping.config.jaxtyping_disable:  # by JAXTYPING_DISABLE
+            import_hook.install("ling3")
         # The search that is under way goes through the finders as they were without the hook.
         return importlib.util.find_spec(fullname)
 

@@ -1,4 +1,5 @@
 import ast
+import os
 import pathlib
 import subprocess
 import sys
@@ -60,6 +61,14 @@ def test_what_the_package_builds_on_is_not_compiled_for_it_alone():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "jaxtyping" not in done.stdout and done.stdout.count(".pyc") == 3
+
+
+@pytest.mark.parametrize(("variable", "told"), [("0", "argument 'chunk_size' is 'x'"), ("1", "not supported between")])
+def test_jaxtypings_variable_leaves_types_unchecked(variable, told):
+    program = "from ling3.ops.kda import check_chunk_size; check_chunk_size('x')"
+    environment = os.environ | {"JAXTYPING_DISABLE": variable}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert told in done.stderr.splitlines()[-1]
 
 
 def test_a_check_is_written_at_the_first_call(monkeypatch):
