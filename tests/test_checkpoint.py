@@ -5,9 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from fresh_process import in_a_process
 from published_configs import TINY
 from random_checkpoint import FLASH_LIKE, TINY_LIKE, draw, to_bfloat16, write
 
@@ -812,29 +810,3 @@ class TestSave:
 def refusal_at(directory: Path, weight_map: object) -> str:
     write_index(directory, weight_map)
     return refusal(directory)
-
-
-def in_a_process(code: str) -> int:
-    """What `code` prints, run in an interpreter of its own, where `peak()` is the most memory it has had, in bytes."""
-    prelude = f"""
-import resource, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from published_configs import FLASH
-from ling3.checkpoint import load
-from ling3.families.ling3_config import Ling3Config
-from ling3.checkpoint.names import structure
-
-def peak():
-    if sys.platform != "linux":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Here ru_maxrss would begin at that of the process that started this one.
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", prelude + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"JAX_PLATFORMS": "cpu", "PATH": "", "PYTHONPATH": str(Path(ling3.__file__).parents[1])},
-    )
-    return int(done.stdout)

@@ -1,14 +1,19 @@
 """`ling3.quantize`: its rounding by restatement in numpy, what it copies and keeps, and what it refuses."""
 
+import dataclasses
+
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from fresh_process import in_a_process
 from quantized_models import CONFIGS, SIZES, model
+from random_checkpoint import TINY_LIKE, write
 
 import ling3
 from ling3 import cli
+from ling3.checkpoint import weight_names
 from ling3.checkpoint.quantizing import fp8, integers, mxfp4
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -126,3 +131,27 @@ def test_the_command(plain, tmp_path, capsys):
     assert "in int4" in capsys.readouterr().err
     assert cli.main(argv) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_layers(tmp_path):
+    """One tensor after the other is read, quantized and written."""
+
+    def grown(layers):
+        sizes = {"hidden_size": 512, "intermediate_size": 2048, "first_k_dense_replace": layers, "vocab_size": 64}
+        ends = {"eos_token_id": (63,), "pad_token_id": 62}
+        config = dataclasses.replace(TINY_LIKE, num_hidden_layers=layers, kv_lora_rank=64, **sizes, **ends)
+        weights = {
+            weight.name: np.full(weight.shape, 0.1, np.float32).astype(ml_dtypes.bfloat16)
+            for weight in weight_names(config)
+        }
+        source = tmp_path / str(layers)
+        write(source, config, weights)
+        return in_a_process(f"""
+            structure(Ling3Config())
+            before = peak()
+            ling3.quantize({str(source)!r}, {str(source) + "-fp8"!r}, "fp8")
+            print(peak() - before)
+        """)
+
+    assert grown(16) < grown(4) + 2**23  # a layer has 6 MB, so that these twelve have 75
