@@ -10,7 +10,7 @@ from native_kernels import installed, needs_compiler
 from tiny import FLASH, TINY, open_model
 
 import ling3
-from ling3.ops import products_cpu
+from ling3.ops import kda_cpu, products_cpu
 from ling3.ops.experts import native_experts
 from ling3.runtime import native
 
@@ -164,7 +164,9 @@ class TestModel:
     # The clamps, which are all that the second has besides, have been compared above.
     @pytest.mark.parametrize("config", [TINY, pytest.param(FLASH, marks=pytest.mark.slow)], ids=["tiny", "flash"])
     def test_its_logits_are_the_plain_forms(self, config, monkeypatch):
-        monkeypatch.setitem(products_cpu.LEAST, "dense", 2**40)  # the experts alone are another form
+        # The experts alone are another form.
+        monkeypatch.setitem(products_cpu.LEAST, "dense", 2**40)
+        monkeypatch.setattr(kda_cpu, "LEAST", 2**40)
         model = open_model(config)
         tokens = jax.random.randint(jax.random.key(1), (2, 40), 0, config.vocab_size, jnp.int32)
         program = jax.jit(lambda m, t: m(t))
