@@ -98,7 +98,7 @@ def test_a_key_is_asked_for(url):
 
 def test_a_client_that_goes_away_frees_its_slot(engine, url):
     asked, before = {**ASKED, "ignore_eos": True, "max_tokens": 400, "stream": True}, engine.stats().finished["abort"]
-    with httpx.stream("POST", f"{url}/v1/chat/completions", headers=KEY, json=asked) as answer:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", headers=KEY, json=asked, timeout=60) as answer:
         next(answer.iter_lines())
     for _ in range(100):
         if engine.stats().finished["abort"] == before + 1:
