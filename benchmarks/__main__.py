@@ -44,7 +44,7 @@ def main(
         vllm: the Python of an environment with vLLM, for the cases that compare with it.
         mlx: the Python of an environment with mlx-lm, for the same.
         out: the directory for a JSON file and a picture of each group.
-        scratch: the directory for random checkpoints and caches, which are kept; the largest checkpoint has 3 GB.
+        scratch: the directory for random checkpoints and caches, which are kept; the largest checkpoint has 5 GB.
     """
     try:
         wanted = chosen(only)

@@ -72,7 +72,7 @@ def _model(setting: Setting) -> ling3.CausalLM:
 
 
 def _likely(model: ling3.CausalLM, batch: Tokens, tokens: Tokens) -> str:
-    """By one pass without a cache: dequantized, the model has no room here, and four layers of it are held to that."""
+    """By one pass without a cache; `formats/*` hold four layers to the dequantized model, for which there is no room."""
     seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
     return likeliest(tokens, lambda: np.asarray(model(seen)[:, -len(tokens[0]) :]))
 
