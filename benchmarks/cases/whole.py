@@ -72,7 +72,7 @@ def _model(setting: Setting) -> ling3.CausalLM:
 
 
 def _likely(model: ling3.CausalLM, batch: Tokens, tokens: Tokens) -> str:
-    """By one pass without a cache; `formats/*` hold four layers to the dequantized model, for which there is no room."""
+    """By a pass without a cache; there is no room for the dequantized model, to which `formats/*` hold four layers."""
     seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
     return likeliest(tokens, lambda: np.asarray(model(seen)[:, -len(tokens[0]) :]))
 
