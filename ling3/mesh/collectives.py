@@ -27,6 +27,13 @@ TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+OF_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^]]+)\]"
+    r"(?:, device_ids=\((?:\[(?P<whole>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?|(?P<listed>[\d,]+))\))?"
+    r" \{(?P<along>[^}]*)\}"
+)
+SIZE = re.compile(r"([^,=]+)=(\d+)")
+ALONG = re.compile(r"([^,:]+)(?::\((\d+)\)(\d+))?")
 NAME = re.compile(r'op_name="([^"]*)"')
 OF_NO_MODULE = re.compile(r"shard_map|while|body|cond|branch_\d+_fun|closed_call|.*\(.*|")
 """Parts of an operation's name that are transformations, and not the name of a module."""
@@ -147,14 +154,53 @@ def _bytes(dtype: str, shape: str) -> int:
 
 
 def _groups(rest: str, devices: int) -> list[list[int]]:
-    """The devices that exchange with each other, or pairs of source and target."""
+    """The devices that exchange with each other, or pairs of source and target.
+
+    Lists of them, `{{0,1},{2,3}}`; an array's rows, `[2,2]<=[4]`; or axes of a mesh, `mesh['data'=2,'tensor'=2]
+    {'tensor'}`, which is what jax 0.11 writes. With no groups, all devices are one.
+    """
     if (iota := IOTA.search(rest)) is not None:
         shape, whole, order = (_numbers(numbers or "") for numbers in iota.groups())
-        numbers = np.arange(math.prod(whole)).reshape(whole)
-        return (numbers.transpose(order) if order else numbers).reshape(shape).tolist()
-    listed = GROUPS.search(rest)
-    groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])] if listed else []
-    return groups or [[*range(devices)]]
+        return _ids(whole, order).reshape(shape).tolist()
+    if (of_mesh := OF_MESH.search(rest)) is not None:
+        return _groups_of_mesh(of_mesh)
+    if (listed := GROUPS.search(rest)) is not None:
+        groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        return groups or [[*range(devices)]]
+    if "replica_groups=" in rest:
+        raise ValueError(f"hlo has replica_groups in an unknown form, expected lists, an iota or a mesh: {rest[:200]}")
+    return [[*range(devices)]]
+
+
+def _groups_of_mesh(found: re.Match[str]) -> list[list[int]]:
+    """The groups along some axes of XLA's own mesh, whose devices are in order or as `device_ids` says.
+
+    Of an axis there may be only a part: `'x':(2)4` is the middle one of an axis of 2 · 4 · n.
+    """
+    sizes = {name: int(size) for name, size in SIZE.findall(found["sizes"])}
+    ids = _numbers(found["listed"] or "") or _ids(
+        _numbers(found["whole"] or "") or [*sizes.values()], _numbers(found["order"] or "")
+    )
+    along = [(name, int(before or 1), int(size or sizes[name])) for name, before, size in ALONG.findall(found["along"])]
+    parts = []  # of each axis, as many as `along` cuts it into: its name, the parts before it and its own size
+    for name, size in sizes.items():
+        cuts = {1, size} | {cut for own, before, count in along if own == name for cut in (before, before * count)}
+        parts += [(name, before, after // before) for before, after in itertools.pairwise(sorted(cuts))]
+    inner = [
+        i
+        for name, first, count in along
+        for i, (own, before, _) in enumerate(parts)
+        if own == name and first <= before < first * count
+    ]
+    outer = [i for i in range(len(parts)) if i not in inner]
+    split = np.reshape(ids, [size for *_, size in parts]).transpose(outer + inner)
+    return split.reshape(-1, math.prod(parts[i][2] for i in inner)).tolist()
+
+
+def _ids(whole: list[int], order: list[int]) -> np.ndarray:
+    """The numbers of all devices as an array of that shape, with its dimensions in that order."""
+    numbers = np.arange(math.prod(whole)).reshape(whole)
+    return numbers.transpose(order) if order else numbers
 
 
 def _axes(groups: list[list[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny import TINY
 
 from ling3.checkpoint.names import structure
@@ -197,3 +199,57 @@ def test_what_a_program_may_have():
     ]
     with pytest.raises(ValueError, match="hlo has no ENTRY computation"):
         collectives("module @jit_f {}", {"tensor": 2})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{{0,2},{4,6},{1,3},{5,7}}",
+        "[4,2]<=[2,2,2]T(0,2,1)",
+        "mesh['a'=2,'b'=2,'c'=2] {'b'}",
+        "mesh['a'=1,'b'=4,'c'=2], device_ids=([2,2,2]T(0,2,1)) {'c'}",
+        "mesh['a'=4,'b'=2], device_ids=(6,4,2,0,1,3,5,7) {'b'}",
+        "mesh['all'=8] {'all':(2)2}",
+        "mesh['a'=1,'all'=8], device_ids=([4,2]T(1,0)) {'a','all':(4)2}",
+    ],
+)
+def test_forms_of_groups(form):
+    """Each says that devices exchange along the middle axis of three."""
+    line = f"  ROOT %sum = f32[8]{{0}} all-reduce(%p), replica_groups={form}, to_apply=%add"
+    [found] = collectives(f"ENTRY %main (p: f32[8]) -> f32[8] {{\n{line}\n}}", {"data": 2, "tensor": 2, "stage": 2})
+    assert (found.axes, found.devices) == (("tensor",), 2)
+
+
+def test_groups_of_an_unknown_form():
+    text = "ENTRY %main (p: f32[8]) -> f32[8] {\n  %r = f32[8]{0} all-reduce(%p), replica_groups=ring(0,1)\n}"
+    with pytest.raises(ValueError, match=r"unknown form, expected .*ring"):
+        collectives(text, {"tensor": 2})
+
+
+@pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor"), ("tensor", "data"), ("one",)])
+def test_what_a_program_sums_along(axes):
+    """Before the compiler and after it; nothing along an axis of one device, or of each device with itself."""
+    mesh = jax.make_mesh((2, 1, 4), ("data", "one", "tensor"))
+    spec = PartitionSpec("data", "tensor")
+
+    def summed(x):
+        alone = [[device] for device in range(4)]
+        return jax.lax.psum(jax.lax.all_gather(x, "tensor", axis_index_groups=alone, tiled=True), axes)
+
+    mapped = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, spec))
+    lowered = jax.jit(mapped).lower(x)
+    sizes = {"data": 2, "tensor": 4}
+    inside = tuple(axis for axis in ("data", "tensor") if axis in axes)
+    expected = [("all-reduce", inside, math.prod(sizes[axis] for axis in inside))] if inside else []
+    for text in (lowered.as_text("hlo", debug_info=True), lowered.compile().as_text()):
+        assert [(each.kind, each.axes, each.devices) for each in collectives(text, mesh.shape)] == expected
+
+
+def test_what_the_compiler_exchanges_by_itself():
+    """An array cut along an axis, wanted whole."""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+    cut, whole = NamedSharding(mesh, PartitionSpec(None, "tensor")), NamedSharding(mesh, PartitionSpec())
+    program = jax.jit(lambda x: jax.reshard(x, whole)).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=cut))
+    [found] = collectives(program.compile().as_text(), mesh.shape)
+    assert (found.kind, found.axes, found.devices, found.bytes) == ("all-gather", ("tensor",), 4, 8 * 8 * 4)
