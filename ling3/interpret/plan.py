@@ -85,12 +85,12 @@ class Program:
     @property
     def sent(self) -> float:
         """Bytes that a device sends."""
-        return sum(each.times * each.sent for each in self.collectives)
+        return math.fsum(each.times * each.sent for each in self.collectives)
 
     def seconds(self, chip: Chip) -> dict[str, float]:
         """The least times on such chips, each for itself: of memory, products and links."""
         count, hardware = sum(each.times for each in self.collectives), chip.hardware
-        links = sum(each.times * each.sent / chip.link(each.devices) for each in self.collectives)
+        links = math.fsum(each.times * each.sent / chip.link(each.devices) for each in self.collectives)
         return {
             "memory": self.read / hardware.memory_bandwidth,
             "products": self.flops / hardware.flops,
