@@ -51,18 +51,18 @@ def recited(tokenizer, *texts, **how):
     return Service(Reciter(tokenizer, *texts, **how), tokenizer, "nano", 8)
 
 
-def client(service):
-    """OpenAI's client, asynchronous, on the service's app."""
-    transport = httpx.ASGITransport(build(service), raise_app_exceptions=False)
+def client(service, **how):
+    """OpenAI's client, asynchronous, on the service's app, built as `how` says."""
+    transport = httpx.ASGITransport(build(service, **how), raise_app_exceptions=False)
     http = httpx.AsyncClient(transport=transport)
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
 
 
-def ask(service, call):
+def ask(service, call, **how):
     """What `call` makes of a client."""
 
     async def answer():
-        async with client(service) as made:
+        async with client(service, **how) as made:
             return await call(made)
 
     return asyncio.run(answer())

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ling3.server import chat, completions, fields, openapi, page, responses, tokens
@@ -52,21 +52,16 @@ def build(
         Route("/openapi.json", _description, include_in_schema=False),
     ]
     health = Route("/health", Health)
-    inner = _app(routes, service)
-    inner.state.description = openapi.document([*routes, health], {endpoint: model for _, endpoint, model in POSTS})
-    keyed = Mount("/", Keys(inner, api_keys) if api_keys else inner)
-    app: ASGIApp = _app([health, Route("/", page.answer), keyed], service)
+    keyed = Mount("/", Keys(Router(routes), api_keys) if api_keys else Router(routes))
+    handlers = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _fault}
+    whole = Starlette(routes=[health, Route("/", page.answer), keyed], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
+    whole.state.service = service
+    whole.state.description = openapi.document([*routes, health], {endpoint: model for _, endpoint, model in POSTS})
+    app: ASGIApp = whole
     if allow_origins:
         exposed = ["x-request-id", "retry-after"]
         app = CORSMiddleware(app, allow_origins, ["GET", "POST"], ["*"], expose_headers=exposed, max_age=3600)
     return Observed(app, service, timeout)
-
-
-def _app(routes: Sequence[BaseRoute], service: Service) -> Starlette:
-    handlers = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _fault}
-    app = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
-    app.state.service = service
-    return app
 
 
 class Keys:

@@ -122,8 +122,8 @@ class Message:
 
 async def _chunks(
     service: Service, head: dict[str, Any], deltas: Deltas, replies: list[TokenReply], usage: bool
-) -> AsyncIterator[dict[str, Any]]:
-    unset = {"usage": None} if usage else {}
+) -> AsyncIterator[list[dict[str, Any]]]:
+    unset, left = {"usage": None} if usage else {}, len(replies)
     last: Delta | None = None
 
     def chunk(index: int, new: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
@@ -131,19 +131,21 @@ async def _chunks(
         return {**head, "choices": [choice], **unset}
 
     async with contextlib.aclosing(deltas):  # pyright: ignore[reportArgumentType]
-        for index in range(len(replies)):
-            yield chunk(index, {"role": "assistant", "content": ""})
+        some = [chunk(index, {"role": "assistant", "content": ""}) for index in range(len(replies))]
         async for _, delta in deltas:
             check(delta)
             last = delta
             news = [_news(piece) for piece in pieces(replies[delta.index], delta)]
             logprobs = of_chat(service.tokenizer, delta.logprobs) if delta.logprobs else None
             for i, new in enumerate(news or ([{"content": ""}] if logprobs else [])):
-                yield chunk(delta.index, new, None, None if i else logprobs)
+                some.append(chunk(delta.index, new, None, None if i else logprobs))
             if delta.finish_reason is not None:
-                yield chunk(delta.index, {}, reason_of(replies[delta.index], delta.finish_reason))
-    if usage and last is not None:
-        yield {**head, "choices": [], "usage": usage_of([last])}
+                some.append(chunk(delta.index, {}, reason_of(replies[delta.index], delta.finish_reason)))
+                left -= 1
+            if some and left:  # the last go with the usage
+                yield some
+                some = []
+    yield [*some, *([{**head, "choices": [], "usage": usage_of([last])}] if usage and last is not None else [])]
 
 
 def _news(piece: Piece) -> dict[str, Any]:

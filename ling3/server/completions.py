@@ -99,11 +99,14 @@ def _echoed(service: Service, prompt: Sequence[int], asked: Completion) -> str:
 
 async def _chunks(
     service: Service, head: dict[str, Any], deltas: Deltas, prompts: Sequence[list[int]], asked: Completion
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[list[dict[str, Any]]]:
     usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
     unset, lasts, n = {"usage": None} if usage else {}, {}, asked.n or 1
     echoes = [_echoed(service, prompt, asked) for prompt in prompts]
-    scores = [[Scores(service.tokenizer, prompt, echoed) for _ in range(n)] for prompt, echoed in zip(prompts, echoes)]
+    scores = [
+        [Scores(service.tokenizer, prompt, echoed) for _ in range(n if asked.logprobs is not None else 0)]
+        for prompt, echoed in zip(prompts, echoes)
+    ]
     scored = bool(asked.echo) and asked.logprobs is not None
     begun: set[int] = set()
 
@@ -111,21 +114,26 @@ async def _chunks(
         choice = {"index": place * n + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return {**head, "choices": [choice], **unset}
 
+    some: list[dict[str, Any]] = []
+    left = n * len(prompts)
     async with contextlib.aclosing(_waiting(deltas, scored)) as ready:  # pyright: ignore[reportArgumentType]
         async for place, delta, output in ready:
             lasts[place], index = delta, delta.index
+            left -= delta.finish_reason is not None
             if asked.echo and place not in begun:
                 begun.add(place)
                 prompt_scores = output.prompt_logprobs if output is not None else None
                 for i in range(n):
                     logprobs = scores[place][i].of_prompt(prompt_scores or ()) if scored else None
-                    yield chunk(place, i, echoes[place], logprobs, None)
+                    some.append(chunk(place, i, echoes[place], logprobs, None))
             entries = delta.logprobs if asked.logprobs is not None else None
             logprobs = scores[place][index].of_answer(entries) if entries else None
             if delta.text or logprobs or delta.finish_reason is not None:
-                yield chunk(place, index, delta.text, logprobs, delta.finish_reason)
-    if usage:
-        yield {**head, "choices": [], "usage": usage_of(list(lasts.values()))}
+                some.append(chunk(place, index, delta.text, logprobs, delta.finish_reason))
+            if some and left:  # the last go with the usage
+                yield some
+                some = []
+    yield [*some, *([{**head, "choices": [], "usage": usage_of(list(lasts.values()))}] if usage else [])]
 
 
 async def _waiting(deltas: Deltas, scored: bool) -> AsyncIterator[tuple[int, Delta, RequestOutput | None]]:

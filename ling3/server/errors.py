@@ -3,7 +3,6 @@
 # pyright: reportMissingImports=false
 # What it takes is an extra, and types are checked without it too.
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,10 +53,6 @@ class ApiError(Exception):
     def response(self) -> Response:
         """The answer."""
         return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
-
-    def event(self) -> str:
-        """The same amid a stream that has begun."""
-        return f"data: {json.dumps(self.body)}\n\n"
 
 
 def _unicode(text: str) -> str:

@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3.server import log
@@ -83,7 +83,6 @@ class _Answer:
         self.asked = self.complete = False
         self.status = 0
         self._scope, self._receive, self._send = scope, receive, send
-        self._streams = False
 
     async def receive(self) -> Message:
         """The next message from the client."""
@@ -95,9 +94,8 @@ class _Answer:
         """Passes on a message to the client, with the request id."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(raw=[*message["headers"], (b"x-request-id", self.entry.request_id.encode())])
-            self._streams = headers.get("content-type", "").startswith("text/event-stream")
-            message = {**message, "headers": headers.raw}
+            headers = [*message["headers"], (b"x-request-id", self.entry.request_id.encode())]
+            message = {**message, "headers": headers}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.complete = True
@@ -108,6 +106,6 @@ class _Answer:
             async with asyncio.timeout(LAST_WORDS):
                 if not self.status:
                     await error.response()(self._scope, self._receive, self.send)
-                elif self._streams and not self.complete:
-                    event = f"{error.event()}data: [DONE]\n\n"
-                    await self.send({"type": "http.response.body", "body": event.encode()})
+                elif "events" in self._scope and not self.complete:
+                    last = self._scope["events"].failure(error)
+                    await self.send({"type": "http.response.body", "body": last.encode()})

@@ -6,7 +6,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 import pydantic
@@ -134,10 +134,10 @@ async def answer(request: Request) -> Response:
     if isinstance(begun, Response):
         return begun
     deltas, (reply,) = begun
-    events = _events(service.tokenizer, _head(service, asked), deltas, reply)
+    stream = _Stream(service.tokenizer, _head(service, asked), deltas, reply)
     if asked.stream:
-        return Events(_failing(events), done=False)
-    whole = await while_there(request, _last(events))
+        return Events(stream.events(), stream.failed, done=False)
+    whole = await while_there(request, _last(stream.events()))
     return whole if isinstance(whole, Response) else JSONResponse(whole["response"])
 
 
@@ -183,58 +183,54 @@ def _head(service: Service, asked: Asked) -> dict[str, Any]:
     }
 
 
-async def _events(
-    tokenizer: Tokenizer, head: dict[str, Any], deltas: Deltas, reply: TokenReply
-) -> AsyncIterator[dict[str, Any]]:
-    """The response as it comes; the last event has it whole."""
-    numbers, items, last = itertools.count(), Items(), None
+class _Stream:
+    """A response as it comes, in numbered events."""
 
-    def numbered(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        return ({**event, "sequence_number": next(numbers)} for event in events)
+    def __init__(self, tokenizer: Tokenizer, head: dict[str, Any], deltas: Deltas, reply: TokenReply):
+        self._tokenizer, self._head, self._deltas, self._reply = tokenizer, head, deltas, reply
+        self._numbers = itertools.count()
 
-    async with contextlib.aclosing(deltas):  # pyright: ignore[reportArgumentType]
-        for event in numbered({"type": f"response.{name}", "response": head} for name in ("created", "in_progress")):
-            yield event
-        async for _, delta in deltas:
-            check(delta)
-            last = delta
-            for piece in chat.pieces(reply, delta):
-                for event in numbered(items.add(piece)):
-                    yield event
-    assert last is not None, "there is a last delta"
-    status = "incomplete" if last.finish_reason == "length" else "completed"
-    for event in numbered(items.close(status)):
-        yield event
-    reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    made = {**head, "status": status, "incomplete_details": reason, "output": items.output}
-    made["completed_at"] = int(time.time()) if status == "completed" else None
-    made["usage"] = _usage(tokenizer, last, items)
-    for event in numbered(iter([{"type": f"response.{status}", "response": made}])):
-        yield event
+    async def events(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """The events, those together that come at once; the last one has the response whole."""
+        items, last = Items(), None
+        async with contextlib.aclosing(self._deltas) as deltas:  # pyright: ignore[reportArgumentType]
+            yield [self._response(name, self._head) for name in ("created", "in_progress")]
+            some: list[dict[str, Any]] = []
+            async for _, delta in deltas:
+                check(delta)
+                last = delta
+                for piece in chat.pieces(self._reply, delta):
+                    some += map(self._numbered, items.add(piece))
+                if some and delta.finish_reason is None:  # the last go with the end
+                    yield some
+                    some = []
+        assert last is not None, "there is a last delta"
+        status = "incomplete" if last.finish_reason == "length" else "completed"
+        some += map(self._numbered, items.close(status))
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        made = {**self._head, "status": status, "incomplete_details": reason, "output": items.output}
+        made["completed_at"] = int(time.time()) if status == "completed" else None
+        made["usage"] = _usage(self._tokenizer, last, items)
+        yield [*some, self._response(status, made)]
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The event that ends them where the answer fails."""
+        said = {"code": "server_error", "message": str(error)}
+        return self._response("failed", {**self._head, "status": "failed", "error": said})
+
+    def _response(self, name: str, response: dict[str, Any]) -> dict[str, Any]:
+        return self._numbered({"type": f"response.{name}", "response": response})
+
+    def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+        return {**event, "sequence_number": next(self._numbers)}
 
 
-async def _failing(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    """The events, and one more if the answer fails."""
-    head: dict[str, Any] = {}
-    number = 0
+async def _last(events: AsyncIterator[list[dict[str, Any]]]) -> dict[str, Any]:
+    some: list[dict[str, Any]] = []
     async with contextlib.aclosing(events):  # pyright: ignore[reportArgumentType]
-        try:
-            async for event in events:
-                head, number = head or event["response"], event["sequence_number"] + 1
-                yield event
-        except Exception as error:
-            # Its own words may be those of a fault, which are the server's affair.
-            message = str(error) if isinstance(error, ApiError) else "the engine failed"
-            failed = {**head, "status": "failed", "error": {"code": "server_error", "message": message}}
-            yield {"type": "response.failed", "response": failed, "sequence_number": number}
-
-
-async def _last(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
-    event: dict[str, Any] = {}
-    async with contextlib.aclosing(events):  # pyright: ignore[reportArgumentType]
-        async for event in events:  # noqa: B007 -- the last one is wanted
+        async for some in events:  # noqa: B007 -- the last one is wanted
             pass
-    return event
+    return some[-1]
 
 
 def _usage(tokenizer: Tokenizer, last: Delta, items: Items) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import operator
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -29,6 +30,9 @@ SHORT = 4096
 
 Result = TypeVar("Result")
 Deltas = AsyncIterator[tuple[int, Delta]]
+
+encode = json.JSONEncoder(ensure_ascii=False).encode
+"""An object as JSON."""
 
 ANSWER = 1.0
 """Seconds that the engine has to tell its counts."""
@@ -205,39 +209,56 @@ async def while_there(request: Request, work: Awaitable[Result]) -> Result | Res
 
 
 class Events(Response):
-    """Server-sent events: the chunks as JSON, then [DONE]; errors are an event, and leaving ends the chunks.
+    """Server-sent events: chunks as JSON, then [DONE]; errors are an event, and leaving ends the chunks.
 
-    An event has the name that its chunk has as `type`, if any; without `done` there is no [DONE].
+    An item of `chunks` are those that are sent at once. An event has the name that its chunk has as `type`, if any.
+    `failed` makes a chunk of an error, by default OpenAI's error object; without `done` there is no [DONE].
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], done: bool = True):
+    def __init__(
+        self,
+        chunks: AsyncIterator[Sequence[dict[str, Any]]],
+        failed: Callable[[ApiError], dict[str, Any]] = operator.attrgetter("body"),
+        done: bool = True,
+    ):
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
-        self._chunks, self._done = chunks, done
+        self._chunks, self._failed, self._end = chunks, failed, "data: [DONE]\n\n" if done else ""
+
+    def failure(self, error: ApiError) -> str:
+        """What ends the stream in an error."""
+        return event(self._failed(error)) + self._end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them."""
+        """Sends them; whoever ends the stream early finds it as the scope's `events`."""
+        scope["events"] = self
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
         async def body() -> None:
             async def put(text: str, more: bool = True) -> None:
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
+            end = self._end
             async with contextlib.aclosing(self._chunks) as chunks:  # pyright: ignore[reportArgumentType]
                 try:
-                    async for chunk in chunks:
-                        name = f"event: {chunk['type']}\n" if "type" in chunk else ""
-                        await put(f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n")
+                    async for some in chunks:
+                        await put("".join(map(event, some)))
                 except ApiError as error:
-                    await put(error.event())
+                    end = self.failure(error)
                 except Exception:
                     log.logger.exception("the engine failed")
-                    await put(ApiError(500, "the engine failed").event())
-            await put("data: [DONE]\n\n" if self._done else "", False)
+                    end = self.failure(ApiError(500, "the engine failed"))
+            await put(end, False)
 
         await while_there(Request(scope, receive), body())
+
+
+def event(chunk: dict[str, Any]) -> str:
+    """A chunk as a server-sent event."""
+    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+    return f"{name}data: {encode(chunk)}\n\n"
 
 
 def identifier(prefix: str) -> str:

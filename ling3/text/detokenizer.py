@@ -1,5 +1,6 @@
 """Text as it comes: token ids in, whole characters out, up to the first stop string."""
 
+import itertools
 from collections.abc import Sequence
 from typing import no_type_check
 
@@ -40,7 +41,8 @@ class StreamDecoder:
         self._hidden = {token for token in added if skip_special_tokens and added[token].special}
         # The tokens held back follow `_context` tokens whose text has been returned, as a text may depend on what comes
         # before it. Of the text of both, `_returned` characters have been returned.
-        self._ids = [token for token in prompt_ids[-64:] if self._shows(token)][-MOST_HELD:]
+        shown = filter(self._shows, reversed(prompt_ids[-64:]))
+        self._ids = [*itertools.islice(shown, MOST_HELD)][::-1]
         with self._reported:
             text = self._decode(self._ids)
         unfinished = text.endswith(REPLACEMENT)

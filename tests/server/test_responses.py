@@ -1,5 +1,6 @@
 """`/v1/responses` by OpenAI's client: whole and streamed, with tools, thinking and structured answers."""
 
+import asyncio
 import json
 from typing import Literal
 
@@ -225,3 +226,19 @@ def test_a_failure_amid_a_stream_is_an_event(engine, monkeypatch):
     assert events[-1].sequence_number == len(events) - 1 and "secret" not in str(events[-1])
     with pytest.raises(openai.InternalServerError):
         ask(service, create())
+
+
+def test_a_stream_that_takes_too_long_ends_in_a_failed_response(engine, monkeypatch):
+    service = recited(engine.tokenizer, "one two three")
+    whole = service.engine.astream
+
+    async def slow(prompt, params):
+        async for delta in whole(prompt, params):
+            yield delta
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(service.engine, "astream", slow)
+    events = ask(service, create(stream=True), timeout=0.5)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events].count("response.output_text.delta") == 1
+    assert events[-1].type == "response.failed" and "0.5 seconds" in events[-1].response.error.message
