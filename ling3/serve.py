@@ -187,7 +187,9 @@ class Engine:
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None, name: str = "prompt"
     ) -> None:
         """Raises ValueError where `submit` would, calling the prompt by its `name`; nothing is queued."""
-        self._request(prompt, params, truncate, name)
+        refuse_fork()
+        self._check_leads()
+        self._intake.check(prompt, params, truncate, name)
 
     def left(self, tokens: int) -> int:
         """The largest `max_tokens` that a prompt of so many tokens may have; less than 1 if it is too long."""

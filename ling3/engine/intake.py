@@ -41,6 +41,19 @@ class Intake:
         self, request_id: int, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
     ) -> Request:
         """The checked request; errors call the prompt by `name`."""
+        ids, params, ends, constraint = self.check(prompt, params, truncate, name)
+        seed = draw_seed() if params.seed is None else params.seed
+        request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
+        for index in range(params.n):
+            decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
+            own, stops = constraint and constraint.copy(), StopStrings(params.stop)
+            request.sequences.append(TokenSequence(request, index, -1, seed + index, ends, decoder, stops, own))
+        return request
+
+    def check(
+        self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
+    ) -> tuple[list[int], SamplingParams, tuple[int, ...], Constraint | None]:
+        """The prompt's ids and the params that fit, the ids that end an answer, and its constraint."""
         params = SamplingParams() if params is None else params
         if params.n > self.max_queue:
             raise ValueError(f"n is {params.n}, but max_queue is {self.max_queue}")
@@ -54,14 +67,7 @@ class Intake:
         # The length first: it is known at once, and a look at every id of a long prompt takes a while.
         places, params = self._fitted(range(check_length(encoded, name)), params, truncate, name)
         ids = check_prompt(encoded, self.vocab, name)[places.start :]
-        seed = draw_seed() if params.seed is None else params.seed
-        constraint = self._constraint(params, ends)
-        request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
-        for index in range(params.n):
-            decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
-            own, stops = constraint and constraint.copy(), StopStrings(params.stop)
-            request.sequences.append(TokenSequence(request, index, -1, seed + index, ends, decoder, stops, own))
-        return request
+        return ids, params, ends, self._constraint(params, ends)
 
     def requests(
         self,

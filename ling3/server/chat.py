@@ -19,7 +19,7 @@ from ling3.server.errors import ApiError
 from ling3.server.fields import Chat
 from ling3.server.messages import rendered
 from ling3.server.reply_grammars import after_thinking
-from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.server.running import SHORT, Chunks, Deltas, Events, Service, check, identifier, usage_of, while_there
 from ling3.server.scores import of_chat
 from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking
 from ling3.text.tokenizer import thinking
@@ -46,13 +46,17 @@ async def begin(service: Service, asked: Chat) -> tuple[Deltas, list[TokenReply]
     """The deltas of the answers with what takes each of them apart; ApiError for what cannot be answered."""
     tokenizer, effort = service.tokenizer, asked.reasoning_effort
     functions = [tool.function for tool in asked.tools or ()]
-    offered = await asyncio.to_thread(tools.chosen, functions, asked.tool_choice, asked.parallel_tool_calls, tokenizer)
+    how = asked.tool_choice, asked.parallel_tool_calls, tokenizer
+    # What takes longer than handing it to another thread and back is done there.
+    offered = await asyncio.to_thread(tools.chosen, functions, *how) if functions else tools.chosen([], *how)
     if effort not in (None, "none", "minimal") and not await asyncio.to_thread(lambda: tokenizer.thinking_switch):
         message = "reasoning_effort: this model's chat template has no switch for thinking"
         raise ApiError(400, message, "reasoning_effort", "unsupported_parameter")
     variables = {**(thinking(effort) if effort else {}), **(asked.chat_template_kwargs or {})}
     shown = offered.shown if offered else []
-    text, ids = await asyncio.to_thread(rendered, service, asked.messages, variables, shown)
+    prompt = service, asked.messages, variables, shown
+    short = not shown and len(str(asked.messages)) <= SHORT
+    text, ids = rendered(*prompt) if short else await asyncio.to_thread(rendered, *prompt)
     opens = opens_thinking(text)
     if opens and effort in ("none", "minimal"):
         raise ApiError(400, f"reasoning_effort is {effort}, and the prompt opens the thinking", "reasoning_effort")
@@ -122,30 +126,30 @@ class Message:
 
 async def _chunks(
     service: Service, head: dict[str, Any], deltas: Deltas, replies: list[TokenReply], usage: bool
-) -> AsyncIterator[list[dict[str, Any]]]:
-    unset, left = {"usage": None} if usage else {}, len(replies)
-    last: Delta | None = None
+) -> AsyncIterator[str]:
+    """The events, those together that come at once."""
+    chunks, left = Chunks(head, usage), len(replies)
+    last: list[Delta] = []
 
-    def chunk(index: int, new: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        choice = {"index": index, "delta": new, "logprobs": logprobs, "finish_reason": reason}
-        return {**head, "choices": [choice], **unset}
+    def chunk(index: int, new: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
+        return chunks.of({"index": index, "delta": new, "logprobs": logprobs, "finish_reason": reason})
 
     async with contextlib.aclosing(deltas):  # pyright: ignore[reportArgumentType]
-        some = [chunk(index, {"role": "assistant", "content": ""}) for index in range(len(replies))]
+        some = "".join(chunk(index, {"role": "assistant", "content": ""}) for index in range(len(replies)))
         async for _, delta in deltas:
             check(delta)
-            last = delta
+            last = [delta]
             news = [_news(piece) for piece in pieces(replies[delta.index], delta)]
             logprobs = of_chat(service.tokenizer, delta.logprobs) if delta.logprobs else None
             for i, new in enumerate(news or ([{"content": ""}] if logprobs else [])):
-                some.append(chunk(delta.index, new, None, None if i else logprobs))
+                some += chunk(delta.index, new, None, None if i else logprobs)
             if delta.finish_reason is not None:
-                some.append(chunk(delta.index, {}, reason_of(replies[delta.index], delta.finish_reason)))
+                some += chunk(delta.index, {}, reason_of(replies[delta.index], delta.finish_reason))
                 left -= 1
             if some and left:  # the last go with the usage
                 yield some
-                some = []
-    yield [*some, *([{**head, "choices": [], "usage": usage_of([last])}] if usage and last is not None else [])]
+                some = ""
+    yield some + chunks.last(last)
 
 
 def _news(piece: Piece) -> dict[str, Any]:

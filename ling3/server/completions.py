@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ling3.engine.outputs import Delta, RequestOutput
+from ling3.engine.outputs import Delta
 from ling3.server import body
 from ling3.server.errors import ApiError
 from ling3.server.fields import Completion
-from ling3.server.running import SHORT, Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.server.running import SHORT, Chunks, Deltas, Events, Service, check, identifier, usage_of, while_there
 from ling3.server.scores import Scores, joined
 
 MOST_PROMPTS = 128
@@ -99,9 +100,10 @@ def _echoed(service: Service, prompt: Sequence[int], asked: Completion) -> str:
 
 async def _chunks(
     service: Service, head: dict[str, Any], deltas: Deltas, prompts: Sequence[list[int]], asked: Completion
-) -> AsyncIterator[list[dict[str, Any]]]:
-    usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-    unset, lasts, n = {"usage": None} if usage else {}, {}, asked.n or 1
+) -> AsyncIterator[str]:
+    """The events, those together that come at once."""
+    chunks = Chunks(head, asked.stream_options is not None and bool(asked.stream_options.include_usage))
+    lasts, n = {}, asked.n or 1
     echoes = [_echoed(service, prompt, asked) for prompt in prompts]
     scores = [
         [Scores(service.tokenizer, prompt, echoed) for _ in range(n if asked.logprobs is not None else 0)]
@@ -110,39 +112,38 @@ async def _chunks(
     scored = bool(asked.echo) and asked.logprobs is not None
     begun: set[int] = set()
 
-    def chunk(place: int, index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        choice = {"index": place * n + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return {**head, "choices": [choice], **unset}
+    def chunk(place: int, index: int, text: str, logprobs: Any, reason: str | None) -> str:
+        return chunks.of({"index": place * n + index, "text": text, "logprobs": logprobs, "finish_reason": reason})
 
-    some: list[dict[str, Any]] = []
-    left = n * len(prompts)
-    async with contextlib.aclosing(_waiting(deltas, scored)) as ready:  # pyright: ignore[reportArgumentType]
-        async for place, delta, output in ready:
+    some, left = "", n * len(prompts)
+    async with contextlib.aclosing(_waiting(deltas) if scored else deltas) as ready:  # pyright: ignore[reportArgumentType]
+        async for place, delta in ready:
+            check(delta)
             lasts[place], index = delta, delta.index
             left -= delta.finish_reason is not None
             if asked.echo and place not in begun:
                 begun.add(place)
-                prompt_scores = output.prompt_logprobs if output is not None else None
+                prompt_scores = delta.output.prompt_logprobs if delta.output is not None else None
                 for i in range(n):
                     logprobs = scores[place][i].of_prompt(prompt_scores or ()) if scored else None
-                    some.append(chunk(place, i, echoes[place], logprobs, None))
+                    some += chunk(place, i, echoes[place], logprobs, None)
             entries = delta.logprobs if asked.logprobs is not None else None
             logprobs = scores[place][index].of_answer(entries) if entries else None
             if delta.text or logprobs or delta.finish_reason is not None:
-                some.append(chunk(place, index, delta.text, logprobs, delta.finish_reason))
+                some += chunk(place, index, delta.text, logprobs, delta.finish_reason)
             if some and left:  # the last go with the usage
                 yield some
-                some = []
-    yield [*some, *([{**head, "choices": [], "usage": usage_of(list(lasts.values()))}] if usage else [])]
+                some = ""
+    yield some + chunks.last(lasts.values())
 
 
-async def _waiting(deltas: Deltas, scored: bool) -> AsyncIterator[tuple[int, Delta, RequestOutput | None]]:
-    """The deltas with their request's output; where the prompt's scores come first, only when that is there."""
+async def _waiting(deltas: Deltas) -> Deltas:
+    """The deltas, each with its request's output, in which the prompt's scores are, and only once that is there."""
     held: dict[int, list[Delta]] = {}
     async with contextlib.aclosing(deltas):  # pyright: ignore[reportArgumentType]
         async for place, delta in deltas:
             check(delta)
             held.setdefault(place, []).append(delta)
-            if not scored or delta.output is not None:
+            if delta.output is not None:
                 for each in held.pop(place):
-                    yield place, each, delta.output
+                    yield place, dataclasses.replace(each, output=delta.output)

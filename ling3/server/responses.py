@@ -18,7 +18,7 @@ from ling3.server import body, chat
 from ling3.server.errors import ApiError
 from ling3.server.fields import Chat, Sampling
 from ling3.server.response_items import Items, messages_of
-from ling3.server.running import Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.server.running import Deltas, Events, Service, check, event, identifier, usage_of, while_there
 from ling3.server.tools import MOST, Function, Tool
 from ling3.text.replies import THINK_END, TokenReply
 from ling3.text.tokenizer import Tokenizer
@@ -137,7 +137,7 @@ async def answer(request: Request) -> Response:
     stream = _Stream(service.tokenizer, _head(service, asked), deltas, reply)
     if asked.stream:
         return Events(stream.events(), stream.failed, done=False)
-    whole = await while_there(request, _last(stream.events()))
+    whole = await while_there(request, _last(stream.objects()))
     return whole if isinstance(whole, Response) else JSONResponse(whole["response"])
 
 
@@ -190,8 +190,8 @@ class _Stream:
         self._tokenizer, self._head, self._deltas, self._reply = tokenizer, head, deltas, reply
         self._numbers = itertools.count()
 
-    async def events(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """The events, those together that come at once; the last one has the response whole."""
+    async def objects(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """Those of the events, those together that come at once; the last one has the response whole."""
         items, last = Items(), None
         async with contextlib.aclosing(self._deltas) as deltas:  # pyright: ignore[reportArgumentType]
             yield [self._response(name, self._head) for name in ("created", "in_progress")]
@@ -213,6 +213,12 @@ class _Stream:
         made["usage"] = _usage(self._tokenizer, last, items)
         yield [*some, self._response(status, made)]
 
+    async def events(self) -> AsyncIterator[str]:
+        """The events as a client gets them."""
+        async with contextlib.aclosing(self.objects()) as objects:  # pyright: ignore[reportArgumentType]
+            async for some in objects:
+                yield "".join(map(event, some))
+
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The event that ends them where the answer fails."""
         said = {"code": "server_error", "message": str(error)}
@@ -221,14 +227,14 @@ class _Stream:
     def _response(self, name: str, response: dict[str, Any]) -> dict[str, Any]:
         return self._numbered({"type": f"response.{name}", "response": response})
 
-    def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
-        return {**event, "sequence_number": next(self._numbers)}
+    def _numbered(self, said: dict[str, Any]) -> dict[str, Any]:
+        return {**said, "sequence_number": next(self._numbers)}
 
 
-async def _last(events: AsyncIterator[list[dict[str, Any]]]) -> dict[str, Any]:
+async def _last(objects: AsyncIterator[list[dict[str, Any]]]) -> dict[str, Any]:
     some: list[dict[str, Any]] = []
-    async with contextlib.aclosing(events):  # pyright: ignore[reportArgumentType]
-        async for some in events:  # noqa: B007 -- the last one is wanted
+    async with contextlib.aclosing(objects):  # pyright: ignore[reportArgumentType]
+        async for some in objects:  # noqa: B007 -- the last one is wanted
             pass
     return some[-1]
 

@@ -10,7 +10,7 @@ import json
 import operator
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -209,23 +209,23 @@ async def while_there(request: Request, work: Awaitable[Result]) -> Result | Res
 
 
 class Events(Response):
-    """Server-sent events: chunks as JSON, then [DONE]; errors are an event, and leaving ends the chunks.
+    """Server-sent events, then [DONE]; errors are an event, and leaving ends the events.
 
-    An item of `chunks` are those that are sent at once. An event has the name that its chunk has as `type`, if any.
-    `failed` makes a chunk of an error, by default OpenAI's error object; without `done` there is no [DONE].
+    An item of `events` is the text of those that are sent at once. `failed` makes the object of an event of an error,
+    by default OpenAI's; without `done` there is no [DONE].
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        chunks: AsyncIterator[Sequence[dict[str, Any]]],
+        events: AsyncIterator[str],
         failed: Callable[[ApiError], dict[str, Any]] = operator.attrgetter("body"),
         done: bool = True,
     ):
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
-        self._chunks, self._failed, self._end = chunks, failed, "data: [DONE]\n\n" if done else ""
+        self._events, self._failed, self._end = events, failed, "data: [DONE]\n\n" if done else ""
 
     def failure(self, error: ApiError) -> str:
         """What ends the stream in an error."""
@@ -241,10 +241,10 @@ class Events(Response):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
             end = self._end
-            async with contextlib.aclosing(self._chunks) as chunks:  # pyright: ignore[reportArgumentType]
+            async with contextlib.aclosing(self._events) as events:  # pyright: ignore[reportArgumentType]
                 try:
-                    async for some in chunks:
-                        await put("".join(map(event, some)))
+                    async for some in events:
+                        await put(some)
                 except ApiError as error:
                     end = self.failure(error)
                 except Exception:
@@ -255,10 +255,26 @@ class Events(Response):
         await while_there(Request(scope, receive), body())
 
 
-def event(chunk: dict[str, Any]) -> str:
-    """A chunk as a server-sent event."""
-    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
-    return f"{name}data: {encode(chunk)}\n\n"
+def event(said: dict[str, Any]) -> str:
+    """An object as a server-sent event, with the name that it has as `type`, if any."""
+    name = f"event: {said['type']}\n" if "type" in said else ""
+    return f"{name}data: {encode(said)}\n\n"
+
+
+class Chunks:
+    """The events of one stream of OpenAI's chunks, whose `head` is encoded once; with `usage` they say it last."""
+
+    def __init__(self, head: dict[str, Any], usage: bool):
+        self._usage = usage
+        self._before, self._after = f"data: {encode(head)[:-1]}, ", ', "usage": null}\n\n' if usage else "}\n\n"
+
+    def of(self, choice: dict[str, Any]) -> str:
+        """The event of a chunk with this choice."""
+        return f'{self._before}"choices": [{encode(choice)}]{self._after}'
+
+    def last(self, lasts: Iterable[Delta]) -> str:
+        """The event of the usage, if it is asked for, by the last delta of each request."""
+        return f'{self._before}"choices": [], "usage": {encode(usage_of(lasts))}}}\n\n' if self._usage else ""
 
 
 def identifier(prefix: str) -> str:
@@ -273,7 +289,7 @@ def check(delta: Delta) -> None:
         raise ApiError(500, "the engine ended this request in an error", code="engine_error")
 
 
-def usage_of(lasts: list[Delta]) -> dict[str, Any]:
+def usage_of(lasts: Iterable[Delta]) -> dict[str, Any]:
     """The tokens of requests, by the last delta of each."""
     outputs = [delta.output for delta in lasts if delta.output is not None]
     prompt = sum(len(output.prompt_token_ids) for output in outputs)

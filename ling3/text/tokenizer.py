@@ -156,7 +156,11 @@ class Tokenizer:
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamDecoder:
         """A streaming decoder for the tokens that follow `prompt_ids`."""
-        return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, str(self.directory / VOCABULARY))
+        return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, self._source)
+
+    @functools.cached_property
+    def _source(self) -> str:
+        return str(self.directory / VOCABULARY)
 
     @functools.cached_property
     def _bytes(self) -> TokenBytes:
