@@ -127,7 +127,7 @@ class Message:
 async def _chunks(
     service: Service, head: dict[str, Any], deltas: Deltas, replies: list[TokenReply], usage: bool
 ) -> AsyncIterator[str]:
-    """The events, those together that come at once."""
+    """The text of the events, those together that are sent at once."""
     chunks, left = Chunks(head, usage), len(replies)
     last: list[Delta] = []
 

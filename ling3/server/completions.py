@@ -101,7 +101,7 @@ def _echoed(service: Service, prompt: Sequence[int], asked: Completion) -> str:
 async def _chunks(
     service: Service, head: dict[str, Any], deltas: Deltas, prompts: Sequence[list[int]], asked: Completion
 ) -> AsyncIterator[str]:
-    """The events, those together that come at once."""
+    """The text of the events, those together that are sent at once."""
     chunks = Chunks(head, asked.stream_options is not None and bool(asked.stream_options.include_usage))
     lasts, n = {}, asked.n or 1
     echoes = [_echoed(service, prompt, asked) for prompt in prompts]

@@ -191,7 +191,7 @@ class _Stream:
         self._numbers = itertools.count()
 
     async def objects(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """Those of the events, those together that come at once; the last one has the response whole."""
+        """The events as objects, in lists of those that are sent at once; the last event has the whole response."""
         items, last = Items(), None
         async with contextlib.aclosing(self._deltas) as deltas:  # pyright: ignore[reportArgumentType]
             yield [self._response(name, self._head) for name in ("created", "in_progress")]
