@@ -76,7 +76,7 @@ def listening(app):
     socket, server = config.bind_socket(), uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
     thread.start()
-    while not server.started:
+    while not server.started and thread.is_alive():
         time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -217,15 +217,29 @@ async def _serve_streams(
     engine: Engine, asked: Sequence[tuple[Any, SamplingParams, _Client]], concurrency: int
 ) -> list[Served]:
     """Takes the requests as streams, so many at a time."""
-    begin, left = time.perf_counter(), iter(asked)
+    begin = time.perf_counter()
     with progress("measuring", len(asked)) as advance:
 
-        async def one_by_one() -> None:
-            for prompt, params, client in left:
-                client.due = time.perf_counter() - begin
-                async for delta in engine.astream(prompt, params):
-                    client.take(delta, time.perf_counter() - begin)
-                advance(1)
+        async def ask(i: int, due: float) -> None:
+            prompt, params, client = asked[i]
+            client.due = due
+            async for delta in engine.astream(prompt, params):
+                client.take(delta, time.perf_counter() - begin)
+            advance(1)
 
-        await asyncio.gather(*(one_by_one() for _ in range(concurrency)))
+        await in_turn(ask, len(asked), concurrency, begin)
     return [client.served() for _, _, client in asked]
+
+
+async def in_turn(ask: Callable[[int, float], Awaitable[None]], count: int, concurrency: int, begin: float) -> None:
+    """Awaits `ask(i, due)` for each i below `count`, so many at a time, each due when one before it has ended.
+
+    Due times are in seconds after `begin`, on the clock of `time.perf_counter`.
+    """
+    left = iter(range(count))
+
+    async def one_by_one() -> None:
+        for i in left:
+            await ask(i, time.perf_counter() - begin)
+
+    await asyncio.gather(*(one_by_one() for _ in range(concurrency)))

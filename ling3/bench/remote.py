@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from ling3.bench.measure import SampleRequest, arrivals, check_concurrency, check_count
+from ling3.bench.measure import SampleRequest, arrivals, check_concurrency, check_count, in_turn
 from ling3.bench.report import Report, Served, machine
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import printable
@@ -195,25 +195,20 @@ async def _measured(
         await _ask(session, server, json.dumps(short).encode(), first, 0.0)
         if (failed := first.served().error) is not None:
             raise ValueError(f"{server.base_url}: {failed}")
-        streams, left = [Stream(when) for when in due], iter(range(len(bodies)))
+        streams = [Stream(when) for when in due]
         with progress("measuring", len(bodies)) as advance:
             begin, used = time.perf_counter(), time.process_time()
 
-            async def on_time(i: int) -> None:
-                await asyncio.sleep(due[i] - (time.perf_counter() - begin))
+            async def ask(i: int, due: float) -> None:
+                streams[i].due = due
+                await asyncio.sleep(due - (time.perf_counter() - begin))
                 await _ask(session, server, contents[i], streams[i], begin)
                 advance(1)
 
-            async def one_by_one() -> None:
-                for i in left:
-                    streams[i].due = time.perf_counter() - begin
-                    await _ask(session, server, contents[i], streams[i], begin)
-                    advance(1)
-
             if concurrency is None:
-                await asyncio.gather(*map(on_time, left))
+                await asyncio.gather(*map(ask, range(len(bodies)), due))
             else:
-                await asyncio.gather(*(one_by_one() for _ in range(concurrency)))
+                await in_turn(ask, len(bodies), concurrency, begin)
         return name, streams, time.process_time() - used
 
 

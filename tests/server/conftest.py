@@ -1,11 +1,7 @@
 """A server of nano on a port of this machine."""
 
-import contextlib
-import threading
-import time
-
+import http_server
 import pytest
-import uvicorn
 
 import ling3
 from ling3.server.app import build
@@ -15,23 +11,7 @@ from ling3.server.running import Service
 @pytest.fixture(scope="session")
 def serving():
     """A context in which an app is served: its address."""
-
-    @contextlib.contextmanager
-    def serve(app):
-        config = uvicorn.Config(app, port=0, log_level="warning", ws="none")
-        socket, server = config.bind_socket(), uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
-        thread.start()
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{socket.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
-            socket.close()
-
-    return serve
+    return http_server.listening
 
 
 @pytest.fixture(scope="session")
