@@ -11,6 +11,7 @@ import urllib.parse
 import http_server
 import httpx
 import pytest
+from scripted_service import recited
 
 import ling3
 from ling3.server.app import build
@@ -22,6 +23,7 @@ CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How ma
 ASKED = {"model": "nano", "messages": CHAT, "temperature": 0, "max_tokens": 40}
 LONG = {**ASKED, "n": 4, "max_tokens": 1900, "ignore_eos": True, "stream": True}
 PATH = "/v1/chat/completions"
+USAGE = {"stream_options": {"include_usage": True}}
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +219,34 @@ def test_an_answer_that_takes_too_long_is_ended(engine, stream):
     else:
         assert is_error(answer, 504) and answer.json()["error"]["code"] == "timeout"
     eventually(lambda: engine.stats().running + engine.stats().waiting == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "begin", "last"),
+    [
+        (PATH, {"messages": CHAT, **USAGE}, 0, ['"finish_reason": "stop"', '"completion_tokens"']),
+        ("/v1/completions", {"prompt": "a", **USAGE}, 0, ['"finish_reason": "stop"', '"completion_tokens"']),
+        ("/v1/responses", {"input": "a"}, 1, ["response.output_text.done", "response.completed"]),
+    ],
+)
+def test_all_events_of_a_delta_are_sent_at_once(engine, path, asked, begin, last):
+    """The beginning with the first, but for a response's, and the usage with the last; then the end of the body."""
+    said, sent = "one two three", []
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    content = json.dumps({"model": "nano", "stream": True, **asked}).encode()
+    received = [{"type": "http.request", "body": content}]
+
+    async def receive():
+        return received.pop() if received else await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(build(recited(engine.tokenizer, said))(scope, receive, send))
+    bodies = [message["body"].decode() for message in sent[1:]]
+    assert len(bodies) == begin + len(engine.tokenizer.encode(said)) + 1
+    assert all(each in bodies[-2] for each in last)
+    assert not any(each in body for each in last for body in bodies[:-2])
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(engine):
