@@ -57,7 +57,6 @@ class Copy(NamedTuple):
             for column in range(0, columns, max(1, across)):
                 yield row, column, self.target[row : row + down, column : column + across]
 
-
     @no_type_check
     def read(self, start: int, out: Shaped[np.ndarray, "rows columns"]) -> None:
         """Fills `out` with the numbers as they are stored, from `start` on. Raises CheckpointError."""

@@ -1,7 +1,9 @@
 """From a published checkpoint to the module tree; `save` goes the other way."""
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import math
@@ -85,7 +87,7 @@ def load(
     wanted = None if dtype is None else np.dtype(dtype)
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
-    with Together(mesh, CheckpointError) as together:
+    with _uncollected(), Together(mesh, CheckpointError) as together:
         directory = hub.resolve(path, PATTERNS, revision)
         version = _version(directory)
         config = families.read_config(directory)
@@ -106,6 +108,21 @@ def load(
             kind = "numbers that mean nothing; fetch the file again"
             raise CheckpointError(shards.complaint(directory, [(kind, wrong)]))
     return model
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pauses Python's garbage collector, which looks through every object of the process again and again otherwise.
+
+    It is set off by the number of new objects, and a header has several for each of tens of thousands of tensors.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
@@ -212,8 +229,7 @@ def account(
             else:
                 fitting.append(weight)
             stored.setdefault(info.dtype, weight.name)
-        if leaf.field == "weight_shape" and isinstance(leaf.module, QuantizedMatrix):
-            quantized += _wrong_shapes(fitting, files, leaf.module.shape[-2:])
+        quantized += _wrong_shapes(leaf, fitting, files)
         if len(stored) > 1 and (wanted is None or isinstance(leaf.module, QuantizedMatrix)):
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
     others = [name for name in files if name not in expected and not family.skips(name, config)]
@@ -238,10 +254,11 @@ def account(
         raise CheckpointError(shards.complaint(directory, [(kind, differing)]))
 
 
-def _wrong_shapes(
-    weights: Sequence[Weight], files: dict[str, SafetensorsFile], shape: tuple[int, ...]
-) -> Iterator[str]:
-    """The problem of each `weight_shape` that is not that of its matrix."""
+def _wrong_shapes(leaf: Leaf, weights: Sequence[Weight], files: dict[str, SafetensorsFile]) -> Iterator[str]:
+    """If the leaf is one of `weight_shape`, the problem of each that is not its matrix's shape."""
+    if leaf.field != "weight_shape" or not isinstance(leaf.module, QuantizedMatrix):
+        return
+    shape = leaf.module.shape[-2:]
     for (file, stored), group in itertools.groupby(weights, lambda weight: _kind(weight, files)):
         own = list(group)
         found = np.empty((len(own), 2), DTYPES[stored])
