@@ -5,10 +5,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Bool, Shaped
 
 from ling3.checkpoint.dequantizing import Quantized
 from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
@@ -30,7 +30,10 @@ _EXPONENTS = {
 
 
 class Copy(NamedTuple):
-    """Rows of numbers of a tensor of a file, and the array that receives them; one row, if they are contiguous."""
+    """Rows of numbers of a tensor of a file, and the array that receives them; one row, if they are contiguous.
+
+    One row may also have the numbers of a `stack` of tensors, one after the other.
+    """
 
     file: SafetensorsFile
     name: str
@@ -41,7 +44,10 @@ class Copy(NamedTuple):
     """Numbers of the tensor from the begin of one row to that of the next."""
     quantized: Quantized | None = None
     """How it is stored, if not number by number; the rows are then the matrix's own, or some columns of these."""
+    stack: Sequence[str] = ()
+    """All tensors of a stack, from `name` on: of one dtype and size, and in this file."""
 
+    @no_type_check
     def blocks(self) -> Iterator[tuple[int, int, Shaped[np.ndarray, "rows columns"]]]:
         """Where a block begins, by row and column, and its place; of a quantized tensor it has whole rows."""
         rows, columns = self.target.shape
@@ -51,17 +57,24 @@ class Copy(NamedTuple):
             for column in range(0, columns, max(1, across)):
                 yield row, column, self.target[row : row + down, column : column + across]
 
+    @no_type_check
+    def read(self, start: int, out: Shaped[np.ndarray, "rows columns"]) -> None:
+        """Fills `out` with the numbers as they are stored, from `start` on. Raises CheckpointError."""
+        if self.stack:
+            self.file.read_stack(self.stack, start, out)
+        else:
+            self.file.read(self.name, start, out, self.stride)
+
 
 Block = tuple[Copy, int, int, Shaped[np.ndarray, "rows columns"]]
 """A tensor, and one of its `blocks`."""
 
 
 class Copied(NamedTuple):
-    """A copied block: its tensor, its size in the file, and if its numbers are finite (True if not checked)."""
+    """A copied block: its size in the file, and its tensors that have NaN or infinity (none if not checked)."""
 
-    copy: Copy
     nbytes: int
-    finite: bool
+    infinite: Sequence[str] = ()
 
 
 class Copier:
@@ -85,15 +98,19 @@ class Copier:
         self._threads.shutdown(cancel_futures=True)
 
     def run(self, copies: Sequence[Copy]) -> Iterator[Copied]:
-        """Every block of `copies`, in order, once it is copied.
+        """Every block of `copies`, in order, once it is copied. What is one task is done in the thread that asks.
 
         Raises CheckpointError if a file cannot be read: of several errors, that of the first block.
         """
-        return itertools.chain.from_iterable(self._threads.map(self._task, _tasks(copies)))
+        tasks = list(_tasks(copies))
+        done = self._threads.map(self._task, tasks) if len(tasks) > 1 else map(self._task, tasks)
+        return itertools.chain.from_iterable(done)
 
+    @no_type_check
     def _task(self, blocks: Sequence[Block]) -> list[Copied]:
         return [self._block(*block) for block in blocks]
 
+    @no_type_check
     def _block(self, copy: Copy, row: int, column: int, target: Shaped[np.ndarray, "rows columns"]) -> Copied:
         start = copy.start + row * copy.stride + column
         if copy.quantized is not None:
@@ -104,22 +121,23 @@ class Copier:
             exponent = _EXPONENTS["F8_E8M0"]
         if exponent is None:
             own = target if target.dtype == dtype else np.empty(target.shape, dtype)
-            copy.file.read(copy.name, start, own, copy.stride)
+            copy.read(start, own)
             if own is not target:  # wider integers: what does not fit is as wrong as any number out of bounds
                 info = np.iinfo(target.dtype)
                 target[:] = np.clip(own, info.min, info.max)
-            return Copied(copy, own.nbytes, True)
+            return Copied(own.nbytes)
         scratches = self._of_this_thread(exponent.dtype)
         read, masked = (scratch[: target.size].reshape(target.shape) for scratch in scratches)
         bits = target.view(exponent.dtype) if target.dtype == dtype else read
-        copy.file.read(copy.name, start, bits, copy.stride)
+        copy.read(start, bits)
         if stored == "BF16" and target.dtype == np.float32:
             # A bfloat16 is the upper half of the float32 of the same value; on integers numpy lets other threads run.
             np.left_shift(bits, 16, out=target.view(np.uint32), dtype=np.uint32)
         elif target.dtype != dtype:
             target[:] = bits.view(dtype)
-        finite = not self.check_finite or bool(np.bitwise_and(bits, exponent, out=masked).max() < exponent)
-        return Copied(copy, bits.nbytes, finite)
+        if not self.check_finite or np.bitwise_and(bits, exponent, out=masked).max() < exponent:
+            return Copied(bits.nbytes)
+        return Copied(bits.nbytes, _at(copy, start, masked == exponent))
 
     def _decoded(
         self, copy: Copy, quantized: Quantized, start: int, target: Shaped[np.ndarray, "rows columns"]
@@ -127,8 +145,8 @@ class Copier:
         first, left = divmod(start, quantized.columns)
         numbers = quantized.read(first, target.shape[0], left, target.shape[1])
         target[:] = numbers
-        finite = not self.check_finite or bool(np.isfinite(numbers).all())
-        return Copied(copy, quantized.bytes(target.size), finite)
+        infinite = [copy.name] if self.check_finite and not np.isfinite(numbers).all() else []
+        return Copied(quantized.bytes(target.size), infinite)
 
     def _of_this_thread(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         """Scratch for a block's bits, and for their exponents."""
@@ -138,6 +156,15 @@ class Copier:
         return read.view(dtype), masked.view(dtype)
 
 
+def _at(copy: Copy, start: int, wrong: Bool[np.ndarray, "rows columns"]) -> Sequence[str]:
+    """The tensors in which the wrong numbers of a block are, whose first number is at `start`."""
+    if not copy.stack:
+        return [copy.name]
+    size = copy.target.size // len(copy.stack)
+    return [copy.stack[i] for i in np.unique((start + np.flatnonzero(wrong)) // size).tolist()]
+
+
+@no_type_check
 def _tasks(copies: Sequence[Copy]) -> Iterator[list[Block]]:
     """All blocks in order, small ones together: handing one to a thread takes longer than copying a few kilobytes."""
     task: list[Block] = []

@@ -1,14 +1,17 @@
 """From a published checkpoint to the module tree; `save` goes the other way."""
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
+import itertools
 import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +87,7 @@ def load(
     wanted = None if dtype is None else np.dtype(dtype)
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
-    with Together(mesh, CheckpointError) as together:
+    with _uncollected(), Together(mesh, CheckpointError) as together:
         directory = hub.resolve(path, PATTERNS, revision)
         version = _version(directory)
         config = families.read_config(directory)
@@ -105,6 +108,21 @@ def load(
             kind = "numbers that mean nothing; fetch the file again"
             raise CheckpointError(shards.complaint(directory, [(kind, wrong)]))
     return model
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pauses Python's garbage collector, which looks through every object of the process again and again otherwise.
+
+    It is set off by the number of new objects, and a header has several for each of tens of thousands of tensors.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
@@ -143,10 +161,10 @@ def _read(
     def read(i: int, share: Share, number: int) -> np.ndarray:
         leaf, weights = parts[i]
         array = _aligned(share.shape(leaf.value.shape), dtypes[i])
-        for copy, nbytes, finite in copier.run(list(_copies(leaf, weights, files, array, share, number))):
+        for nbytes, wrong in copier.run(list(_copies(leaf, weights, files, array, share, number))):
             advance(nbytes)
-            if not finite:
-                infinite[f"{copy.name}, in {copy.file.path.name}"] = None
+            for name in wrong:
+                infinite[f"{name}, in {files[name].path.name}"] = None
         return array
 
     def placed(i: int) -> jax.Array:
@@ -188,31 +206,30 @@ def account(
     missing, shapes, dtypes, mixed, quantized = [], [], [], [], []
     expected, family = set(), families.family_of(config)
     for leaf, weights in parts:
-        stored, known = {}, _stored_as(leaf)
+        stored, known, fitting = {}, _stored_as(leaf), []
         for weight in weights:
             expected.add(weight.name)
-            if weight.name not in files:
+            if (file := files.get(weight.name)) is None:
                 missing.append(f"{weight.name} {list(weight.shape)}")
                 continue
-            file = files[weight.name]
             info = file.tensors[weight.name]
-            at = f"{weight.name}, in {file.path.name}"
             if family.dequantizes and info.dtype in QUANTIZED and known == FLOATS:
                 if (scales := scales_of(weight.name, files)) is None:
-                    quantized.append(f"{at}: found no scales; expected them beside it")
+                    quantized.append(f"{_at(weight, files)}: found no scales; expected them beside it")
                     continue
                 expected.add(scales)
                 own = files[scales].tensors[scales]
                 if problem := misfit(weight.shape, info.dtype, info.shape, (own.dtype, own.shape)):
-                    quantized.append(f"{at}: {problem}")
+                    quantized.append(f"{_at(weight, files)}: {problem}")
             elif info.shape not in ((weight.shape, *weight.also) if weight.whole is None else (weight.whole,)):
                 wanted_shape = weight.shape if weight.whole is None else weight.whole
-                shapes.append(f"{at}: found {list(info.shape)}; expected {list(wanted_shape)}")
+                shapes.append(f"{_at(weight, files)}: found {list(info.shape)}; expected {list(wanted_shape)}")
             elif info.dtype not in known:
-                dtypes.append(f"{at}: found {info.dtype}; expected {', '.join(known)}")
-            elif leaf.field == "weight_shape" and isinstance(leaf.module, QuantizedMatrix):
-                quantized += _wrong_shape(file, weight.name, leaf.module.shape[-2:])
+                dtypes.append(f"{_at(weight, files)}: found {info.dtype}; expected {', '.join(known)}")
+            else:
+                fitting.append(weight)
             stored.setdefault(info.dtype, weight.name)
+        quantized += _wrong_shapes(leaf, fitting, files)
         if len(stored) > 1 and (wanted is None or isinstance(leaf.module, QuantizedMatrix)):
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
     others = [name for name in files if name not in expected and not family.skips(name, config)]
@@ -237,12 +254,22 @@ def account(
         raise CheckpointError(shards.complaint(directory, [(kind, differing)]))
 
 
-def _wrong_shape(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Iterator[str]:
-    """The problem of a `weight_shape` that is not that of its matrix."""
-    found = np.empty((1, 2), DTYPES[file.tensors[name].dtype])
-    file.read(name, 0, found, 2)
-    if tuple(found[0]) != shape:
-        yield f"{name}, in {file.path.name}: found {found[0].tolist()}; expected {list(shape)}"
+def _wrong_shapes(leaf: Leaf, weights: Sequence[Weight], files: dict[str, SafetensorsFile]) -> Iterator[str]:
+    """If the leaf is one of `weight_shape`, the problem of each that is not its matrix's shape."""
+    if leaf.field != "weight_shape" or not isinstance(leaf.module, QuantizedMatrix):
+        return
+    shape = leaf.module.shape[-2:]
+    for (file, stored), group in itertools.groupby(weights, lambda weight: _kind(weight, files)):
+        own = list(group)
+        found = np.empty((len(own), 2), DTYPES[stored])
+        file.read_stack([weight.name for weight in own], 0, found)
+        for i in np.flatnonzero((found != shape).any(axis=1)):
+            yield f"{_at(own[i], files)}: found {found[i].tolist()}; expected {list(shape)}"
+
+
+def _at(weight: Weight, files: dict[str, SafetensorsFile]) -> str:
+    """A tensor and its file, for messages."""
+    return f"{weight.name}, in {files[weight.name].path.name}"
 
 
 def _equal(file: SafetensorsFile, name: str, other_file: SafetensorsFile, other: str, mesh: Mesh | None) -> bool:
@@ -307,18 +334,39 @@ def _copies(
 ) -> Iterator[Copy]:
     """What fills `array`, one part of a leaf: of each of its tensors the rows, or columns, that the part has."""
     if share.axis is None:
-        for weight in weights:
-            yield from _rows(weight, files, array if weight.expert is None else array[weight.expert])
+        yield from _whole(weights, files, array)
         return
     first, end = share.spans[number]
     array[(slice(None),) * share.axis + (slice(end - first, None),)] = 0
+    if share.axis == 0 and weights[0].expert is not None:
+        yield from _whole(weights[first:end], files, array[: end - first])
+        return
     for weight in weights:
         if weight.expert is None:
             yield from _rows(weight, files, array, leaf.value.shape, share.axis, first, end)
-        elif share.axis > 0:
+        else:
             yield from _rows(weight, files, array[weight.expert], leaf.value.shape[1:], share.axis - 1, first, end)
-        elif first <= weight.expert < end:
-            yield from _rows(weight, files, array[weight.expert - first])
+
+
+def _whole(weights: Sequence[Weight], files: dict[str, SafetensorsFile], array: np.ndarray) -> Iterator[Copy]:
+    """What fills `array` with all of a weight, or with a stack of them: neighbours of one kind in one file together."""
+    if weights and weights[0].expert is None:
+        yield from _rows(weights[0], files, array)
+        return
+    for (file, stored), group in itertools.groupby(enumerate(weights), lambda item: _kind(item[1], files)):
+        numbers, own = zip(*group, strict=True)
+        if own[0].whole is not None or (stored in QUANTIZED and array.dtype != DTYPES[stored]):
+            for number, weight in zip(numbers, own, strict=True):
+                yield from _rows(weight, files, array[number])
+            continue
+        target, names = array[numbers[0] : numbers[-1] + 1].reshape(1, -1), [weight.name for weight in own]
+        yield Copy(file, names[0], target, 0, target.size, stack=names)
+
+
+@no_type_check
+def _kind(weight: Weight, files: dict[str, SafetensorsFile]) -> tuple[SafetensorsFile, str]:
+    file = files[weight.name]
+    return file, file.tensors[weight.name].dtype
 
 
 def _rows(
@@ -361,10 +409,10 @@ def _stored_bytes(
     first, end = (0, 1) if share.axis is None else share.spans[number]
     experts = share.axis == 0 and weights[0].expert is not None
     total = 0
-    for weight in weights:
-        if weight.expert is None or not experts or first <= weight.expert < end:
-            info = files[weight.name].tensors[weight.name]
-            total += info.nbytes * weight.size // max(1, math.prod(info.shape if weight.whole else weight.shape))
+    for weight in weights[first:end] if experts else weights:
+        info = files[weight.name].tensors[weight.name]
+        nbytes = math.prod(info.shape) * DTYPES[info.dtype].itemsize
+        total += nbytes if weight.whole is None else nbytes * weight.size // max(1, math.prod(info.shape))
     return total if experts or share.axis is None else total * (end - first) // leaf.value.shape[share.axis]
 
 

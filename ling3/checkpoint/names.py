@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,8 +22,7 @@ from ling3.layers.linear import Matrix
 from ling3.model import CausalLM
 
 
-@dataclasses.dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """One published tensor: its name and shape, and the leaf of the module tree (its row `expert`) that it is."""
 
     name: str
@@ -47,14 +46,13 @@ class Weight:
 class Leaf(ling3.leaves.Leaf):
     """One array of the module tree (or its shape and dtype), and how the checkpoint has it."""
 
-    published: Callable[[Weight], Weight] = lambda weight: weight
-    """From a tensor under the tree's name to the same under the family's, in its shape."""
+    published: Callable[[Iterator[Weight]], Iterator[Weight]] = lambda weights: weights
+    """From tensors under the tree's names to the same under the family's, in their shapes."""
 
     def weights(self) -> Iterator[Weight]:
         """The published tensors that make up this leaf."""
         publish = next((publish for applies, publish in EXCEPTIONS if applies(self)), _as_it_is)
-        for weight in publish(self):
-            yield self.published(weight)
+        return self.published(publish(self))
 
 
 def _as_it_is(leaf: Leaf) -> Iterator[Weight]:
@@ -64,8 +62,10 @@ def _as_it_is(leaf: Leaf) -> Iterator[Weight]:
 def _one_by_one(leaf: Leaf) -> Iterator[Weight]:
     """`experts.gate_proj.weight` [experts, …] is `experts.{e}.gate_proj.weight` […] for each expert e."""
     experts, projection, field = leaf.path.rsplit(".", 2)
-    for expert in range(leaf.value.shape[0]):
-        yield Weight(f"{experts}.{expert}.{projection}.{field}", tuple(leaf.value.shape[1:]), leaf.path, expert)
+    (count, *rest), path = leaf.value.shape, leaf.path
+    shape = tuple(rest)
+    for expert in range(count):
+        yield Weight(f"{experts}.{expert}.{projection}.{field}", shape, path, expert)
 
 
 def _with_an_axis_of_one(leaf: Leaf) -> Iterator[Weight]:
@@ -100,9 +100,11 @@ def leaves(model: CausalLM) -> Iterator[Leaf]:
     """The arrays of `model`, or of its `structure`, in the order of `jax.tree.leaves`."""
     config, family = model.config, family_of(model.config)
 
-    def published(weight: Weight) -> Weight:
-        name, shapes = family.published(weight.name, config), (weight.shape, *weight.also)
-        return dataclasses.replace(weight, name=name, shape=family.published_shape(name, weight.shape), also=shapes)
+    def published(weights: Iterator[Weight]) -> Iterator[Weight]:
+        for weight in weights:
+            name = family.published(weight.name, config)
+            shape, also = family.published_shape(name, weight.shape), (weight.shape, *weight.also)
+            yield Weight(name, shape, weight.path, weight.expert, also)
 
     for leaf in ling3.leaves.leaves(model):
         yield Leaf(leaf.path, leaf.value, leaf.around, published)
@@ -118,7 +120,7 @@ def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
     def placed(layout: Callable[[str, tuple[int, ...], Any], Place]) -> Parts:
         def place(weight: Weight) -> Weight:
             name, whole, start = layout(weight.name, weight.shape, config)
-            return dataclasses.replace(weight, name=name, whole=whole, start=start)
+            return weight._replace(name=name, whole=whole, start=start)
 
         return [(leaf, tuple(map(place, weights))) for leaf, weights in published]
 

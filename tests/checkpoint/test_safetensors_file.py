@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 import os
 import pickle
@@ -59,6 +60,25 @@ def test_reads_what_safetensors_writes(tmp_path):
         assert safetensors_file.DTYPES[info.dtype] == array.dtype and info.shape == array.shape
         np.testing.assert_array_equal(numbers(file, name), array.reshape(-1))
         assert file.tensors[name].nbytes == array.nbytes
+
+
+@pytest.mark.parametrize("order", ["0123", "3210", "0231", "1023"])
+def test_a_stack_is_its_tensors_end_to_end(tmp_path, monkeypatch, order):
+    """From any number on, wherever the file has them; neighbours are read together, and every byte once."""
+    arrays = {f"x{i}": np.arange(6, dtype=np.int32).reshape(2, 3) + 10 * int(i) for i in order}
+    specs = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    safetensors_file.write(tmp_path / "x.safetensors", specs, arrays.__getitem__)
+    file, names = SafetensorsFile(tmp_path / "x.safetensors"), sorted(arrays)
+    expected, reads, preadv = np.concatenate([arrays[name].reshape(-1) for name in names]), [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *at: reads.append(preadv(*at)) or reads[-1])
+    for start, end in itertools.combinations(range(expected.size + 1), 2):
+        reads.clear()
+        out = np.zeros((1, end - start), np.int32)
+        file.read_stack(names, start, out)
+        np.testing.assert_array_equal(out[0], expected[start:end])
+        touched = [order.index(str(i)) for i in range(start // 6, (end - 1) // 6 + 1)]
+        assert len(reads) == 1 + sum(after != before + 1 for before, after in itertools.pairwise(touched))
+        assert sum(reads) == out.nbytes
 
 
 def test_safetensors_reads_what_is_written(tmp_path):
