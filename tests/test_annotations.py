@@ -353,6 +353,7 @@ def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
 CONFIG = MLAConfig(hidden=32, heads=3, q_rank=12, latent=16, nope=8, rope=4, value=6, eps=1e-6, std=0.2)
 FREE = {"batch": BATCH, "seq": SEQ, "1": 1, "any": 7}
 SIZES = {**vars(CONFIG), **FREE, "entry": CONFIG.latent + CONFIG.rope, "nope+rope": CONFIG.nope + CONFIG.rope}
+SIZES["heads·(nope+value)"] = CONFIG.heads * (CONFIG.nope + CONFIG.value)
 MLA_TENSORS = {
     "__call__": {"x": "batch seq hidden"},
     "queries": {"x": "batch seq hidden"},
@@ -367,9 +368,9 @@ MLA_TENSORS = {
     "_absorbed_queries": {
         "q_nope": "batch 1 heads nope",
         "q_rope": "batch 1 heads rope",
-        "w_uk": "heads nope latent",
+        "weight": "heads·(nope+value) latent",
     },
-    "_absorbed_values": {"summed": "batch heads entry", "w_uv": "heads value latent"},
+    "_summed_latents": {"summed": "batch heads entry"},
     "output_gate": {"x": "batch seq hidden"},
     "output": {"pre_o_proj": "batch seq heads value", "gate": "batch seq heads"},
     "_gated": {"pre_o_proj": "batch seq heads value", "gate": "batch seq heads"},

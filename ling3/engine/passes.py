@@ -51,7 +51,7 @@ def _score(
     alternatives: Bool[Array, " rows"],
     execution: Execution,
 ) -> tuple[Choice, Pool]:
-    view = pool.take(rows)
+    view = pool.take(rows, execution.lowering)
     hidden, after = model.model(tokens, view.layers, Span(view.length, lengths, rows.table, execution))
     layers = map_slots(lambda new, old: old, after, view.layers)
     choice = scores(model, hidden, targets, alternatives, execution)

@@ -27,6 +27,8 @@ from ling3.engine.sampling import Choice, Sampling, choose_active, counted, ends
 from ling3.engine.settings import DECODE_STEPS, CacheDtype
 from ling3.execution import Execution
 from ling3.model import CausalLM
+from ling3.ops import rows_cpu
+from ling3.ops.lowering import XLA, Lowering
 from ling3.placement import Placement, everyones, here
 
 # Pages that one call copies to or from the host.
@@ -119,8 +121,8 @@ class Pool(eqx.Module):
         placement = self.placement
         return states if placement is None else placement.settled(states, placement.states(states, None))
 
-    def take(self, rows: Rows) -> "Pool":
-        """The pool of these rows alone; the pages stay where they are."""
+    def take(self, rows: Rows, lowering: Lowering = XLA) -> "Pool":
+        """The pool of these rows alone; the pages stay where they are. Unused rows have any states."""
         slots, size = rows.slots, self.length.shape[0]
         if slots is None:
             return self
@@ -130,7 +132,11 @@ class Pool(eqx.Module):
             return Pool(self.layers, length, self.token, self.until, done, self.sampling)
         kept = jnp.minimum(slots, size - 1)
         parts = (self.layers, self.length, self.token, self.until, self.done, self.sampling)
-        layers, length, token, until, done, sampling = map_slots(lambda x: x[kept], parts)
+
+        def taken(x: Array) -> Array:
+            return rows_cpu.take(x, slots) if lowering.native and rows_cpu.suits(x, slots) else x[kept]
+
+        layers, length, token, until, done, sampling = map_slots(taken, parts)
         return Pool(layers, length, token, until, done | (slots >= size), sampling)
 
     def put(self, rows: Rows, view: "Pool") -> "Pool":
@@ -247,7 +253,7 @@ def _prefill(
     end: Bool[Array, " rows"],
     execution: Execution,
 ) -> tuple[Choice, Pool]:
-    view = pool.take(rows)
+    view = pool.take(rows, execution.lowering)
     choice, cache = _next(model, view, rows.table, tokens, lengths, execution, last=True)
     return choice, pool.put(rows, view.after(cache, choice.token, end))
 
@@ -285,7 +291,7 @@ def _decode(
     *,
     execution: Execution,
 ) -> tuple[Choice, Pool]:
-    view = pool.take(rows)
+    view = pool.take(rows, execution.lowering)
     if masks is not None:  # a row whose prompt was prefilled but for its last token is still marked as done
         token = jnp.where(masks.count > 0, masks.newest, view.token)
         view = eqx.tree_at(lambda p: (p.token, p.done), view, (token, masks.count == 0))

@@ -14,8 +14,10 @@ from ling3.layers.gate import OutputGate, gate_projection, output_gate
 from ling3.layers.linear import Constant, Linear, LowRank, Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
+from ling3.ops.absorption import latent_queries, latent_values
 from ling3.ops.attention import BLOCK, Expansion
-from ling3.ops.precision import Wide, exact, wide
+from ling3.ops.lowering import XLA, Lowering
+from ling3.ops.precision import Wide, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,41 +228,30 @@ class MLA(eqx.Module):
         span: Span,
     ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
-        w_uk, w_uv = self._absorbed_weights(q_nope.dtype)
-        q = self._absorbed_queries(q_nope, q_rope, w_uk)
+        weight, lowering = self.kv_b_proj.kept(q_nope.dtype), span.execution.lowering
+        q = self._absorbed_queries(q_nope, q_rope, weight, lowering)
         length = span.seen
         row_positions = jnp.repeat(positions, self.heads, axis=1)
         summed = span.execution.latent_attention(q, row_positions, state.entries, span.table, length)
-        return self._absorbed_values(summed, w_uv, q_nope.dtype)
-
-    def _absorbed_weights(
-        self, dtype: DTypeLike
-    ) -> tuple[
-        Float[Array, "{self.heads} {self.nope} {self.latent}"], Float[Array, "{self.heads} {self.value} {self.latent}"]
-    ]:
-        """kv_b_proj, split into W_uk (latent to key) and W_uv (latent to value) of each head, in `dtype`."""
-        weight = rearrange(self.kv_b_proj.kept(dtype), "(h d) l -> h d l", h=self.heads)
-        return weight[:, : self.nope], weight[:, self.nope :]
+        o_latent = self._summed_latents(summed).astype(q_nope.dtype)
+        return latent_values(o_latent, weight, self.value, lowering)[:, None]
 
     def _absorbed_queries(
         self,
         q_nope: Float[Array, "batch 1 {self.heads} {self.nope}"],
         q_rope: Float[Array, "batch 1 {self.heads} {self.rope}"],
-        w_uk: Float[Array, "{self.heads} {self.nope} {self.latent}"],
+        weight: Float[Array, "{self.heads*(self.nope+self.value)} {self.latent}"],
+        lowering: Lowering = XLA,
     ) -> Float[Array, "batch {self.heads} {self.entry}"]:
         """[q_nope W_uk | q_rope] of each head, which meet the entries as they lie in the cache."""
-        q_latent = _per_head("hrn,hnl->hrl", q_nope, w_uk).astype(q_nope.dtype)
-        return jnp.concatenate([q_latent, q_rope], axis=-1)[:, 0]
+        q_latent = latent_queries(q_nope[:, 0], weight, lowering).astype(q_nope.dtype)
+        return jnp.concatenate([q_latent, q_rope[:, 0]], axis=-1)
 
-    def _absorbed_values(
-        self,
-        summed: Wide[Array, "batch {self.heads} {self.entry}"],
-        w_uv: Float[Array, "{self.heads} {self.value} {self.latent}"],
-        dtype: DTypeLike,
-    ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
-        """W_uv times each head's weighted sum of latents, multiplied in `dtype`."""
-        o_latent = summed[:, None, :, : -self.rope].astype(dtype)
-        return _per_head("hrl,hvl->hrv", o_latent, w_uv)
+    def _summed_latents(
+        self, summed: Wide[Array, "batch {self.heads} {self.entry}"]
+    ) -> Wide[Array, "batch {self.heads} {self.latent}"]:
+        """Each head's weighted sum of latents, without that of the keys' rotated part."""
+        return summed[..., : -self.rope]
 
     def output_gate(
         self, x: Float[Array, "batch seq {self.hidden}"], execution: Execution = PLAIN
@@ -284,15 +275,3 @@ class MLA(eqx.Module):
         gate: Wide[Array, "batch seq {self.heads}"],
     ) -> Float[Array, "batch seq {self.heads} {self.value}"]:
         return pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]
-
-
-def _per_head(
-    product: str, x: Float[Array, "batch seq heads inner"], weight: Float[Array, "heads rows columns"]
-) -> Wide[Array, "batch seq heads outer"]:
-    """One matrix product per head, summed in float32 or wider: `product` is an einsum over [heads, batch·seq, inner].
-
-    Heads stand first because XLA's CPU backend has no bfloat16 product for the other order.
-    """
-    rows = rearrange(x, "b s h i -> h (b s) i")
-    y = jnp.einsum(product, rows, weight, preferred_element_type=wide(x.dtype), precision=exact(x.dtype))
-    return rearrange(y, "h (b s) o -> b s h o", b=x.shape[0])

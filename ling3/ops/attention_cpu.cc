@@ -1,5 +1,5 @@
 // Attention over pages on a CPU, for `attention_cpu.py`: keys and values are read where they lie, and only those that
-// are seen.
+// are seen. Beside it, what changes sides between a head's channels and the latents.
 
 #include <limits>
 
@@ -234,6 +234,115 @@ ffi::Error Attention(ffi::ThreadPool pool, Floats q, Ints positions, Floats page
   return ffi::Error::Success();
 }
 
+// ---- the two sides of the latents: W_uk and W_uv of each head, for a decode step ----
+
+// Some rows of x, whose heads have `width` numbers each, and the rows of a stored matrix that belong to a head: `count`
+// of them from `first` on, of every `stride`.
+struct PerHead {
+  int64_t batch, heads, width, stride, first, count, latent;
+
+  PerHead(ffi::AnyBuffer x, ffi::AnyBuffer weight, int64_t first, int64_t count)
+      : batch(x.dimensions()[0]), heads(x.dimensions()[1]), width(x.dimensions()[2]),
+        stride(weight.dimensions()[0] / std::max<int64_t>(heads, 1)), first(first), count(count),
+        latent(weight.dimensions()[1]) {}
+
+  // run(head, the rows that are not zeros there), one head a task; the others' results are zeros.
+  template <class T, class Run>
+  void each_head(ffi::ThreadPool& pool, const T* x, float* out, int64_t outer, Run run) const {
+    each(pool, heads, [&](int64_t head) {
+      std::vector<const T*> from;
+      std::vector<float*> to;
+      for (int64_t b = 0; b < batch; b++) {
+        const T* own = x + (b * heads + head) * width;
+        float* result = out + (b * heads + head) * outer;
+        if (all_zero(own, width)) {
+          std::fill_n(result, outer, 0.0f);
+        } else {
+          from.push_back(own);
+          to.push_back(result);
+        }
+      }
+      if (!from.empty()) run(head, from, to);
+    });
+  }
+};
+
+INLINE Lanes widened_lanes(const float* at) { return load(at); }
+INLINE Lanes widened_lanes(const BFloat16* at) {
+  Words words;
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) words[i] = uint32_t(at[i].bits) << 16;
+  return (Lanes)words;
+}
+
+// to[r] += Σ_n x[r][n] · weight[n] over N rows of a matrix, in their order; the first of them begin the sums.
+template <int N, class T>
+void add_rows(const T* weight, int64_t latent, const std::vector<const T*>& x, int64_t n, const std::vector<float*>& to) {
+  for (size_t r = 0; r < x.size(); r++) {
+    Lanes factors[N];
+    for (int j = 0; j < N; j++) factors[j] = every(widened(x[r][n + j]));
+    auto step = [&](const T* at, int64_t stride, float* sums) ALWAYS {
+      Lanes sum = n ? load(sums) : Lanes{};
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) sum = multiply_add(factors[j], widened_lanes(at + j * stride), sum);
+      store(sums, sum);
+    };
+    int64_t l = 0;
+    for (; l + LANES <= latent; l += LANES) step(weight + l, latent, to[r] + l);
+    if (l == latent) continue;
+    T last[N * LANES] = {};
+    float sums[LANES] = {};
+    std::copy_n(to[r] + l, latent - l, sums);
+    for (int j = 0; j < N; j++) std::copy_n(weight + j * latent + l, latent - l, last + j * LANES);
+    step(last, LANES, sums);
+    std::copy_n(sums, latent - l, to[r] + l);
+  }
+}
+
+// out[b, h] = x[b, h] W_h, for matrices of `count` rows.
+template <class T>
+void absorb(ffi::ThreadPool& pool, const PerHead& sizes, const T* x, const T* weight, float* out) {
+  sizes.each_head(pool, x, out, sizes.latent, [&](int64_t head, const auto& from, const auto& to) {
+    const T* own = weight + (head * sizes.stride + sizes.first) * sizes.latent;
+    constexpr int N = 8;
+    int64_t n = 0;
+    for (; n + N <= sizes.count; n += N) add_rows<N>(own + n * sizes.latent, sizes.latent, from, n, to);
+    for (; n < sizes.count; n++) add_rows<1>(own + n * sizes.latent, sizes.latent, from, n, to);
+  });
+}
+
+// out[b, h] = W_h x[b, h].
+template <class T>
+void expand(ffi::ThreadPool& pool, const PerHead& sizes, const T* x, const T* weight, float* out) {
+  sizes.each_head(pool, x, out, sizes.count, [&](int64_t head, const auto& from, const auto& to) {
+    Dense<T> own{};
+    own.inner = sizes.latent;
+    own.bytes = own.stride = sizes.latent * sizeof(T);
+    own.numbers = reinterpret_cast<const uint8_t*>(weight + (head * sizes.stride + sizes.first) * sizes.latent);
+    const std::unique_ptr<float[]> laid(new float[from.size() * padded(sizes.latent)]);
+    std::vector<const float*> rows;
+    for (const T* row : from) {
+      float* at = laid.get() + rows.size() * padded(sizes.latent);
+      Order<Dense<T>>::own().lay(row, sizes.latent, at);
+      rows.push_back(at);
+    }
+    products(own, 0, sizes.count, rows.data(), rows.size(), to.data());
+  });
+}
+
+template <bool INTO>
+ffi::Error Heads(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, int64_t first, int64_t count,
+                 ffi::ResultBuffer<ffi::F32> out) {
+  const PerHead sizes(x, weight, first, count);
+  auto as = [&](auto number) {
+    using T = decltype(number);
+    auto *from = static_cast<const T*>(x.untyped_data()), *matrix = static_cast<const T*>(weight.untyped_data());
+    INTO ? absorb(pool, sizes, from, matrix, out->typed_data()) : expand(pool, sizes, from, matrix, out->typed_data());
+  };
+  x.element_type() == ffi::BF16 ? as(BFloat16{}) : as(float{});
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attention, Attention,
@@ -247,3 +356,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(attention, Attention,
                                   .Attr<int64_t>("values")     // where values begin in an entry
                                   .Attr<int64_t>("window")     // 0: none
                                   .Ret<Floats>());             // out
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(absorb_keys, Heads<true>,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()    // x
+                                  .Arg<ffi::AnyBuffer>()    // weight
+                                  .Attr<int64_t>("first")   // of each head's rows
+                                  .Attr<int64_t>("count")   // how many of these
+                                  .Ret<Floats>());          // out
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(expand_values, Heads<false>,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()    // x
+                                  .Arg<ffi::AnyBuffer>()    // weight
+                                  .Attr<int64_t>("first")   // of each head's rows
+                                  .Attr<int64_t>("count")   // how many of these
+                                  .Ret<Floats>());          // out

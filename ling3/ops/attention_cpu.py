@@ -51,3 +51,41 @@ def paged(
     call = jax.ffi.ffi_call(name, shape, vmap_method="sequential")
     numbers = {"values": np.int64(values), "window": np.int64(window or 0)}
     return call(q.astype(jnp.float32), row_positions, pages, table, length, **numbers)
+
+
+def absorbs(x: Float[Array, "batch heads inner"], weight: Float[Array, "channels latent"]) -> bool:
+    """True if the kernels beside it are there for these queries, or sums of latents: for a model that is not a toy."""
+    if x.dtype != weight.dtype or x.dtype not in (jnp.float32, jnp.bfloat16) or x.size == 0:
+        return False
+    return weight.shape[1] >= LEAST and native.target(SOURCE, "absorb_keys") is not None
+
+
+def absorb_keys(
+    q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"]
+) -> Float32[Array, "batch heads latent"]:
+    """`ops.absorption.latent_queries` where it `absorbs`. A row's bits are its own; rows of zeros cost nothing."""
+    return _per_head("absorb_keys", q, weight, 0, q.shape[2], weight.shape[1])
+
+
+def expand_values(
+    summed: Float[Array, "batch heads latent"], weight: Float[Array, "channels latent"], value: int
+) -> Float32[Array, "batch heads {value}"]:
+    """`ops.absorption.latent_values`, likewise."""
+    first = weight.shape[0] // summed.shape[1] - value
+    return _per_head("expand_values", summed, weight, first, value, value)
+
+
+def _per_head(
+    handler: str,
+    x: Float[Array, "batch heads inner"],
+    weight: Float[Array, "channels latent"],
+    first: int,
+    count: int,
+    outer: int,
+) -> Float32[Array, "batch heads {outer}"]:
+    """What a handler makes of each head's numbers with `count` rows of its own, from the row `first` on."""
+    name = native.target(SOURCE, handler)
+    assert name is not None, "`absorbs` said so"
+    shape = jax.ShapeDtypeStruct((*x.shape[:2], outer), jnp.float32)
+    call = jax.ffi.ffi_call(name, shape, vmap_method="sequential")
+    return call(x, weight, first=np.int64(first), count=np.int64(count))

@@ -68,8 +68,10 @@ struct Arrays {
 
 // Tasks that a thread should find, so that none waits long for another; rows of a weight that a task has at least.
 constexpr int64_t TASKS = 8, LEAST = 48;
+// Bytes of zeros that are written past the caches, which they would fill.
+constexpr int64_t STREAMED = 1 << 20;
 
-// Lays out the rows of x, in tasks of several; true for each that is not all zeros.
+// Lays out the rows of x that are not all zeros, in tasks of several; true for each of these.
 std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffer x, float* laid) {
   const int64_t rows = x.dimensions()[0], inner = weight.inner;
   const int64_t some = std::max<int64_t>(1, (int64_t(1) << 14) / std::max<int64_t>(inner, 1));
@@ -79,7 +81,7 @@ std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffe
       for (int64_t r = task * some; r < std::min(rows, (task + 1) * some); r++) {
         const auto* row = numbers + r * inner;
         busy[r] = !all_zero(row, inner);
-        weight.lay(row, laid + r * padded(inner));
+        if (busy[r]) weight.lay(row, laid + r * padded(inner));
       }
     });
   };
@@ -98,21 +100,21 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer number
   const int64_t outer = weight.outer(), inner = weight.inner;
   const std::vector<bool> busy = lay(pool, weight, x, laid->typed_data());
   std::vector<const float*> from;
-  std::vector<float*> to;
+  std::vector<float*> to, idle;
   for (int64_t r = 0; r < rows; r++) {
-    if (busy[r]) {
-      from.push_back(laid->typed_data() + r * padded(inner));
-      to.push_back(out->typed_data() + r * outer);
-    } else {
-      std::fill_n(out->typed_data() + r * outer, outer, 0.0f);
-    }
+    float* own = out->typed_data() + r * outer;
+    if (busy[r]) from.push_back(laid->typed_data() + r * padded(inner));
+    (busy[r] ? to : idle).push_back(own);
   }
+  const bool streams = int64_t(idle.size()) * outer * int64_t(sizeof(float)) >= STREAMED;
   const int64_t share = std::max(LEAST, outer / (TASKS * std::max<int64_t>(pool.num_threads(), 1)));
   constexpr int64_t WHOLE = STRIP * WIDE;
   const int64_t piece = (share + WHOLE - 1) / WHOLE * WHOLE;
   weight.with(0, [&](const auto& format) {
     each(pool, (outer + piece - 1) / piece, [&](int64_t task) {
-      products(format, task * piece, std::min((task + 1) * piece, outer), from.data(), from.size(), to.data());
+      const int64_t begin = task * piece, end = std::min(begin + piece, outer);
+      products(format, begin, end, from.data(), from.size(), to.data());
+      for (float* row : idle) streams ? stream_zeros(row + begin, row + end) : std::fill(row + begin, row + end, 0.0f);
     });
   });
   return ffi::Error::Success();
@@ -153,7 +155,8 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
   const Arrays down{down_numbers, down_scales, intermediate};
   const Groups groups{order.typed_data(), starts.typed_data(), counts.typed_data()};
   const bool narrowed = x.element_type() == ffi::BF16;
-  lay(pool, gate, x, laid->typed_data());
+  const std::vector<bool> laid_out = lay(pool, gate, x, laid->typed_data());
+  const std::vector<float> zeros(padded(hidden));
   std::vector<int64_t> busy;
   int64_t rows = 0;
   for (int64_t e = 0; e < experts; e++) {
@@ -164,7 +167,8 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
   std::vector<const float*> in(rows), middle(rows);
   std::vector<float*> to(rows);
   for (int64_t r = 0; r < rows; r++) {
-    in[r] = laid->typed_data() + groups.order[r] / top_k * padded(hidden);
+    const int64_t token = groups.order[r] / top_k;
+    in[r] = laid_out[token] ? laid->typed_data() + token * padded(hidden) : zeros.data();
     middle[r] = between->typed_data() + r * padded(intermediate);
     to[r] = out->typed_data() + groups.order[r] * hidden;
   }
