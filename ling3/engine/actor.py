@@ -10,7 +10,6 @@ import contextlib
 import functools
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, no_type_check
@@ -23,8 +22,8 @@ from ling3.engine.outputs import Delta
 from ling3.engine.request import Request
 from ling3.runtime.entry_checks import refuse_fork
 
-# Seconds between two looks at the device while it works.
-POLL = 0.0002
+# A message that says that the device has done what was watched.
+READY = object()
 # What `with jax.default_device(...)` and its like set is a thread's own: an engine's thread takes these over.
 CONTEXTS = ("default_device", "default_matmul_precision")
 
@@ -94,12 +93,13 @@ class Actor:
 
     def __init__(self, loop: Loop, owner: object):
         self._loop, self._inbox = loop, queue.SimpleQueue()
+        self._watched = queue.SimpleQueue()
         self._readers: set[Reader] = set()  # who wait
         self._turns: list[Callable[[Any], object]] = []  # where the ends of turns are awaited
         self._scheduled = False
         settings = {name: getattr(jax.config, f"jax_{name}") for name in CONTEXTS}
         contexts = [getattr(jax, name)(value) for name, value in settings.items() if value is not None]
-        arguments = (weakref.ref(self), self._inbox, contexts)
+        arguments = (weakref.ref(self), self._inbox, self._watched, contexts)
         self._thread = threading.Thread(target=_serve, args=arguments, name="ling3-engine", daemon=True)
         _threads[self._thread] = weakref.ref(owner), self._inbox
         weakref.finalize(owner, self._inbox.put, None).atexit = False
@@ -215,17 +215,16 @@ class Actor:
 
     def _await(self, call: Call) -> None:
         """Waits for the results of a call, and takes messages meanwhile."""
-        token: Any = call.choice.token
-        while not token.is_ready():
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                time.sleep(POLL)
-                continue
-            if message is None:  # the last one: after this turn
+        if not call.choice.token.is_ready():
+            self._watched.put(call.choice.token)
+            ends = False
+            while (message := self._inbox.get()) is not READY:
+                if message is None:
+                    ends = True
+                else:
+                    self.handle(*message)
+            if ends:  # the last one: after this turn
                 self._inbox.put(None)
-                break
-            self.handle(*message)
         jax.block_until_ready(call.choice)
 
 
@@ -258,11 +257,33 @@ def _stop() -> None:
 
 
 @no_type_check
-def _serve(ref: "weakref.ref[Actor]", inbox: "queue.SimpleQueue[Any]", contexts: Sequence[Any]) -> None:
+def _serve(
+    ref: "weakref.ref[Actor]",
+    inbox: "queue.SimpleQueue[Any]",
+    watched: "queue.SimpleQueue[Any]",
+    contexts: Sequence[Any],
+) -> None:
+    watcher = threading.Thread(target=_watch, args=(watched, inbox), name="ling3-engine-watcher", daemon=True)
+    watcher.start()
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
         while (message := inbox.get()) is not None and (actor := ref()) is not None:
             actor.handle(*message)
             del actor, message
+    watched.put(None)
+    watcher.join()
     del _threads[threading.current_thread()]
+
+
+@no_type_check
+def _watch(watched: "queue.SimpleQueue[Any]", inbox: "queue.SimpleQueue[Any]") -> None:
+    """Waits for the device, so that the engine's thread can wait for its inbox alone.
+
+    Looking now and then instead takes a tenth of a core from the device where that is the CPU.
+    """
+    while (array := watched.get()) is not None:
+        with contextlib.suppress(Exception):  # the engine's thread raises it
+            jax.block_until_ready(array)
+        del array
+        inbox.put(READY)
