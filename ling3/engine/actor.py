@@ -263,7 +263,7 @@ def _serve(
     watched: "queue.SimpleQueue[Any]",
     contexts: Sequence[Any],
 ) -> None:
-    watcher = threading.Thread(target=_watch, args=(watched, inbox), name="ling3-engine-watcher", daemon=True)
+    watcher = threading.Thread(target=_watch, args=(watched, inbox), name="ling3-watcher", daemon=True)
     watcher.start()
     with contextlib.ExitStack() as stack:
         for context in contexts:
