@@ -71,6 +71,16 @@ def test_rows_of_zeros_change_no_other_row(dtype):
     assert not np.asarray(KERNEL(jnp.zeros_like(x), weight)).any()
 
 
+@pytest.mark.parametrize("outer", [16_384, 20_001])
+def test_many_zeros_are_written_past_the_caches(outer):
+    """A megabyte of them, from any place in a line of the cache on, and the row among them is what it is alone."""
+    draw = np.random.default_rng(0)
+    weight, row = (jnp.asarray(draw.normal(size=(rows, 12)), jnp.float32) for rows in (outer, 1))
+    y = np.asarray(KERNEL(jnp.zeros((20, 12), jnp.float32).at[7].set(row[0]), weight))
+    np.testing.assert_array_equal(y[7], np.asarray(KERNEL(row, weight))[0])
+    assert not np.delete(y, 7, axis=0).any()
+
+
 @DTYPES
 def test_its_derivatives_are_the_plain_products(dtype):
     x, weight = case(3, 40, 9, dtype)
