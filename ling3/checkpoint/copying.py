@@ -161,7 +161,7 @@ def _at(copy: Copy, start: int, wrong: Bool[np.ndarray, "rows columns"]) -> Sequ
     if not copy.stack:
         return [copy.name]
     size = copy.target.size // len(copy.stack)
-    return [copy.stack[i] for i in np.unique((start + np.flatnonzero(wrong)) // size).tolist()]
+    return [copy.stack[int(i)] for i in np.unique((start + np.flatnonzero(wrong)) // size)]
 
 
 @no_type_check
