@@ -215,8 +215,9 @@ class Actor:
 
     def _await(self, call: Call) -> None:
         """Waits for the results of a call, and takes messages meanwhile."""
-        if not call.choice.token.is_ready():
-            self._watched.put(call.choice.token)
+        token: Any = call.choice.token
+        if not token.is_ready():
+            self._watched.put(token)
             ends = False
             while (message := self._inbox.get()) is not READY:
                 if message is None:
