@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ling3.fleet import Fleet, FleetError
     from ling3.generate import generate
     from ling3.interpret import ablate
+    from ling3.interpret.look import Look, look
     from ling3.interpret.trace import Trace, trace
     from ling3.model import CausalLM, Decoder, DecoderLayer, Mixer
     from ling3.serve import Engine, QueueFull
@@ -50,6 +51,7 @@ __all__ = [
     "KDAState",
     "Ling3Config",
     "Logprob",
+    "Look",
     "Mixer",
     "Paged",
     "QueueFull",
@@ -68,6 +70,7 @@ __all__ = [
     "init",
     "load",
     "load_tokenizer",
+    "look",
     "quantize",
     "register_family",
     "save",
@@ -92,6 +95,7 @@ _MODULES = {
     "engine.structured": ("Choice", "Grammar", "JSONObject", "JSONSchema", "Regex"),
     "serve": ("Engine", "QueueFull"),
     "text.tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),
+    "interpret.look": ("Look", "look"),
     "interpret.trace": ("Trace", "trace"),
 }
 # Former names, for one release.

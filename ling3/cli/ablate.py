@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 
 from ling3.cli.files import Output, read_text
-from ling3.cli.loading import Loading
+from ling3.cli.loading import Precise
 from ling3.cli.options import Command, FileOption
 
 if TYPE_CHECKING:
@@ -14,13 +14,6 @@ if TYPE_CHECKING:
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Precise(Loading):
-    """Which checkpoint and weights, and how errors are shown."""
-
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

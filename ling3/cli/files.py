@@ -72,3 +72,11 @@ def read_text(path: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error}): convert it first") from error
+
+
+def prompt_from_stdin() -> str:
+    """The prompt of a command without -p; ValueError if nothing is piped to it."""
+    text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    if not text:
+        raise ValueError("no prompt: give one with -p, or pipe it to standard input")
+    return text

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.text import Text
 
 from ling3.cli.devices import Machines
-from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumber, chat_ids
+from ling3.cli.files import prompt_from_stdin
+from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumber, prompt_ids
 from ling3.cli.serving import Serving
 from ling3.cli.terminal import compiling, print_json, show
 
 if TYPE_CHECKING:
     from ling3.engine.outputs import Completion, Delta
     from ling3.engine.settings import EngineSettings
-    from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -85,11 +85,12 @@ def run(command: Generate) -> None:
         raise ValueError("--logprobs is for --json")
     most = MAX_TOKENS if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed, logprobs=command.logprobs)
-    prompts = command.prompt or (_from_stdin(),)
+    prompts = command.prompt or (prompt_from_stdin(),)
     source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
     names = [f"prompt {i + 1}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
-    rows = [_Row(name, prompt, _encode(tokenizer, prompt, command)) for name, prompt in zip(names, prompts)]
+    template = {name: getattr(command, name) for name in ("chat", "system", "thinking")}
+    rows = [_Row(name, prompt, prompt_ids(tokenizer, prompt, **template)) for name, prompt in zip(names, prompts)]
     config = source.config()
     context, longest = config.max_position_embeddings, max(len(row.ids) for row in rows)
     if command.max_tokens is None:
@@ -178,24 +179,6 @@ def _result(row: _Row, completion: "Completion") -> dict[str, Any]:
     if completion.error is not None:
         result["error"] = completion.error
     return result
-
-
-def _encode(tokenizer: "Tokenizer", prompt: str, command: Generate) -> list[int]:
-    if not command.chat:
-        if command.system is not None or command.thinking != "auto":
-            raise ValueError("--system and --thinking are for --chat")
-        return tokenizer.encode(prompt)
-    messages = [{"role": "user", "content": prompt}]
-    if command.system is not None:
-        messages.insert(0, {"role": "system", "content": command.system})
-    return chat_ids(tokenizer, messages, command.thinking)
-
-
-def _from_stdin() -> str:
-    text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
-    if not text:
-        raise ValueError("no prompt: give one with -p, or pipe it to standard input")
-    return text
 
 
 class _Clock:

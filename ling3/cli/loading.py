@@ -51,6 +51,13 @@ class Loading(Common):
         return Source(model, path, hub.pin(path, self.revision), self.dtype, seed, devices)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precise(Loading):
+    """Which checkpoint and weights, and how errors are shown."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Where a command's model and tokenizer come from, both of one commit."""

@@ -52,6 +52,18 @@ def chat_ids(tokenizer: "Tokenizer", messages: list[dict[str, str]], thinking: T
     return tokenizer.apply_chat_template(messages, enable_thinking=thinking == "on")
 
 
+def prompt_ids(tokenizer: "Tokenizer", prompt: str, *, chat: bool, system: str | None, thinking: Thinking) -> list[int]:
+    """The ids of a text, or with `chat` of a user's message in the chat template; ValueError for options without it."""
+    if not chat:
+        if system is not None or thinking != "auto":
+            raise ValueError("--system and --thinking are for --chat")
+        return tokenizer.encode(prompt)
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return chat_ids(tokenizer, messages, thinking)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are chosen, and where a text ends."""

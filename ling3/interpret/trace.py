@@ -28,6 +28,7 @@ class KDATrace(eqx.Module):
     beta: Float[Array, "batch seq heads"]  # writing strength
     gate: Float[Array, "batch seq heads value"] | None  # output gate; None without one
     attention_map: Float[Array, "batch heads seq seq"]  # the weights a of o_t = Σ_j a_tj v_j: signed, 0 for j > t
+    write_norm: Float[Array, "batch seq heads"]  # Frobenius norm of k uᵀ, which the token adds to exp(g) S
     state_norm: Float[Array, "batch seq heads"]  # Frobenius norm of S after the token
     state: Float[Array, "batch heads key value"]  # S after the last token
 
@@ -141,15 +142,19 @@ def _kda(seen: dict[str, Array]) -> KDATrace:
 
     def one(state, token):
         q, k, v, g, beta = token
+        kept = jnp.exp(g)[..., None] * state[..., :value]
         o, state = kda_step(q, k, v, g, beta, state)
-        return state, (o[..., value:], jnp.linalg.norm(state[..., :value], axis=(-2, -1)))
+        after = state[..., :value]
+        norms = (jnp.linalg.norm(x, axis=(-2, -1)) for x in (after - kept, after))
+        return state, (o[..., value:], *norms)
 
-    state, (rows, norms) = lax.scan(one, state, tuple(jnp.moveaxis(y, 1, 0) for y in (q, k, both, g, beta)))
+    state, (rows, writes, norms) = lax.scan(one, state, tuple(jnp.moveaxis(y, 1, 0) for y in (q, k, both, g, beta)))
     return KDATrace(
         decay=g,
         beta=beta,
         gate=seen["gate"],
         attention_map=jnp.moveaxis(rows, 0, 2),
+        write_norm=jnp.moveaxis(writes, 0, 1),
         state_norm=jnp.moveaxis(norms, 0, 1),
         state=state[..., :value],
     )

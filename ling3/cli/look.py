@@ -1,0 +1,63 @@
+"""`ling3 look`: a forward pass as a page to look into."""
+
+import dataclasses
+import pathlib
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from ling3.cli.files import check_directory, prompt_from_stdin
+from ling3.cli.loading import Precise
+from ling3.cli.options import Command, TextOption, Thinking, prompt_ids
+from ling3.cli.terminal import compiling
+
+# ruff: noqa: PLC0415
+# What a command needs is imported when it runs, so that help and errors come at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Look(Command):
+    """Write a page that shows a forward pass: what each layer does with each token.
+
+    It is one file without a network, for any browser, by pointer or keyboard: decays and half-lives, what is written
+    and read, attention maps, experts, the logit lens and norms.
+
+    ling3 look nano --chat -p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?" --out look.html
+    """
+
+    common: Precise
+    prompt: Annotated[TextOption, tyro.conf.arg(aliases=["-p"])] = None
+    """The text to look into. Without it, standard input is."""
+    chat: bool = False
+    """The prompt is a user's message, put into the checkpoint's chat template."""
+    system: TextOption = None
+    """The system's message, with --chat."""
+    thinking: Thinking = "auto"
+    """The template's thinking mode, with --chat; auto is the template's own choice."""
+    new_tokens: int = 0
+    """Let the model go on by so many of its likeliest tokens, and look into these too."""
+    longest: int = 256
+    """The most tokens, prompt and new ones. The page grows with their square."""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")]
+    """The page (HTML)."""
+
+
+def run(command: Look) -> None:
+    """Writes the page."""
+    from ling3.interpret.look import check_length, look
+
+    check_directory("--out", command.out)
+    prompt = prompt_from_stdin() if command.prompt is None else command.prompt
+    source = command.common.source(command.model)
+    tokenizer = source.tokenizer()
+    ids = prompt_ids(tokenizer, prompt, chat=command.chat, system=command.system, thinking=command.thinking)
+    check_length(len(ids), command.new_tokens, command.longest, source.config().max_position_embeddings)
+    console = Console(stderr=True, highlight=False)
+    model = source.load(tokenizer)
+    source.introduce(model, console)
+    name, numbers = pathlib.Path(source.name).name, {"new_tokens": command.new_tokens, "longest": command.longest}
+    with compiling(console):
+        seen = look(model, tokenizer, ids, title=name, **numbers)
+    seen.save(command.out)
+    console.print(f"{command.out}: {seen}", markup=False, soft_wrap=True)

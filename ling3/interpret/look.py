@@ -1,0 +1,155 @@
+"""A forward pass as a page to look into: tokens in a row, and what each layer does with the one under the pointer.
+
+The page is one file (`look.html`) that loads nothing: the numbers stand in it as JSON, and its own script draws them.
+"""
+
+import base64
+import dataclasses
+import hashlib
+import html
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from ling3.engine.sampling_params import check_prompt
+from ling3.generate import generate
+from ling3.interpret.look_data import content, seen
+from ling3.interpret.trace import Trace
+from ling3.model import CausalLM
+from ling3.runtime.quoting import shown
+from ling3.runtime.scalars import is_whole
+from ling3.text.tokenizer import Tokenizer
+
+LONGEST = 256
+HEIGHT = 860  # of the frame in a notebook, in CSS pixels
+TEMPLATE = (pathlib.Path(__file__).parent / "look.html").read_text(encoding="utf-8")
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Int[np.ndarray, " tokens"] | Int[jax.Array, " tokens"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Look:
+    """A page about one forward pass. As the last value of a notebook's cell it is shown there."""
+
+    html: str
+    """The page, whole: it needs no other file and no network."""
+    data: Mapping[str, Any]
+    """What the page shows, as it stands in it: plain values, for JSON."""
+    trace: Trace
+    """The pass itself, with all digits, without the logit lens's logits."""
+
+    def __repr__(self) -> str:
+        tokens, layers = (len(self.data[name]) for name in ("tokens", "layers"))
+        return f"<Look into {tokens} tokens and {layers} layers: a page of {len(self.html) / 1e3:,.0f} kB>"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page as a file, whole or not at all, in place of one that is there."""
+        path = pathlib.Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(self.html, encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, so that its styles are its own."""
+        style = f"width:100%;height:{HEIGHT}px;border:1px solid #8888;border-radius:6px;resize:vertical"
+        page = html.escape(self.html)
+        return f'<iframe title="ling3.look" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+
+
+def look(
+    model: CausalLM,
+    tokenizer: Tokenizer | None,
+    prompt: Prompt,
+    *,
+    new_tokens: int = 0,
+    longest: int = LONGEST,
+    title: str = "A forward pass",
+) -> Look:
+    """One forward pass over `prompt`, a text, a chat (messages) or token ids, as a page to look into.
+
+    For each token and layer it has KDA's half-lives ln 2 / -g per head, writing strength beta, |k uᵀ| (what was
+    written), |S| and gates, the signed weights a_tj of what was read (MLA's are the softmax's), the experts' scores and
+    the chosen ones' weights, the logit lens's five likeliest tokens, and norms. Of an attention that is neither it has
+    the arrays that `trace` has, by name. `new_tokens` lets the model go on first, by its likeliest tokens, and its
+    answer is looked into too; without a tokenizer tokens are shown as ids.
+
+    Maps and router scores are rounded to float16, other numbers to 4 digits; `Look.trace` has them all. A page takes
+    layers · heads · tokens² · 4/3 bytes and about 40 kB more, hence `longest`.
+
+    Raises ValueError for an empty prompt, ids outside the vocabulary, text without a tokenizer, more than `longest`
+    tokens or more than the model's context, before any work; FloatingPointError if the logits are NaN.
+    """
+    config = model.config
+    ids = check_prompt(_ids(prompt, tokenizer), config.vocab_size)
+    check_length(len(ids), new_tokens, longest, config.max_position_embeddings)
+    after = len(ids)
+    if new_tokens:
+        ends = () if tokenizer is None else tokenizer.eos_token_ids
+        ids = ids + generate(model, [ids], max_tokens=new_tokens, stop_token_ids=ends)[0]
+
+    trace, lenses = seen(model, np.asarray([ids], np.int32))
+    if np.isnan(np.asarray(trace.logits, np.float32)).any():
+        raise FloatingPointError(
+            "the logits are NaN: the weights may not be finite (ling3.load checks them by default), or their dtype too "
+            "narrow (try dtype=jnp.float32)"
+        )
+    data = content(model, trace, lenses, lambda token: token_text(tokenizer, token), after, title)
+    return Look(page(data), data, trace)
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page that shows `data`; its texts are data there, and no HTML, and its policy lets nothing be loaded."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    policy = f"default-src 'none'; script-src {_hashed('script')}; style-src {_hashed('style')}"
+    before, after = TEMPLATE.split("{{data}}")
+    before = before.replace("{{policy}}", policy).replace("{{title}}", html.escape(data["title"]))
+    # With no < in it, no text ends the element that it stands in. Lone surrogates have no form in UTF-8.
+    text = text.replace("<", "\\u003c").encode("utf-8", "backslashreplace").decode("utf-8")
+    return f"{before}{text}{after}"
+
+
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token's text, with bytes that are a part of a character as `\\xe4`; `#5` for token 5 where there is none."""
+    text = b"" if tokenizer is None else tokenizer.token_bytes(token)
+    return text.decode("utf-8", "backslashreplace") or f"#{token}"
+
+
+def _ids(prompt: Prompt, tokenizer: Tokenizer | None) -> Any:
+    chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if not chat and not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise ValueError("the prompt is text, and there is no tokenizer: give one, or token ids")
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt)
+
+
+def check_length(prompt: int, new_tokens: int, longest: int, context: int) -> None:
+    """ValueError where so many tokens are too many for a page or the model's context, and for senseless numbers."""
+    for name, value, least in (("new_tokens", new_tokens, 0), ("longest", longest, 1)):
+        if not is_whole(value) or value < least:
+            raise ValueError(f"{name} is {shown(value)}, expected a whole number >= {least}")
+    total = prompt + new_tokens
+    own = f"the prompt has {prompt:,} tokens" + (f" and new_tokens is {new_tokens:,}" if new_tokens else "")
+    if total > context:
+        raise ValueError(f"{own}, expected at most {context:,} together (the model's max_position_embeddings)")
+    if total > longest:
+        raise ValueError(
+            f"{own}, expected at most {longest:,} together (longest): a page has tokens² numbers for each head; shorten "
+            f"the prompt, or raise longest to {total:,}"
+        )
+
+
+def _hashed(tag: str) -> str:
+    """What an inline element must contain, as a source of a Content-Security-Policy."""
+    [inside] = re.findall(f"<{tag}>(.*?)</{tag}>", TEMPLATE, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
