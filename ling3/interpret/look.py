@@ -83,8 +83,8 @@ def look(
     the arrays that `trace` has, by name. `new_tokens` lets the model go on first, by its likeliest tokens, and its
     answer is looked into too; without a tokenizer tokens are shown as ids.
 
-    Maps and router scores are rounded to float16, other numbers to 4 digits; `Look.trace` has them all. A page takes
-    layers · heads · tokens² · 4/3 bytes and about 40 kB more, hence `longest`.
+    Maps and router scores are rounded to float16, other numbers to 4 digits; `Look.trace` has all digits. A page takes
+    about layers · heads · tokens · (1.4 tokens + 80) bytes, hence `longest`.
 
     Raises ValueError for an empty prompt, ids outside the vocabulary, text without a tokenizer, more than `longest`
     tokens or more than the model's context, before any work; FloatingPointError if the logits are NaN.
@@ -112,7 +112,8 @@ def page(data: Mapping[str, Any]) -> str:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     policy = f"default-src 'none'; script-src {_hashed('script')}; style-src {_hashed('style')}"
     before, after = TEMPLATE.split("{{data}}")
-    before = before.replace("{{policy}}", policy).replace("{{title}}", html.escape(data["title"]))
+    title = html.escape(data["title"]).encode("utf-8", "replace").decode("utf-8")
+    before = before.replace("{{policy}}", policy).replace("{{title}}", title)
     # With no < in it, no text ends the element that it stands in. Lone surrogates have no form in UTF-8.
     text = text.replace("<", "\\u003c").encode("utf-8", "backslashreplace").decode("utf-8")
     return f"{before}{text}{after}"
@@ -144,7 +145,7 @@ def check_length(prompt: int, new_tokens: int, longest: int, context: int) -> No
         raise ValueError(f"{own}, expected at most {context:,} together (the model's max_position_embeddings)")
     if total > longest:
         raise ValueError(
-            f"{own}, expected at most {longest:,} together (longest): a page has tokens² numbers for each head; shorten "
+            f"{own}, expected at most {longest:,} together (longest): a page has tokens² numbers per head; shorten "
             f"the prompt, or raise longest to {total:,}"
         )
 

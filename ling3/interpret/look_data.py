@@ -132,7 +132,7 @@ def _moe(inside: MoETrace) -> dict[str, Any]:
 
 
 def _triangle(attention_map: Float[Array, "heads seq seq"]) -> dict[str, Any]:
-    """The map's rows, each up to its own token. float16 has them: |a_tj| is at most beta / sqrt(key), of a softmax 1."""
+    """The map's rows, each up to its own token. float16 has them: |a_tj| <= beta / sqrt(key), and 1 of a softmax."""
     rows, columns = np.tril_indices(attention_map.shape[-1])
     return _packed(np.asarray(attention_map)[:, rows, columns])
 

@@ -95,6 +95,14 @@ def test_a_gated_deltanets_trace_has_what_its_mixer_records(delta):
     assert seen.kda == seen.mla == seen.moe == {}
 
 
+def test_a_page_has_what_its_mixer_records(delta):
+    arrays = ling3.look(delta, None, TOKENS[0]).data["layers"][1]["attention"]["arrays"]
+    seen = ling3.trace(delta, TOKENS[:1]).layers[1].attention
+    assert {own["name"]: own["shape"] for own in arrays} == {"beta": [2], "decay": [2]}
+    for own in arrays:
+        np.testing.assert_allclose(own["values"], seen[own["name"]][0], rtol=5.1e-4)
+
+
 def test_what_a_gated_deltanet_cannot_be_without_is_not_cut(delta):
     message = (
         r"no output gate that can be cut: no module of it has a field g_proj that may be None.*attention in layers"

@@ -4,14 +4,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import re
-import shutil
 import time
 
 import httpx
 import pytest
-from selenium import webdriver
+from browser import chromium, contrast, emulated, in_a_browser
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from starlette.applications import Starlette
@@ -21,28 +19,14 @@ from starlette.routing import Route
 import ling3
 from ling3.server import page
 
-BROWSERS = (os.environ.get("CHROME", ""), "chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-DRIVER = shutil.which("chromedriver")
 QUESTION = "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
 HOSTILE = "<img src=x onerror='document.title=1'> <b>3 + 4</b>"
-
-in_a_browser = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None, reason="found no browser: set $CHROME or install chromium and chromium-driver"
-)
 
 
 @pytest.fixture(scope="module")
 def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1000,760"):
-        options.add_argument(f"--{argument}")
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 class Page:
@@ -131,18 +115,6 @@ def test_the_page_needs_no_key_and_runs_its_own_script_alone(nano, nano_app, ser
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
     assert re.fullmatch(r"'sha256-[\w+/=]+'", policy["script-src"])
     assert not re.search(r"""(?:src|href)=["'](?!data:)|@import|url\(|innerHTML| on\w+=|style=""", answer.text)
-
-
-def contrast(one, other):
-    """WCAG's ratio of two colours written as #rrggbb."""
-
-    def luminance(colour):
-        parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_colours_are_told_apart():
@@ -348,14 +320,7 @@ def test_regenerating_copying_and_beginning_anew(scripted, browser):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 1920])
 def test_it_fits_and_has_both_schemes(scripted, browser, scheme, width):
-    features = [
-        {"name": "prefers-color-scheme", "value": scheme},
-        {"name": "prefers-reduced-motion", "value": "reduce"},
-    ]
-    size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
+    with emulated(browser, width, 700, scheme):
         shown = Page(browser, scripted[0])
         shown.ask("slow " * 30)
         shown.answered()
@@ -367,6 +332,3 @@ def test_it_fits_and_has_both_schemes(scripted, browser, scheme, width):
             x.rect["x"] >= 0 and x.rect["x"] + x.rect["width"] <= width for x in shown.all("button, textarea, li")
         )
         assert browser.execute_script("return document.getAnimations().length") == 0
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

@@ -4,10 +4,8 @@ import functools
 import html.parser
 import http.server
 import importlib.util
-import os
 import pathlib
 import re
-import shutil
 import subprocess
 import threading
 import types
@@ -16,14 +14,13 @@ import urllib.parse
 import markdown
 import nbformat
 import pytest
+from browser import BROWSER
 from mkdocs.exceptions import PluginError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SITE = ROOT / "build" / "site"
 PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.py"))
-BROWSERS = (os.environ.get("CHROME", ""), "chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 VOID = ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr")
 CODE = ("pre", "code", "script", "style")
 
