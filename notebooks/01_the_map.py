@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import plots
+from IPython.display import display
 
 import ling3
 from ling3.cache import Span
@@ -219,6 +220,23 @@ assert missed["numbers"][0] < 0.06 and missed["other tokens"][-1] < 0.001
 # %% [markdown]
 # A surprise to keep in mind: *one* KDA layer with its dense MLP already knows 96 % of the numbers. Nano's task needs
 # little depth, so it will be hard to see in its answers what its later layers are worth (notebook 5).
+
+# %% [markdown]
+# ## Look for yourself
+#
+# `ling3.look` makes a page of a pass: for the token under the pointer it shows what each layer keeps, writes, reads and
+# chooses. It is one file (`page.save("look.html")`, or `ling3 look nano -p "…" --out look.html`) without a network.
+# Click a token and use the arrow keys: left and right for the tokens, up and down for the layers, H for the heads. Bars
+# under the tokens are what the selected one reads; striped ones are later tokens that read it.
+
+# %%
+page = ling3.look(model, tokenizer, prompt, new_tokens=16, title="nano: the prompt, and its answer")
+display(page)
+
+assert page.data["prompt"] == seq and len(page.data["tokens"]) > seq
+expected = page.data["layers"][-1]["lens"]["tokens"]  # after the last layer the lens is the model
+new_ids = [token["id"] for token in page.data["tokens"][seq:]]
+assert [likeliest[0] for likeliest in expected[seq - 1 : -1]] == new_ids  # each token of the answer was the likeliest
 
 # %% [markdown]
 # ## Where the parameters are
