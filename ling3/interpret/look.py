@@ -125,7 +125,7 @@ def token_text(tokenizer: Tokenizer | None, token: int) -> str:
     return text.decode("utf-8", "backslashreplace") or f"#{token}"
 
 
-def _ids(prompt: Prompt, tokenizer: Tokenizer | None) -> Any:
+def _ids(prompt: Any, tokenizer: Tokenizer | None) -> Any:
     chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not chat and not isinstance(prompt, str):
         return prompt
