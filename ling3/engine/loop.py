@@ -446,11 +446,19 @@ class Loop:
         """Frees what a finished sequence held, and hands out its delta."""
         if sequence.completion is not None:
             if sequence.params.keep and sequence.completion.finish_reason in ("stop", "length"):
-                self.scheduler.group_of(sequence).free_behind(sequence)
-                delta = sequence.keep(self.runner.keep(sequence), delta)
+                delta = self._keep(sequence, delta)
             self._retire(sequence)
         if delta is not None and (error := self._hand_out(sequence.request, delta)) is not None:
             self.give_up(sequence, error)
+
+    def _keep(self, sequence: TokenSequence, delta: Delta) -> Delta:
+        """The last delta of a sequence with a snapshot of it."""
+        self.scheduler.group_of(sequence).free_behind(sequence)
+        try:
+            return sequence.keep(self.runner.keep(sequence), delta)
+        except Exception:  # the engine's fault, in which unfinished sequences end
+            sequence.reopen()
+            raise
 
     def _hand_out(self, request: Request, delta: Delta) -> Exception | None:
         """Delivers a delta, with a journal after the step under way."""

@@ -300,6 +300,11 @@ class TokenSequence:
         self.completion = dataclasses.replace(self.completion, snapshot=snapshot)
         return dataclasses.replace(last, output=self.request.output())
 
+    def reopen(self) -> None:
+        """Takes back its end, of which nobody has been told."""
+        assert self.completion is not None, "it has ended"
+        self._text, self.completion = [self.completion.text], None
+
     def fail(self, error: str) -> Delta:
         """Ends it in `error`, even if it was finished otherwise; returns the last delta."""
         if self.completion is None:

@@ -47,7 +47,7 @@ class Snapshot:
     """Pages before the first that is kept: those behind a sliding window are not needed."""
     states: tuple[State, ...]
     """What the request had in its slot, a row of each array."""
-    pages: tuple[tuple[Shaped[np.ndarray, "moved _page ..."], ...], ...]
+    pages: tuple[tuple[Shaped[np.ndarray, "_moved _page ..."], ...], ...]
     """Its pages, some at a time: those of each paged array."""
     logits: Float32[np.ndarray, "1 vocab"] | None
     """After the prompt's last token; None after an answer."""
