@@ -445,7 +445,7 @@ class Loop:
     def _settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
         """Frees what a finished sequence held, and hands out its delta."""
         if sequence.completion is not None:
-            if sequence.params.keep and sequence.completion.finish_reason in ("stop", "length"):
+            if delta is not None and sequence.params.keep and sequence.completion.finish_reason in ("stop", "length"):
                 delta = self._keep(sequence, delta)
             self._retire(sequence)
         if delta is not None and (error := self._hand_out(sequence.request, delta)) is not None:
