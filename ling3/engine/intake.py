@@ -48,7 +48,10 @@ class Intake:
         """The checked request; errors call the prompt by `name`."""
         ids, params, ends, constraint = self.check(prompt, params, truncate, name)
         seed = draw_seed() if params.seed is None else params.seed
-        request, snapshot = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params), _before(prompt)
+        request, snapshot = (
+            Request(request_id, prompt if isinstance(prompt, str) else None, ids, params),
+            _before(prompt),
+        )
         request.origin = self.origin() if params.keep and self.origin is not None else None
         for index in range(params.n):
             decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
