@@ -15,6 +15,7 @@ Every call has a fixed shape, and a row's result depends on its own inputs alone
 of a sequence are bit for bit the same in any company, at any time, and after being preempted.
 """
 
+import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
@@ -452,13 +453,15 @@ class Loop:
             self.give_up(sequence, error)
 
     def _keep(self, sequence: TokenSequence, delta: Delta) -> Delta:
-        """The last delta of a sequence with a snapshot of it."""
+        """The last delta of a sequence with a snapshot of it, or in `error` if there is no memory for one."""
         self.scheduler.group_of(sequence).free_behind(sequence)
         try:
-            return sequence.keep(self.runner.keep(sequence), delta)
-        except Exception:  # the engine's fault, in which unfinished sequences end
-            sequence.reopen()
-            raise
+            sequence.keep(self.runner.keep(sequence))
+        except Exception as error:
+            sequence.fail(f"what it remembers could not be copied: {error!r}")
+        return dataclasses.replace(
+            delta, finish_reason=sequence.completion.finish_reason, output=sequence.request.output()
+        )
 
     def _hand_out(self, request: Request, delta: Delta) -> Exception | None:
         """Delivers a delta, with a journal after the step under way."""

@@ -294,16 +294,10 @@ class TokenSequence:
         self._text = []
         return self._delta(text, before)
 
-    def keep(self, snapshot: Snapshot, last: Delta) -> Delta:
-        """Adds a snapshot to its completion; the last delta with it."""
+    def keep(self, snapshot: Snapshot) -> None:
+        """Adds a snapshot to its completion."""
         assert self.completion is not None, "kept at its end"
         self.completion = dataclasses.replace(self.completion, snapshot=snapshot)
-        return dataclasses.replace(last, output=self.request.output())
-
-    def reopen(self) -> None:
-        """Takes back its end, of which nobody has been told."""
-        assert self.completion is not None, "it has ended"
-        self._text, self.completion = [self.completion.text], None
 
     def fail(self, error: str) -> Delta:
         """Ends it in `error`, even if it was finished otherwise; returns the last delta."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from deepseek_v4_checkpoint import SMALL
-from small_engine import CONFIG, PAGES, SETTINGS, SLOTS, Fault, answer, engine, idle, model, reciter, tokenizer
+from small_engine import CONFIG, PAGES, SETTINGS, SLOTS, answer, engine, idle, model, reciter, tokenizer
 from tiny import open_model
 
 import ling3
@@ -356,24 +356,21 @@ def test_aborted_and_broken_requests_leave_none(served):
     assert idle(broken)
 
 
-def test_a_fault_while_one_is_copied_is_raised_and_the_engine_begins_anew(monkeypatch):
-    served = engine()
+def test_one_that_cannot_be_copied_ends_its_request_in_error(served, monkeypatch):
+    whole = ask(lonely(), ids(50), params(4))
 
     def fails(sequence):
-        raise Fault("no memory")
+        raise MemoryError("none left")
 
     with monkeypatch.context() as patched:
         patched.setattr(served._loop.runner, "keep", fails)
-        with pytest.raises(Fault, match="no memory"):
-            ask(served, ids(50), params(4, keep=True))
-        seen = []
-        served.submit(ids(50), params(4, keep=True), on_delta=seen.append)
-        with pytest.raises(Fault, match="no memory"):
-            while served.has_work:
-                served.step()
-    assert seen[-1].finish_reason == "error" and len(seen[-1].output.token_ids) == 4
-    assert seen[-1].output.outputs[0].text == "".join(delta.text for delta in seen)
-    assert idle(served) and ask(served, ids(50), params(4, keep=True)).snapshot.held == 53
+        seen = list(served.stream(ids(50), params(4, keep=True)))
+        broken, other = served.generate([ids(50), [7]], [KEEP, params(4)])
+    output = seen[-1].output
+    assert (seen[-1].finish_reason, output.finish_reason, output.snapshot) == ("error", "error", None)
+    assert output.error == "what it remembers could not be copied: MemoryError('none left')" == broken.error
+    assert bits(*seen) == bits(output) == bits(whole) and output.text == "".join(delta.text for delta in seen)
+    assert other.finish_reason == "length" and ask(served, ids(50), params(4, keep=True)).snapshot.held == 53
 
 
 def test_warmup_compiles_what_they_take():
