@@ -447,6 +447,7 @@ def test_what_cannot_be_appended_is_refused(served, more, own, message):
     for truncate in (None, "prompt"):
         with pytest.raises(ValueError, match=f"^{message}"):
             served.submit(context.then(more), own, truncate=truncate)
+    assert served.check(context, params()) is None and served.check(context.then([8]), params()) is None
     assert ask(served, context.then([8]), KEEP).snapshot.held == 21
 
 
