@@ -18,21 +18,22 @@ class Snapshot:
     """A request's tokens and all that it remembers of them, on the host: a prompt that need not be computed again.
 
     `SamplingParams(keep=True)` gives one at the end of each completion (`Completion.snapshot`), and with `max_tokens=0`
-    one right after the prompt. Given as a prompt it is gone on from, any number of times and at once; `then` appends to
-    it. Only what is appended is computed, and after an answer its last token, which no step has put in yet: all other
-    tokens are `cached_tokens`. It takes no slot and no page, and its memory is free once nothing refers to it.
+    one right after the prompt. It is a prompt for any number of requests, also at once, and `then` appends to it. Only
+    what is appended is computed, and after an answer its last token, which no step has put in yet: all other tokens are
+    `cached_tokens`. It takes no slot and no page, and its memory is free once nothing refers to it.
 
-    A request that goes on has the same bits in any company, and these:
+    A request that continues from it has the same bits in any company, and these:
 
-    - Right after a prompt, those of a new request with that prompt and the same parameters. (Its first token is chosen
-      by a program of its own, from the same logits.)
+    - Right after a prompt, those of a new request with that prompt and the same parameters. The logits of the prompt's
+      last token, and the choice of the first new one, come from programs of their own, which XLA compiles apart from
+      that of a new request: tests find the same bits on a CPU, with and without optimization.
     - After an answer, with nothing appended, those of one request that was never interrupted: draws go on by
       (seed, position), and penalties count the whole answer. `max_tokens` and `min_tokens` count new tokens; a stop
-      string is looked for in the new text, and a grammar begins anew.
+      string is looked for in the new text alone, and a grammar begins anew.
     - With tokens appended, those of a new request with all the tokens if the snapshot was taken right after a prompt of
-      whole chunks (`chunked_prefill_size`). Elsewhere that request would deal the tokens to other calls, which round
-      otherwise in the last bits, as they do for a token that was decoded and not prefilled: there the bits are those of
-      the same steps, from the first prompt on, in any engine of these settings.
+      whole chunks (`chunked_prefill_size`). Elsewhere that request would put the tokens into other calls, which round
+      otherwise in the last bits, as decoding a token does compared with prefilling it. There the bits are those of the
+      same steps, from the first prompt on, in any engine of these settings.
 
     What comes after a snapshot is not kept for `prefix_cache`.
     """

@@ -231,7 +231,7 @@ def test_counts(whole, answers):
 
 
 def test_its_engines_keep_no_snapshots(whole):
-    with pytest.raises(ValueError, match="keep is True, and an engine .* of attention and experts apart keeps no"):
+    with pytest.raises(ValueError, match=r"keep is True, and an engine .* of attention and experts apart keeps no"):
         whole.engines[0].submit([7], SamplingParams(keep=True))
 
 
