@@ -454,14 +454,14 @@ class Loop:
 
     def _keep(self, sequence: TokenSequence, delta: Delta) -> Delta:
         """The last delta of a sequence with a snapshot of it, or in `error` if there is no memory for one."""
+        assert sequence.completion is not None, "kept at its end"
         self.scheduler.group_of(sequence).free_behind(sequence)
         try:
             sequence.keep(self.runner.keep(sequence))
         except Exception as error:
             sequence.fail(f"what it remembers could not be copied: {error!r}")
-        return dataclasses.replace(
-            delta, finish_reason=sequence.completion.finish_reason, output=sequence.request.output()
-        )
+        reason = sequence.completion.finish_reason
+        return dataclasses.replace(delta, finish_reason=reason, output=sequence.request.output())
 
     def _hand_out(self, request: Request, delta: Delta) -> Exception | None:
         """Delivers a delta, with a journal after the step under way."""
