@@ -103,8 +103,8 @@ class Runner:
         slot, held, newest, until, done = self._put((*numbers, np.asarray(not sequence.decoding)))
         self.pool = swap_in(slot, SlotContents(states, held, newest, until, done, sampling), self.pool)
         for pages, entries in zip(self._moves(sequence.pages), () if saved is None else saved.pages, strict=False):
-            entries = _filled_up(entries) if isinstance(saved, snapshots.Snapshot) else entries
-            self.pool = write_pages(pages, self._restore(entries), self.pool)
+            whole = _filled_up(entries) if isinstance(saved, snapshots.Snapshot) else entries
+            self.pool = write_pages(pages, self._restore(whole), self.pool)
         sequence.saved = None
         copies = sequence.pages[: len(sequence.copied)]
         for source, own in zip(self._moves(sequence.copied), self._moves(copies), strict=True):
