@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ling3.engine.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
     from ling3.engine.sampling_params import SamplingParams
     from ling3.engine.settings import EngineSettings
+    from ling3.engine.snapshots import Snapshot
     from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex
     from ling3.execution import Execution
     from ling3.families import Family, init, register_family
@@ -58,6 +59,7 @@ __all__ = [
     "Regex",
     "RequestOutput",
     "SamplingParams",
+    "Snapshot",
     "Span",
     "Stats",
     "Timings",
@@ -92,6 +94,7 @@ _MODULES = {
     "engine.outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
     "engine.sampling_params": ("SamplingParams",),
     "engine.settings": ("EngineSettings",),
+    "engine.snapshots": ("Snapshot",),
     "engine.structured": ("Choice", "Grammar", "JSONObject", "JSONSchema", "Regex"),
     "serve": ("Engine", "QueueFull"),
     "text.tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),

@@ -285,6 +285,8 @@ class CausalLM(eqx.Module):
     ) -> tuple[Float32[Array, "batch out {self.config.vocab_size}"], Cache]:
         """Continue each row of `cache` with its next tokens; returns their logits and the cache with them in it.
 
+        `cache` stays as it was, so any number of continuations may begin with it.
+
         Row b brings `lengths[b]` tokens (all `seq` without `lengths`, 0 leaves the row untouched) and right padding
         after them, whose logits mean nothing. `last=True` computes the logits after each row's last token alone
         (`out` = 1) and not of all (`out` = seq). A row that the cache has no room for gets NaN logits, and so does one

@@ -25,6 +25,7 @@ from ling3.engine.actor import Actor, Reader, join_abandoned, result
 from ling3.engine.intake import Intake, Truncate, listed
 from ling3.engine.journal import Journal, follow, shared
 from ling3.engine.loop import Loop, QueueFull
+from ling3.engine.origins import origin
 from ling3.engine.outputs import Delta, RequestOutput, Stats
 from ling3.engine.passes import Passes
 from ling3.engine.request import Request
@@ -150,6 +151,8 @@ class Engine:
             structured=passes is None or passes.constrained is not None,
             prompt_logprobs=passes is None or passes.score is not None,
         )
+        if model.placement is None and (passes is None or passes.prompt_end is not None):
+            self._intake.origin = functools.cache(lambda: origin(model, settings, shapes, execution))
         runner = Runner(model, shapes, execution, settings.cache_dtype, passes)
         how = (settings.chunked_prefill_size, settings.decode_steps, settings.max_queue, settings.overlap)
         journal = Journal(self._wire) if self._wire is not None and self._leads else None
@@ -205,8 +208,9 @@ class Engine:
     ) -> int:
         """Puts a request in the queue and returns its id; `step` moves it on and returns its deltas.
 
-        `prompt` is a text, a list of token ids, or a list of chat messages (dicts with `role` and `content`). With
-        `on_delta` the deltas go there instead, in the engine's thread; if it raises, the request ends in `error`.
+        `prompt` is a text, a list of token ids, a list of chat messages (dicts with `role` and `content`), or a
+        `ling3.Snapshot` of an earlier request, also with something appended (`Snapshot.then`). With `on_delta` the
+        deltas go there instead, in the engine's thread; if it raises, the request ends in `error`.
         Raises QueueFull, and ValueError for what can never be answered.
         """
         request = self._request(prompt, params, truncate, "prompt")
@@ -335,8 +339,8 @@ class Engine:
         """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C leaves out those not begun.
 
         With `first_token` only what a request's first token needs: it comes sooner, and the second waits for the rest.
-        What requests with `structured` or `prompt_logprobs` take is compiled here if `also` names it, else with the
-        first of them.
+        What requests with `structured`, `prompt_logprobs` or snapshots (`keep`) take is compiled here if `also` names
+        it, else with the first of them.
         """
         total = self._loop.runner.warmup_size(first_token, also)
         self._check_leads()

@@ -213,6 +213,7 @@ assert jnp.array_equal(restored, truth) and off > 0.05
 # In Ling-3.0-tiny a copy has 19.5 MB, as much as the latents of 2,827 tokens. `ling3`'s engine takes one every 512
 # tokens of a prompt by default, as long as there is room, so that later prompts can go on from there; and it preempts
 # by moving states and pages to the host. Both bring back every bit.
+# With `SamplingParams(keep=True)` a request leaves such a copy for you: a `ling3.Snapshot`, from which others go on.
 #
 # ### Can the recurrence be run backwards?
 #

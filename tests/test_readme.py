@@ -14,14 +14,14 @@ README = pathlib.Path(__file__).parent.parent / "README.md"
 
 
 def python():
-    """The blocks of Python: ten lines, the engine, an ablation, attention and experts apart."""
+    """The blocks of Python: ten lines, the engine, an ablation, snapshots, attention and experts apart."""
     return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.mark.slow
 def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    ten_lines, engine, cut, _ = python()
+    ten_lines, engine, cut, branch, _ = python()
     scope = {}
     exec(ten_lines, scope)
     answer = capsys.readouterr().out.strip()
@@ -32,6 +32,9 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     chat, text, stream = capsys.readouterr().out.strip().split("\n")
     assert chat.startswith(f"{answer} stop") and stream == answer
     assert text.startswith(" 7 + 5 = 12. The answer is 12. stop")
+    exec(branch, scope)
+    printed = capsys.readouterr().out.strip()
+    assert printed == f"95 {scope['one'].snapshot.held}" and f"# {printed}:" in branch
     exec(cut, scope)
     assert scope["cut"].config.at(0).kda_output_gate == "none" and scope["seen"].kda[0].decay.shape[:2] == (
         1,
@@ -42,7 +45,7 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_python_of_attention_and_experts_apart_runs(capsys):
     jax.config.update("jax_disable_most_optimizations", True)  # the devices' programs compile in half the time
-    exec(python()[3], {})
+    exec(python()[4], {})
     jax.config.update("jax_disable_most_optimizations", "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ)
     assert "max_in_flight=2" in capsys.readouterr().out
 

@@ -94,8 +94,8 @@ class AttentionWorker:
 
     @property
     def passes(self) -> Passes:
-        """What an engine runs instead of its own programs: no grammars, and no scores of prompts."""
-        return Passes(self.prefill, self.decode, constrained=None, score=None)
+        """What an engine runs instead of its own programs: no grammars, no scores of prompts, and no snapshots."""
+        return Passes(self.prefill, self.decode, constrained=None, score=None, prompt_end=None, first_token=None)
 
     def prefill(
         self,

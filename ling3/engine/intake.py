@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 from ling3.engine.grammars import Constraint, Grammars
 from ling3.engine.request import Request, TokenSequence, draw_seed
 from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
+from ling3.engine.snapshots import Continued, Snapshot
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_whole
 from ling3.text.detokenizer import StopStrings
@@ -15,6 +16,8 @@ from ling3.text.tokenizer import Tokenizer
 
 Truncate = Literal["prompt", "output"] | None
 """What is cut if prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
+
+NO_SNAPSHOTS = "an engine on a mesh or of attention and experts apart keeps no snapshots, nor does a fleet"
 
 
 @dataclasses.dataclass
@@ -36,6 +39,8 @@ class Intake:
     """False: the engine's forward passes take no masks."""
     prompt_logprobs: bool = True
     """False: they give no scores of a prompt."""
+    origin: Callable[[], Mapping[str, Any]] | None = None
+    """What the engine's snapshots belong to; None where it takes none."""
 
     def request(
         self, request_id: int, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
@@ -43,11 +48,17 @@ class Intake:
         """The checked request; errors call the prompt by `name`."""
         ids, params, ends, constraint = self.check(prompt, params, truncate, name)
         seed = draw_seed() if params.seed is None else params.seed
-        request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
+        request, snapshot = (
+            Request(request_id, prompt if isinstance(prompt, str) else None, ids, params),
+            _before(prompt),
+        )
+        request.origin = self.origin() if params.keep and self.origin is not None else None
         for index in range(params.n):
             decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
             own, stops = constraint and constraint.copy(), StopStrings(params.stop)
             request.sequences.append(TokenSequence(request, index, -1, seed + index, ends, decoder, stops, own))
+            if snapshot is not None:
+                request.sequences[index].resume(snapshot)
         return request
 
     def check(
@@ -63,7 +74,13 @@ class Intake:
         for wanted, can in (("structured", self.structured), ("prompt_logprobs", self.prompt_logprobs)):
             if getattr(params, wanted) is not None and not can:
                 raise ValueError(f"{wanted} is not None, and the forward passes of this engine do not support it")
-        encoded = self._encoded(prompt, name)
+        if params.keep and self.origin is None:
+            raise ValueError(f"keep is True, and {NO_SNAPSHOTS}")
+        if (snapshot := _before(prompt)) is None:
+            encoded = self._encoded(prompt, name)
+        else:
+            encoded = self._continued(snapshot, getattr(prompt, "more", ()), params, name)
+            truncate = None if truncate == "prompt" else truncate
         # The length first: it is known at once, and a look at every id of a long prompt takes a while.
         places, params = self._fitted(range(check_length(encoded, name)), params, truncate, name)
         ids = check_prompt(encoded, self.vocab, name)[places.start :]
@@ -117,6 +134,31 @@ class Intake:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
+    def _continued(self, snapshot: Snapshot, more: Any, params: SamplingParams, name: str) -> list[int]:
+        """The ids of a snapshot and of what follows it, which is checked."""
+        if self.origin is None:
+            raise ValueError(f"{name} is a snapshot, and {NO_SNAPSHOTS}")
+        before = list(snapshot.token_ids)
+        chat = isinstance(more, (list, tuple)) and len(more) > 0 and isinstance(more[0], dict)
+        if chat:
+            whole = self._encoded(more, name)
+            same = next((i for i, pair in enumerate(zip(before, whole, strict=False)) if len({*pair}) > 1), None)
+            if same is not None or len(whole) <= len(before):
+                place = min(len(whole), len(before)) if same is None else same
+                raise ValueError(
+                    f"{name}: the chat's {len(whole)} tokens are not the snapshot's {len(before)} and more: they part "
+                    f"at token {place}; give the whole conversation, or append token ids"
+                )
+            more = whole[len(before) :]
+        elif isinstance(more, str) and more and self.tokenizer is not None:
+            more = self.tokenizer.encode(more, add_special_tokens=False)
+        elif isinstance(more, str) and more:
+            raise ValueError(f"{name} is text, and this engine has no tokenizer: give token ids")
+        nothing = isinstance(more, (str, list, tuple)) and not more
+        ids = [] if nothing else check_prompt(more, self.vocab, name)
+        snapshot.check(self.origin(), params, bool(ids), name)
+        return before + ids
+
     def _fitted(
         self, places: range, params: SamplingParams, truncate: Truncate, name: str
     ) -> tuple[range, SamplingParams]:
@@ -138,9 +180,14 @@ class Intake:
 
 
 def listed(prompts: Any) -> list[Any]:
-    """The prompts as a list: a text, ids and a chat are one each."""
+    """The prompts as a list: a text, ids, a chat and a snapshot are one each."""
     if isinstance(prompts, (bytes, Mapping, Set)):
         raise ValueError(f"prompts are {shown(prompts)}, expected a list; a chat is a list of messages")
-    several = [prompts] if isinstance(prompts, str) else list(prompts)
+    several = [prompts] if isinstance(prompts, (str, Snapshot, Continued)) else list(prompts)
     one = len(several) > 0 and (is_whole(several[0]) or isinstance(several[0], dict))
     return [several] if one else several
+
+
+def _before(prompt: Any) -> Snapshot | None:
+    """The snapshot that a prompt goes on from, if it does."""
+    return prompt.snapshot if isinstance(prompt, Continued) else prompt if isinstance(prompt, Snapshot) else None

@@ -15,6 +15,7 @@ Every call has a fixed shape, and a row's result depends on its own inputs alone
 of a sequence are bit for bit the same in any company, at any time, and after being preempted.
 """
 
+import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
@@ -28,6 +29,7 @@ from ling3.engine.request import Request, TokenSequence
 from ling3.engine.runner import Extra, Runner
 from ling3.engine.sampling import Choice
 from ling3.engine.scheduler import Scheduler
+from ling3.engine.settings import DECODE_STEPS
 from ling3.engine.shapes import Shapes, smallest
 
 
@@ -85,8 +87,9 @@ class Loop:
                 "have finished, or give the engine a larger max_queue"
             )
         self.requests[request.request_id] = request
+        ends_on_host = bool(request.params.stop) or self.runner.shapes.window is not None
         for sequence in request.sequences:
-            sequence.order = next(self._order)
+            sequence.order, sequence.stepwise = next(self._order), request.params.keep and ends_on_host
             sequence.submitted()
             self.scheduler.enqueue(sequence)
         self._counts["submitted"] += len(request.sequences)
@@ -138,15 +141,18 @@ class Loop:
         self._refill()
         self._make_room()
         self._admit()
-        calls = self._prefill()
+        calls = self._first_tokens() + self._prefill()
         # A sequence whose prompt has just been completed goes on at once if there is room.
         ready = [sequence for sequence in self.scheduler.running if sequence.decoding and sequence.left > 0]
+        ready = [sequence for sequence in ready if not (sequence.stepwise and sequence.ahead)]
         ready = [sequence for sequence in ready if self.scheduler.reserve(sequence, self._goal(sequence))]
         before, self.in_flight = self.in_flight, calls
         at_once: list[Call] = []
         if not (self.runner.decode_waits and (before or calls)):
             at_once = self._constrained([sequence for sequence in ready if sequence.constrained])
-            self.in_flight = calls + self._decode([sequence for sequence in ready if not sequence.constrained])
+            others = [sequence for sequence in ready if not sequence.constrained]
+            at_once += self._decode([sequence for sequence in others if sequence.stepwise], 1)
+            self.in_flight = calls + self._decode([sequence for sequence in others if not sequence.stepwise])
         if any(sequence.constrained and sequence.scored for call in calls for sequence in call.sequences):
             # Its answer may be whole in its first call, and the prompt's scores have to be there before.
             at_once, self.in_flight = calls + at_once, self.in_flight[len(calls) :]
@@ -280,6 +286,7 @@ class Loop:
             known = head.cached
             if self.scheduler.admit(self._goal(head)) is None:
                 return
+            self._counts["cached_tokens"] += 0 if head.preemptions else known  # of a snapshot
             head.admitted()
             self._fill(head, known)
 
@@ -290,6 +297,16 @@ class Loop:
         if prefixes is not None and sequence.cached > known:
             prefixes.settled(sequence)
             self._counts["cached_tokens"] += sequence.cached - known
+
+    def _first_tokens(self) -> list[Call]:
+        """Those of sequences that go on right after a snapshot's prompt, whose logits are known."""
+        calls = []
+        for sequence in self.scheduler.running:
+            if sequence.logits is not None and sequence.left > 0:
+                choice, rows = self.runner.first_token(sequence)
+                sequence.ahead += 1
+                calls.append(Call(choice, [sequence], rows, [1]))
+        return calls
 
     def _prefill(self) -> list[Call]:
         """The next chunks, the oldest sequence's first, up to `chunk` padded tokens in all.
@@ -345,7 +362,7 @@ class Loop:
 
     def _only_score(self, sequence: TokenSequence, tokens: Sequence[int]) -> bool:
         """True, and noted, if nothing is to follow a chunk: it need not be in the caches."""
-        if sequence.params.max_tokens or sequence.prefilled + len(tokens) < len(sequence.prompt):
+        if sequence.params.max_tokens or sequence.remembers or sequence.prefilled + len(tokens) < len(sequence.prompt):
             return False
         sequence.prefilled, sequence.only_scored = len(sequence.prompt), len(tokens)
         self._counts["prompt_tokens"] += len(tokens)
@@ -353,7 +370,11 @@ class Loop:
 
     def _fill_caches(self, sequences: list[TokenSequence], chunks: list[Sequence[int]]) -> Call:
         """Those chunks, in one call."""
-        choice, rows = self.runner.prefill(sequences, chunks)
+        ends = sequences[0].prefilled + len(chunks[0]) == len(sequences[0].prompt)
+        if sequences[0].remembers and ends:  # and no other, as on a mesh there are no snapshots
+            choice, rows = self.runner.prompt_end(sequences[0], chunks[0])
+        else:
+            choice, rows = self.runner.prefill(sequences, chunks)
         self._counts["prefill_calls"] += 1
         ended = []
         for sequence, tokens in zip(sequences, chunks, strict=True):
@@ -376,11 +397,11 @@ class Loop:
             calls.append(self._decoding(choice, some, places, [plans.tokens(plan) for plan in planned]))
         return calls
 
-    def _decode(self, sequences: Sequence[TokenSequence]) -> list[Call]:
+    def _decode(self, sequences: Sequence[TokenSequence], most_steps: int = DECODE_STEPS) -> list[Call]:
         """The next tokens of the sequences, in each call as many of a group as it has rows."""
         calls = []
         for some in self._dealt(sequences):
-            steps = self._steps(some)
+            steps = min(self._steps(some), most_steps)
             most = [min(steps, sequence.left) for sequence in some]
             choice, places = self.runner.decode(some, steps)
             calls.append(self._decoding(choice, some, places, most))
@@ -425,9 +446,22 @@ class Loop:
     def _settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
         """Frees what a finished sequence held, and hands out its delta."""
         if sequence.completion is not None:
+            if delta is not None and sequence.params.keep and sequence.completion.finish_reason in ("stop", "length"):
+                delta = self._keep(sequence, delta)
             self._retire(sequence)
         if delta is not None and (error := self._hand_out(sequence.request, delta)) is not None:
             self.give_up(sequence, error)
+
+    def _keep(self, sequence: TokenSequence, delta: Delta) -> Delta:
+        """The last delta of a sequence with a snapshot of it, or in `error` if there is no memory for one."""
+        assert sequence.completion is not None, "kept at its end"
+        self.scheduler.group_of(sequence).free_behind(sequence)
+        try:
+            sequence.keep(self.runner.keep(sequence))
+        except Exception as error:
+            sequence.fail(f"what it remembers could not be copied: {error!r}")
+        reason = sequence.completion.finish_reason
+        return dataclasses.replace(delta, finish_reason=reason, output=sequence.request.output())
 
     def _hand_out(self, request: Request, delta: Delta) -> Exception | None:
         """Delivers a delta, with a journal after the step under way."""

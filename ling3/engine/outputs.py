@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
+from ling3.engine.snapshots import Snapshot
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 """An end id, a stop string, or a grammar that allows nothing more; `max_tokens` tokens; `Engine.abort`; a fault of this
 request's, in `Completion.error`."""
@@ -57,7 +59,9 @@ class Completion:
     """What it was drawn from."""
     timings: Timings
     cached_tokens: int = 0
-    """Tokens of the prompt that were not computed for it, since earlier prompts began with them."""
+    """Tokens of the prompt that were not computed for it: earlier prompts began with them, or a snapshot has them."""
+    snapshot: Snapshot | None = None
+    """With `keep`, what later requests go on from; None after `abort` and `error`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +112,11 @@ class RequestOutput:
         """How many tokens of the prompt were not computed for the first completion."""
         return self.outputs[0].cached_tokens
 
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """What the first completion left behind, if that was to be kept."""
+        return self.outputs[0].snapshot
+
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
@@ -147,7 +156,7 @@ class Stats:
     prompt_tokens: int
     """Computed."""
     cached_tokens: int
-    """Tokens of prompts that were not computed, since earlier prompts began with them."""
+    """Tokens of prompts that were not computed, since earlier prompts began with them or snapshots have them."""
     output_tokens: int
     preemptions: int
     steps: int

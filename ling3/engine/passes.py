@@ -1,18 +1,19 @@
-"""The forward passes of an engine over the rows of its pool, and the one that scores a prompt."""
+"""The forward passes of an engine over the rows of its pool, and those for prompts' scores and snapshots."""
 
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3.cache import Span, map_slots
 from ling3.engine import pool as pools
 from ling3.engine.pool import Pool, Rows, everywhere
-from ling3.engine.sampling import Choice, log_sum_exp, scored
+from ling3.engine.sampling import NOT_A_NUMBER, Choice, choose_active, log_sum_exp, scored
 from ling3.execution import Execution
 from ling3.model import CausalLM
 
@@ -86,13 +87,47 @@ def scores(
     return jax.tree.map(joined, lax.map(of, (jnp.moveaxis(blocks, 1, 0), jnp.moveaxis(own, 1, 0))))
 
 
+@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
+def prompt_end(
+    model: CausalLM,
+    rows: Rows,
+    tokens: Int32[Array, "rows seq"],
+    lengths: Int32[Array, " rows"],
+    pool: Pool,
+    execution: Execution,
+) -> tuple[tuple[Choice, Float32[Array, "rows vocab"]], Pool]:
+    """`prefill` of the last tokens of prompts, with the logits after them and no token: -1, or NOT_A_NUMBER."""
+    view = pool.take(rows)
+    logits, cache = model.step(tokens, view.cache(rows.table), lengths, last=True, execution=execution)
+    after = view.after(cache, view.token, jnp.zeros_like(view.done))
+    logits = logits[:, 0]
+    choice = Choice.none(lengths.shape, logits.shape[-1])
+    token = jnp.where(jnp.isfinite(log_sum_exp(logits)), choice.token, NOT_A_NUMBER)
+    return (eqx.tree_at(lambda c: c.token, choice, token), logits), pool.put(rows, after)
+
+
+@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
+def first_token(
+    rows: Rows, logits: Float32[Array, "rows vocab"], pool: Pool, execution: Execution
+) -> tuple[Choice, Pool]:
+    """The token that `prefill` would choose from such logits for rows whose prompt's are these."""
+    view = pool.take(rows)
+    assert rows.slots is not None, "an engine's rows say their slots"
+    chosen = rows.slots < pool.length.shape[0]
+    choice = choose_active(logits, view.sampling, view.length, chosen, execution.lowering)
+    return choice, pool.put(rows, view.after(view.cache(rows.table), choice.token, chosen))
+
+
 class Passes(NamedTuple):
     """An engine's forward passes: these programs, or what takes their place.
 
-    Without `constrained` an engine takes no grammars, without `score` it gives no log-probabilities of prompts.
+    Without `constrained` an engine takes no grammars, without `score` it gives no log-probabilities of prompts, and
+    without `prompt_end` and `first_token` it keeps no snapshots.
     """
 
     prefill: Callable[..., tuple[Choice, Pool]] = pools.prefill
     decode: Callable[..., tuple[Choice, Pool]] = pools.decode
     constrained: Callable[..., tuple[Choice, Pool]] | None = pools.constrained
     score: Callable[..., tuple[Choice, Pool]] | None = score
+    prompt_end: Callable[..., tuple[tuple[Choice, Array], Pool]] | None = prompt_end
+    first_token: Callable[..., tuple[Choice, Pool]] | None = first_token

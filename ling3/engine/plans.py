@@ -27,7 +27,7 @@ Plan = tuple[int, Sequence[int], np.ndarray | None]
 @no_type_check
 def planned(sequence: TokenSequence, most: int) -> Plan:
     """What the sequence can get in a call of `most` steps."""
-    constraint, most = sequence.constraint, min(most, sequence.left)
+    constraint, most = sequence.constraint, min(most, sequence.left, 1 if sequence.stepwise else most)
     forced = [token for token, _ in zip(constraint.forced, range(most))]
     free = len(forced) < most and len(forced) == len(constraint.forced) and not constraint.whole
     newest = (sequence.token_ids or sequence.prompt)[-1]

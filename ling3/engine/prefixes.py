@@ -12,7 +12,8 @@ for. Pages behind a sliding window are free for others to use; they come into th
 them, and are copied for a sequence that goes on from them, so that none ever holds more than its window.
 
 Answers are not kept: a token that was decoded has other last bits in the caches than one that was prefilled, which is
-what a later prompt with this answer in it would do without a cache.
+what a later prompt with this answer in it would do without a cache. Nor is what goes on from a request's snapshot
+(`snapshots.py`), which may hold such tokens, and may end anywhere in a chunk.
 """
 
 import dataclasses
@@ -114,7 +115,8 @@ class Prefixes:
         until it is in the pool, which `settled` tells.
         """
         prompt = sequence.prompt
-        if sequence.scored or sequence.looked_up == self._kept or len(prompt) <= self.grid.step:
+        settled = sequence.scored or sequence.resumed or sequence.looked_up == self._kept
+        if settled or len(prompt) <= self.grid.step:
             return False
         sequence.looked_up = self._kept
         match = self.tree.match(prompt[: len(prompt) - 1])
@@ -155,7 +157,7 @@ class Prefixes:
         which pays at the last of a prompt's full steps, and where it left the known prefixes.
         """
         end, grid = sequence.prefilled, self.grid
-        if self.window is not None or end % grid.step or end <= sequence.shared * self.page_size:
+        if sequence.resumed or self.window is not None or end % grid.step or end <= sequence.shared * self.page_size:
             return False
         if self.snapshot_bytes + grid.snapshot <= grid.budget:
             return True
@@ -200,7 +202,7 @@ class Prefixes:
         """With a window: takes the first pages of a sequence, and keeps what a later prompt can go on from."""
         first, size = sequence.first_page, self.page_size
         # Tokens that were decoded, prefilled in less than a full chunk or only scored are not kept.
-        prefilled = sequence.prefilled - sequence.only_scored
+        prefilled = 0 if sequence.resumed else sequence.prefilled - sequence.only_scored
         end = max(min(prefilled // self.grid.step * self.unit, first + len(pages)), first)
         units = self._units(pages[: end - first])
         if units:

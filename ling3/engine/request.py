@@ -12,6 +12,7 @@ from ling3.engine.grammars import Constraint
 from ling3.engine.outputs import Completion, Delta, FinishReason, Logprob, RequestOutput, Timings
 from ling3.engine.sampling import NOT_A_NUMBER
 from ling3.engine.sampling_params import SamplingParams
+from ling3.engine.snapshots import Snapshot
 from ling3.text.detokenizer import StopStrings, StreamDecoder
 
 NOT_FINITE = (
@@ -34,6 +35,8 @@ class Request:
     """Where its deltas go."""
     report: Callable[[Delta], None] = lambda delta: None
     """Where its last ones go once `deliver` has raised."""
+    origin: Any = None
+    """The engine's, where snapshots are kept."""
     fault: Exception | None = None
     """The fault of the engine that ended it, if one did."""
     sequences: list["TokenSequence"] = dataclasses.field(default_factory=list)
@@ -79,7 +82,17 @@ class TokenSequence:
     first_page: int = 0
     """The block table's column of the first of `pages`: as many before it were freed."""
     saved: Any = None
-    """Its states and pages on the host, while it is swapped out."""
+    """Its states and pages on the host, while it is swapped out, or a snapshot that it is to go on from."""
+    resumed: bool = False
+    """It goes on from a snapshot."""
+    by_step: bool = False
+    """All its prompt is a snapshot's, of which the last token is not in the caches: a decode step adds it."""
+    earlier: Sequence[int] = ()
+    """The tokens of the prompt that are the same answer's, which was interrupted."""
+    logits: Any = None
+    """After the prompt, for the first token, or for a snapshot."""
+    stepwise: bool = False
+    """Its calls have one step, and none is dispatched before the last one is read."""
     lock: Any = None
     """On the known prefix that it uses."""
     shared: int = 0
@@ -131,9 +144,14 @@ class TokenSequence:
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
+    def stepped(self) -> bool:
+        """True if a decode step adds its prompt's last token."""
+        return self.constrained or self.by_step
+
+    @property
     def prefill_end(self) -> int:
         """Tokens of its prompt that are prefilled: with a grammar all but the last, which a masked decode step adds."""
-        return len(self.prompt) - self.constrained
+        return len(self.prompt) - self.stepped
 
     @property
     def decoding(self) -> bool:
@@ -153,17 +171,31 @@ class TokenSequence:
     @property
     def held(self) -> int:
         """Tokens in its caches once no call is in flight: all but the newest, which has been prefilled if any was."""
-        return self.prefilled + max(len(self.token_ids) - 1 + self.constrained, 0)
+        return self.prefilled + max(len(self.token_ids) - 1 + self.stepped, 0)
 
     @property
     def next_position(self) -> int:
         """The position of the first token of its next call, unless it ends in one that is in flight."""
-        return self.prefilled + max(len(self.token_ids) + self.ahead - 1 + self.constrained, 0)
+        return self.prefilled + max(len(self.token_ids) + self.ahead - 1 + self.stepped, 0)
 
     @property
     def left(self) -> int:
         """Tokens that it may get beyond those of the calls in flight."""
         return self.params.max_tokens - len(self.token_ids) - self.ahead
+
+    @property
+    def remembers(self) -> bool:
+        """True if its prompt is to be kept, and no token to follow."""
+        return self.params.keep and self.params.max_tokens == 0
+
+    def resume(self, snapshot: Snapshot) -> None:
+        """Goes on from a snapshot, whose tokens its prompt begins with."""
+        more = len(self.prompt) > len(snapshot.token_ids)
+        self.saved, self.resumed, self.first_page = snapshot, True, snapshot.first_page
+        self.prefilled = self.cached = snapshot.held
+        if not more:
+            self.by_step, self.logits = snapshot.logits is None, snapshot.logits
+            self.earlier = self.prompt[len(self.prompt) - snapshot.answered :]
 
     def submitted(self) -> None:
         """Notes the time at which it was queued."""
@@ -203,6 +235,8 @@ class TokenSequence:
                     reason, error = self._constrain(self.constraint, token, reason)
             if reason is not None:
                 break
+        if self.remembers and reason is None:
+            reason = "length"
         if reason is not None:
             return self.finish(reason, stop_reason=stop_reason, error=error, text=text, before=before)
         return self._delta(text, before) if len(self.token_ids) > before else None
@@ -259,6 +293,11 @@ class TokenSequence:
         self.saved = self.constraint = None
         self._text = []
         return self._delta(text, before)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Adds a snapshot to its completion."""
+        assert self.completion is not None, "kept at its end"
+        self.completion = dataclasses.replace(self.completion, snapshot=snapshot)
 
     def fail(self, error: str) -> Delta:
         """Ends it in `error`, even if it was finished otherwise; returns the last delta."""

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ling3.cache import State, pages_of, slots_of
+from ling3.engine import snapshots
 from ling3.engine.masks import Masks
 from ling3.engine.passes import Passes
 from ling3.engine.plans import Plan
@@ -36,7 +37,7 @@ from ling3.engine.shapes import Shapes, smallest
 from ling3.execution import Execution
 from ling3.model import CausalLM
 
-Extra = Literal["structured", "prompt_logprobs"]
+Extra = Literal["structured", "prompt_logprobs", "keep"]
 """What takes programs that few engines run: a warm-up compiles those that are asked for."""
 
 # Programs compiled at once. XLA spreads some of the work on one over more cores.
@@ -90,7 +91,7 @@ class Runner:
         saved, snapshot = sequence.saved, sequence.snapshot
         states = self._fresh if snapshot is None else snapshot.states
         states = states if saved is None else self._restore(saved.states)
-        newest = sequence.token_ids[-1] if sequence.token_ids else 0
+        newest = (sequence.token_ids or sequence.prompt)[-1]
         sampling = Sampling.build(
             [(sequence.params, sequence.seed, len(sequence.prompt), sequence.ends)],
             self.model.config.vocab_size,
@@ -102,7 +103,8 @@ class Runner:
         slot, held, newest, until, done = self._put((*numbers, np.asarray(not sequence.decoding)))
         self.pool = swap_in(slot, SlotContents(states, held, newest, until, done, sampling), self.pool)
         for pages, entries in zip(self._moves(sequence.pages), () if saved is None else saved.pages, strict=False):
-            self.pool = write_pages(pages, self._restore(entries), self.pool)
+            whole = _filled_up(entries) if isinstance(saved, snapshots.Snapshot) else entries
+            self.pool = write_pages(pages, self._restore(whole), self.pool)
         sequence.saved = None
         copies = sequence.pages[: len(sequence.copied)]
         for source, own in zip(self._moves(sequence.copied), self._moves(copies), strict=True):
@@ -118,6 +120,23 @@ class Runner:
         used = sequence.pages[: -(-sequence.held // self.shapes.page_size) - sequence.first_page]
         states = self._fetch(swap_out(self._int(sequence.slot), self.pool))
         return Saved(states, tuple(self._fetch(read_pages(pages, self.pool)) for pages in self._moves(used)))
+
+    def keep(self, sequence: TokenSequence) -> snapshots.Snapshot:
+        """What a finished sequence leaves behind, copied to the host; waits for the device."""
+        saved, logits = self.swap_out(sequence), None if sequence.token_ids else np.asarray(sequence.logits)
+        count = -(-sequence.held // self.shapes.page_size) - sequence.first_page
+        own = [min(count - start, PAGES_MOVED) for start in range(0, count, PAGES_MOVED)]
+        pages = tuple(tuple(np.array(x[:n]) for x in some) for n, some in zip(own, saved.pages, strict=True))
+        return snapshots.Snapshot(
+            (*sequence.prompt, *sequence.token_ids),
+            len(sequence.earlier) + len(sequence.token_ids),
+            sequence.held,
+            sequence.first_page,
+            saved.states,
+            pages,
+            logits,
+            sequence.request.origin,
+        )
 
     def scrub(self, slot: int, pages: Sequence[int]) -> None:
         """Zeros a slot and pages, so that no NaN stays in them."""
@@ -168,6 +187,23 @@ class Runner:
         choice, self.pool = self.passes.score(self.model, *inputs, self.pool, self.execution)
         return choice, rows
 
+    def prompt_end(self, sequence: TokenSequence, tokens: Sequence[int]) -> tuple[Choice, Sequence[int]]:
+        """`prefill` of a prompt's last tokens, which chooses none, but leaves the sequence its logits."""
+        assert self.passes.prompt_end is not None, "refused otherwise"
+        padded, lengths, _ = self._no_tokens(smallest(self.shapes.buckets, len(tokens)))
+        padded[0, : len(tokens)], lengths[0] = tokens, len(tokens)
+        inputs = (self._rows([sequence], 1), *self._put((padded, lengths)))
+        (choice, sequence.logits), self.pool = self.passes.prompt_end(self.model, *inputs, self.pool, self.execution)
+        return choice, self._places([sequence], 1)
+
+    def first_token(self, sequence: TokenSequence) -> tuple[Choice, Sequence[int]]:
+        """The first token of a sequence whose prompt's logits are known."""
+        assert self.passes.first_token is not None, "refused otherwise"
+        inputs = (self._rows([sequence], 1), self._put(sequence.logits))
+        choice, self.pool = self.passes.first_token(*inputs, self.pool, self.execution)
+        sequence.logits = None
+        return choice, self._places([sequence], 1)
+
     def constrained(
         self, sequences: Sequence[TokenSequence], plans: Sequence[Plan], steps: int
     ) -> tuple[Choice, Sequence[int]]:
@@ -184,6 +220,7 @@ class Runner:
         """How many programs a warm-up compiles."""
         extras = len(self.shapes.rows) * ("structured" in also and self.passes.constrained is not None)
         extras += len(self.shapes.buckets) * ("prompt_logprobs" in also and self.passes.score is not None)
+        extras += (len(self.shapes.buckets) + 1) * ("keep" in also and self.passes.prompt_end is not None)
         return extras + len(self.shapes.buckets) + (1 if first_token else len(self.shapes.rows) + 4)
 
     def warmup(self, first_token: bool = False, *also: Extra) -> Generator[str, None, None]:
@@ -192,7 +229,7 @@ class Runner:
         With `first_token` only what a request's first token needs: the others are compiled when they are needed. Those
         of an `Extra` are compiled only if `also` names it.
         """
-        wanted = (self.passes.prefill, swap_in, self.passes.constrained, self.passes.score)
+        wanted = (swap_in, *self.passes[:1], *self.passes[2:])
         begin = time.perf_counter()
         compilers = ThreadPoolExecutor(COMPILED_AT_ONCE)
         try:
@@ -234,6 +271,12 @@ class Runner:
             tokens, lengths, no = self._no_tokens(width)
             inputs = (self.model, self._rows([], 1), *self._put((tokens, lengths, tokens, no)))
             yield f"scores of {width}", self.passes.score, inputs, self.execution
+        for width in reversed(self.shapes.buckets if "keep" in also and self.passes.prompt_end else ()):
+            inputs = (self.model, self._rows([], 1), *self._put(self._no_tokens(width)[:2]))
+            yield f"end of a prompt of {width}", self.passes.prompt_end, inputs, self.execution
+        if "keep" in also and self.passes.first_token:
+            logits = self._put(np.zeros((1, self.model.config.vocab_size), np.float32))
+            yield "first token", self.passes.first_token, (self._rows([], 1), logits), self.execution
         for rows in reversed(self.shapes.rows if "structured" in also and self.passes.constrained else ()):
             masks = Masks.build(rows * self.shapes.groups, self.model.config.vocab_size, [], [], self._put)
             inputs = (self.model, self._rows([], rows), self._int(0), masks)
@@ -311,7 +354,7 @@ class Runner:
         for token, value in (params.logit_bias or {}).items():
             bias[0, token] = value
         counts[0, list(set(sequence.prompt))] = IN_PROMPT
-        np.add.at(counts[0], sequence.token_ids, 1)
+        np.add.at(counts[0], [*sequence.earlier, *sequence.token_ids], 1)
         numbers = (np.asarray([value], np.float32) for value in penalties)
         return Adjustments(*self._put((np.asarray([True]), *numbers, bias, counts)))
 
@@ -329,3 +372,11 @@ class Runner:
     def _zeros(self, like: Array, rows: int) -> Array:
         """Zeros for so many rows of an array."""
         return self._put(np.zeros((rows, *like.shape[1:]), like.dtype))
+
+
+def _filled_up(entries: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """Some pages with zeros after them, as many as one call moves."""
+    missing = PAGES_MOVED - len(entries[0]) if entries else 0
+    if not missing:
+        return entries
+    return tuple(np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)]) for x in entries)

@@ -83,7 +83,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Taken off the logit of a token for each time that the output has it."""
     max_tokens: int = 128
-    """The most new tokens; 0, with `prompt_logprobs` alone, for none."""
+    """The most new tokens; 0, with `prompt_logprobs` or `keep` alone, for none."""
     min_tokens: int = 0
     """No stop id, and no stop string, ends the text before it has so many tokens."""
     stop: str | Sequence[str] = ()
@@ -114,6 +114,11 @@ class SamplingParams:
     """Added to the logits, by token id."""
     n: int = 1
     """Completions of the prompt; the i-th has the seed `seed + i`."""
+    keep: bool = False
+    """Copy what the request remembers at its end to the host, for later requests to go on from: `Completion.snapshot`.
+    With `max_tokens=0` that is right after the prompt. The answer has the same bits with and without. With strings in
+    `stop`, or a sliding window, the request gets one token per call, in calls of its own: the device must not go past
+    an end that only the host sees, since a state cannot be cut back."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the class is frozen
@@ -151,17 +156,24 @@ class SamplingParams:
             if not ((value := getattr(self, name)) is None and optional)
             and not (is_whole(value) and (low <= value or self._may_be_zero(name, value)) and value <= high)
         ]
-        if type(self.ignore_eos) is not bool:
-            problems.append(f"ignore_eos is {shown(self.ignore_eos)}, expected True or False")
+        problems += [
+            f"{name} is {shown(value)}, expected True or False"
+            for name in ("ignore_eos", "keep")
+            if type(value := getattr(self, name)) is not bool
+        ]
         return problems
 
     def _may_be_zero(self, name: str, value: Any) -> bool:
-        return name == "max_tokens" and value == 0 and self.prompt_logprobs is not None
+        return name == "max_tokens" and value == 0 and (self.prompt_logprobs is not None or self.keep is True)
 
     def _of_an_answer(self) -> list[str]:
         """What is asked of an answer although there is to be none."""
-        several = [f"n is {self.n}"] if self.n > 1 else []
-        return several if self.structured is None else [*several, f"structured is a {type(self.structured).__name__}"]
+        found = [f"n is {self.n}"] if self.n > 1 else []
+        if self.structured is not None:
+            found.append(f"structured is a {type(self.structured).__name__}")
+        if self.keep and self.prompt_logprobs is not None:
+            found.append(f"keep is True and prompt_logprobs is {self.prompt_logprobs}")
+        return found
 
     def _lists(self) -> list[str]:
         problems = []

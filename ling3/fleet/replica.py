@@ -155,7 +155,7 @@ class Replica:
         settings = dataclasses.replace(self._engine.settings, mem_fraction=plan.settings.mem_fraction)
         return Card(
             settings,
-            dataclasses.replace(self._engine._intake, tokenizer=None),
+            dataclasses.replace(self._engine._intake, tokenizer=None, origin=None),
             {
                 "version": __version__,
                 "weights": fingerprint(model),

@@ -230,6 +230,11 @@ def test_counts(whole, answers):
     assert found.both_busy > 0 and {side: len(busy) for side, busy in found.busy.items()} == {"attention": 2, "ffn": 2}
 
 
+def test_its_engines_keep_no_snapshots(whole):
+    with pytest.raises(ValueError, match=r"keep is True, and an engine .* of attention and experts apart keeps no"):
+        whole.engines[0].submit([7], SamplingParams(keep=True))
+
+
 def test_a_request_has_the_same_bits_alone_and_in_company(whole, answers):
     """On either session, beside requests of its own session and of the other, and after a known prefix."""
     asked = answers[0]

@@ -1,5 +1,6 @@
 """The promise: a request's tokens and log-probabilities are bit for bit those of the same request run alone."""
 
+import dataclasses
 import functools
 import math
 
@@ -83,8 +84,17 @@ def answer(completion):
     return completion.token_ids, completion.logprobs, completion.finish_reason, completion.stop_reason
 
 
+def joined(first, rest):
+    """The completion of which these are the two parts, or the one."""
+    if first is None:
+        return rest
+    logprobs = None if rest.logprobs is None else (*first.logprobs, *rest.logprobs)
+    return dataclasses.replace(rest, token_ids=(*first.token_ids, *rest.token_ids), logprobs=logprobs)
+
+
 class Company(RuleBasedStateMachine):
-    """Requests come, go on, are aborted and preempted in any order; fewer slots and pages than the pool has.
+    """Requests come, go on, are aborted and preempted in any order; fewer slots and pages than the pool has. Some are
+    asked in two parts, the second of which goes on from the first one's snapshot.
 
     Alone a request finds no known prefix. In company it may: without room for snapshots, with room for few, or enough.
     """
@@ -103,6 +113,7 @@ class Company(RuleBasedStateMachine):
         self.engine._loop.scheduler = Scheduler(slots, pages, page_size, grid=grid)
         self.before = self.engine.stats()
         self.asked, self.finished, self.aborted = {}, {}, set()
+        self.begun, self.first = {}, {}
 
     def alone(self, which):
         return alone(which, self.chunk)
@@ -112,12 +123,31 @@ class Company(RuleBasedStateMachine):
         prompt, params = requests()[which]
         self.asked[self.engine.submit(prompt, params)] = which
 
+    @rule(which=st.integers(0, 23), tokens=st.integers(1, 47))
+    def submit_in_two(self, which, tokens):
+        """So many tokens, and the rest from what they left, whenever they are there."""
+        prompt, params = requests()[which]
+        if params.n == 1 and tokens < params.max_tokens:
+            first = dataclasses.replace(params, max_tokens=tokens, keep=True)
+            self.begun[self.engine.submit(prompt, first)] = which
+
+    def resume(self, which, first):
+        _, params = requests()[which]
+        if first.finish_reason == "length":
+            rest = dataclasses.replace(params, max_tokens=params.max_tokens - len(first.token_ids))
+            number = self.engine.submit(first.snapshot, rest)
+            self.asked[number], self.first[number] = which, first
+        else:
+            assert answer(first) == self.alone(which)[0]
+
     @precondition(lambda self: self.engine.has_work)
     @rule(turns=st.integers(1, 4))
     def step(self, turns):
         for _ in range(turns):
             for delta in self.engine.step():
-                if delta.output is not None:
+                if delta.output is not None and delta.request_id in self.begun:
+                    self.resume(self.begun.pop(delta.request_id), delta.output.outputs[0])
+                elif delta.output is not None:
                     self.finished[delta.request_id] = delta.output
 
     @precondition(lambda self: self.asked)
@@ -145,7 +175,8 @@ class Company(RuleBasedStateMachine):
             self.step(1)
         assert set(self.finished) == set(self.asked)
         for request, which in self.asked.items():
-            for got, expected in zip(self.finished[request].outputs, self.alone(which), strict=True):
+            for own, expected in zip(self.finished[request].outputs, self.alone(which), strict=True):
+                got = joined(self.first.get(request), own)
                 if got.finish_reason == "abort":
                     assert request in self.aborted
                     assert got.token_ids == expected[0][: len(got.token_ids)]
@@ -194,6 +225,7 @@ class FreshCompany(Company):
         self.engine, _ = engines(*sizes)
         self.engine.forget_prefixes()
         self.asked, self.finished, self.aborted = {}, {}, set()
+        self.begun, self.first = {}, {}
 
     def alone(self, which):
         return alone_in(which, *self.sizes)

@@ -100,6 +100,8 @@ def test_an_engine_answers_as_on_one_device_and_alike_in_any_company(tensor, dat
         [alone] = engine.generate([prompt], params)
         assert (alone.outputs[0].token_ids, alone.outputs[0].logprobs) == (together.token_ids, together.logprobs)
     assert max(each.timings.preemptions for each in found) > 0 or data > 1
+    with pytest.raises(ValueError, match=r"keep is True, and an engine on a mesh .* keeps no snapshots"):
+        engine.submit(PROMPTS[0], ling3.SamplingParams(keep=True))
 
 
 def test_what_cannot_be_cut_is_refused():

@@ -1,0 +1,41 @@
+"""What an engine's snapshots belong to: its model, and the settings on which the last bits depend."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped, UInt32
+
+from ling3.engine.settings import EngineSettings
+from ling3.engine.shapes import Shapes
+from ling3.execution import Execution
+from ling3.model import CausalLM
+
+
+def origin(model: CausalLM, settings: EngineSettings, shapes: Shapes, execution: Execution) -> Mapping[str, Any]:
+    """All that the bits of a snapshot depend on: the weights, and what `EngineSettings` says of last bits."""
+    names = ("page_size", "chunked_prefill_size", "token_paddings", "decode_rows", "decode_steps", "batch_invariant")
+    found = {"model": checksum(model), "cache_dtype": settings.cache_dtype, "execution": execution}
+    if shapes.window is not None:  # how many pages a window needs is in steps of the known prefixes
+        found["prefix_step"] = None if shapes.grid is None else shapes.grid.step
+    return found | {name: getattr(settings, name) for name in names}
+
+
+def checksum(model: CausalLM) -> str:
+    """Of a model's config and of every bit of its weights, which are read once."""
+    leaves = jax.tree.leaves(model)
+    sums = jax.device_get([_sum(leaf) for leaf in leaves])
+    parts = [(leaf.shape, str(leaf.dtype), int(one)) for leaf, one in zip(leaves, sums, strict=True)]
+    return hashlib.sha256(repr((model.config, parts)).encode()).hexdigest()
+
+
+@jax.jit
+def _sum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
+    """Σ_i (2i + 1) · word_i modulo 2^32: it changes with any one number."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(8 * x.dtype.itemsize, 32)}"))
+    words = x.reshape(-1).astype(jnp.uint32)
+    return jnp.sum(words * (2 * lax.iota(jnp.uint32, words.shape[0]) + 1), dtype=jnp.uint32)

@@ -1,0 +1,97 @@
+"""What a request leaves behind, on the host, and what later requests go on from as often as they like."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float32, Shaped
+
+from ling3.cache import State
+from ling3.engine.sampling_params import SamplingParams
+from ling3.runtime.quoting import shown
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Snapshot:
+    """A request's tokens and all that it remembers of them, on the host: a prompt that need not be computed again.
+
+    `SamplingParams(keep=True)` gives one at the end of each completion (`Completion.snapshot`), and with `max_tokens=0`
+    one right after the prompt. It is a prompt for any number of requests, also at once, and `then` appends to it. Only
+    what is appended is computed, and after an answer its last token, which no step has put in yet: all other tokens are
+    `cached_tokens`. It takes no slot and no page, and its memory is free once nothing refers to it.
+
+    A request that continues from it has the same bits in any company, and these:
+
+    - Right after a prompt, those of a new request with that prompt and the same parameters. The logits of the prompt's
+      last token, and the choice of the first new one, come from programs of their own, which XLA compiles apart from
+      that of a new request: tests find the same bits on a CPU, with and without optimization.
+    - After an answer, with nothing appended, those of one request that was never interrupted: draws go on by
+      (seed, position), and penalties count the whole answer. `max_tokens` and `min_tokens` count new tokens; a stop
+      string is looked for in the new text alone, and a grammar begins anew.
+    - With tokens appended, those of a new request with all the tokens if the snapshot was taken right after a prompt of
+      whole chunks (`chunked_prefill_size`). Elsewhere that request would put the tokens into other calls, which round
+      otherwise in the last bits, as decoding a token does compared with prefilling it. There the bits are those of the
+      same steps, from the first prompt on, in any engine of these settings.
+
+    What comes after a snapshot is not kept for `prefix_cache`.
+    """
+
+    token_ids: tuple[int, ...]
+    """Of prompt and answer."""
+    answered: int
+    """How many of them, the last ones, are an answer; 0 right after a prompt."""
+    held: int
+    """How many are in the caches: all right after a prompt, else all but the last."""
+    first_page: int
+    """Pages before the first that is kept: those behind a sliding window are not needed."""
+    states: tuple[State, ...]
+    """What the request had in its slot, a row of each array."""
+    pages: tuple[tuple[Shaped[np.ndarray, "_moved _page ..."], ...], ...]
+    """Its pages, some at a time: those of each paged array."""
+    logits: Float32[np.ndarray, "1 vocab"] | None
+    """After the prompt's last token; None after an answer."""
+    origin: Mapping[str, Any]
+    """The model and the settings that it belongs to."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the host's memory."""
+        return sum(x.nbytes for x in jax.tree.leaves((self.states, self.pages, self.logits)))
+
+    def then(self, more: Any) -> "Continued":
+        """The prompt of its tokens and `more`: a text or token ids, which are appended.
+
+        Or a whole chat, whose ids must begin with the snapshot's: the conversation so far and its next turn.
+        """
+        return Continued(self, more)
+
+    def check(self, origin: Mapping[str, Any], params: SamplingParams, more: bool, name: str) -> None:
+        """ValueError if no request of `params` can go on from it in an engine of this `origin`, with `more` or not."""
+        for key, own in self.origin.items():
+            if origin.get(key) != own:
+                whole = key in ("model", "execution")
+                what = f"another {key}" if whole else f"an engine whose {key} is {shown(own)}"
+                here = "" if whole else f" and not {shown(origin.get(key))}"
+                raise ValueError(f"{name} is a snapshot of {what}{here}: it holds for the same model and settings")
+        if params.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs: {name} goes on from a snapshot, and its prompt is not computed again")
+        if params.max_tokens == 0 and not more:
+            raise ValueError(f"max_tokens is 0 and {name} is a snapshot with nothing appended: nothing is to be done")
+        if params.structured is not None and self.logits is not None and not more:
+            raise ValueError(
+                f"structured: a grammar's first token comes of a step of the token before it, and {name} has computed "
+                "that: keep a snapshot of all tokens but the prompt's last, and append this one"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Snapshot: {len(self.token_ids)} tokens, {self.nbytes / 1e6:.2f} MB>"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Continued:
+    """A prompt: a snapshot, and what follows it."""
+
+    snapshot: Snapshot
+    more: Any = ()
