@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ling3.cache import Cache, KDAState, Paged, Span
     from ling3.checkpoint import CheckpointError, load, save
     from ling3.checkpoint.quantizing import quantize
+    from ling3.engine.capture import Capture, Captured, Routing
     from ling3.engine.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
     from ling3.engine.sampling_params import SamplingParams
     from ling3.engine.settings import EngineSettings
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
     from ling3.generate import generate
     from ling3.interpret import ablate
     from ling3.interpret.trace import Trace, trace
+    from ling3.intervention import Intervention
     from ling3.model import CausalLM, Decoder, DecoderLayer, Mixer
     from ling3.serve import Engine, QueueFull
     from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 __all__ = [
     "Cache",
+    "Capture",
+    "Captured",
     "CausalLM",
     "CheckpointError",
     "Choice",
@@ -45,6 +49,7 @@ __all__ = [
     "Fleet",
     "FleetError",
     "Grammar",
+    "Intervention",
     "JSONObject",
     "JSONSchema",
     "KDAState",
@@ -55,6 +60,7 @@ __all__ = [
     "QueueFull",
     "Regex",
     "RequestOutput",
+    "Routing",
     "SamplingParams",
     "Span",
     "Stats",
@@ -77,6 +83,7 @@ __all__ = [
 # The public names and the modules that define them. They are imported when first used, so that the command line
 # answers `--help`, a wrong option and Ctrl-C without waiting for JAX.
 _MODULES = {
+    "intervention": ("Intervention",),
     "cache": ("Cache", "KDAState", "Paged", "Span"),
     "checkpoint": ("CheckpointError", "load", "save"),
     "checkpoint.quantizing": ("quantize",),
@@ -86,6 +93,7 @@ _MODULES = {
     "fleet": ("Fleet", "FleetError"),
     "generate": ("generate",),
     "model": ("CausalLM", "Decoder", "DecoderLayer", "Mixer"),
+    "engine.capture": ("Capture", "Captured", "Routing"),
     "engine.outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
     "engine.sampling_params": ("SamplingParams",),
     "engine.settings": ("EngineSettings",),

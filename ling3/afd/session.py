@@ -95,7 +95,7 @@ class AttentionWorker:
     @property
     def passes(self) -> Passes:
         """What an engine runs instead of its own programs: no grammars, and no scores of prompts."""
-        return Passes(self.prefill, self.decode, constrained=None, score=None)
+        return Passes(self.prefill, self.decode, constrained=None, score=None, watch=None)
 
     def prefill(
         self,

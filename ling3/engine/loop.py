@@ -29,6 +29,7 @@ from ling3.engine.runner import Extra, Runner
 from ling3.engine.sampling import Choice
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.shapes import Shapes, smallest
+from ling3.intervention import structure
 
 
 class QueueFull(RuntimeError):
@@ -88,6 +89,9 @@ class Loop:
         for sequence in request.sequences:
             sequence.order = next(self._order)
             sequence.submitted()
+            if request.params.max_tokens == 0 and request.params.prompt_logprobs is None:  # to be captured alone
+                sequence.finish("length")
+                sequence = sequence.watch()  # noqa: PLW2901
             self.scheduler.enqueue(sequence)
         self._counts["submitted"] += len(request.sequences)
 
@@ -164,6 +168,8 @@ class Loop:
                 self._take(call)
             for sequence, scores in call.scores():
                 self._settle(sequence, sequence.take_scores(*scores))
+            if call.watched is not None:
+                self._take_chunks(call)
 
     def fail(self, error: Exception) -> Exception:
         """After a fault of the engine's own: ends every request in `error`, and begins anew with an empty pool.
@@ -334,6 +340,8 @@ class Loop:
             reserved = self.scheduler.reserve(sequence, self._goal(sequence))
             assert reserved, "a sequence is admitted with the pages for any one of its chunks"
             chunks.append(sequence.prompt[sequence.prefilled : sequence.prefilled + self._chunk(sequence)])
+        if sequences[0].watched is not None:
+            return [self._watch(*each) for each in zip(sequences, chunks, strict=True)]
         calls, found = [], list(zip(sequences, chunks, strict=True))
         if scored := [(sequence, tokens) for sequence, tokens in found if sequence.scored]:
             some, own = map(list, zip(*scored, strict=True))
@@ -342,6 +350,18 @@ class Loop:
         if going_on := [(sequence, tokens) for sequence, tokens in found if not self._only_score(sequence, tokens)]:
             calls.append(self._fill_caches(*map(list, zip(*going_on, strict=True))))
         return calls
+
+    def _watch(self, sequence: TokenSequence, tokens: Sequence[int]) -> Call:
+        """The next chunk of a watcher."""
+        seen, rows = self.runner.watch(sequence, tokens)
+        sequence.prefilled += len(tokens)
+        return Call(None, [sequence], rows, [0], [len(tokens)], seen)
+
+    def _take_chunks(self, call: Call) -> None:
+        """Gives watchers what was seen of their chunks, and ends the sequences of which all has been."""
+        for watcher, length, chunk in call.chunks():
+            if (delta := watcher.saw(length, chunk)) is not None:
+                self._settle(watcher.watched, delta)
 
     def _only_score(self, sequence: TokenSequence, tokens: Sequence[int]) -> bool:
         """True, and noted, if nothing is to follow a chunk: it need not be in the caches."""
@@ -369,7 +389,7 @@ class Loop:
     def _constrained(self, sequences: Sequence[TokenSequence]) -> list[Call]:
         """The next tokens of sequences with grammars, of which no call is in flight."""
         calls = []
-        for some in self._dealt(sequences):
+        for some in self._calls(sequences):
             steps = plans.common_steps(some, self.decode_steps)
             planned = [plans.planned(sequence, steps) for sequence in some]
             choice, places = self.runner.constrained(some, planned, steps)
@@ -379,12 +399,19 @@ class Loop:
     def _decode(self, sequences: Sequence[TokenSequence]) -> list[Call]:
         """The next tokens of the sequences, in each call as many of a group as it has rows."""
         calls = []
-        for some in self._dealt(sequences):
+        for some in self._calls(sequences):
             steps = self._steps(some)
             most = [min(steps, sequence.left) for sequence in some]
             choice, places = self.runner.decode(some, steps)
             calls.append(self._decoding(choice, some, places, most))
         return calls
+
+    def _calls(self, sequences: Sequence[TokenSequence]) -> Iterable[list[TokenSequence]]:
+        """Those of each decode call: sequences with interventions go beside those that have the like alone."""
+        alike: dict[Any, list[TokenSequence]] = {}
+        for sequence in sequences:
+            alike.setdefault(structure(sequence.later) if sequence.interventions else None, []).append(sequence)
+        return itertools.chain.from_iterable(map(self._dealt, alike.values()))
 
     def _dealt(self, sequences: Sequence[TokenSequence]) -> Iterable[list[TokenSequence]]:
         """Those of each decode call."""
@@ -423,9 +450,13 @@ class Loop:
             self._settle(sequence, delta)
 
     def _settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
-        """Frees what a finished sequence held, and hands out its delta."""
+        """Frees what a finished sequence held, and hands out its delta; what is to be watched of it goes on instead."""
         if sequence.completion is not None:
             self._retire(sequence)
+            sequence.watcher = None
+        elif sequence.whole is not None and sequence.watcher is None:
+            self.scheduler.release(sequence)
+            self.scheduler.enqueue(sequence.watch())
         if delta is not None and (error := self._hand_out(sequence.request, delta)) is not None:
             self.give_up(sequence, error)
 
@@ -450,11 +481,12 @@ class Loop:
         """Frees the slot, the pages and the place in the queue of a finished sequence."""
         assert sequence.completion is not None, "only a finished sequence retires"
         self._finished[sequence.completion.finish_reason] += 1
-        if sequence.slot is None:
-            self.scheduler.withdraw(sequence)
+        held = sequence if sequence.watcher is None else sequence.watcher
+        if held.slot is None:
+            self.scheduler.withdraw(held)
         else:
-            slot, pages, spoiled = sequence.slot, sequence.pages, sequence.completion.finish_reason == "error"
-            self.scheduler.release(sequence, spoiled)
+            slot, pages, spoiled = held.slot, held.pages, sequence.completion.finish_reason == "error"
+            self.scheduler.release(held, spoiled)
             if spoiled:
                 self.runner.scrub(slot, self.scheduler.are_free(pages))
         if sequence.request.finished:

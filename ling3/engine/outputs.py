@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
+from ling3.engine.capture import Captured
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 """An end id, a stop string, or a grammar that allows nothing more; `max_tokens` tokens; `Engine.abort`; a fault of this
 request's, in `Completion.error`."""
@@ -58,6 +60,8 @@ class Completion:
     timings: Timings
     cached_tokens: int = 0
     """Tokens of the prompt that were not computed for it, since earlier prompts began with them."""
+    captured: Captured | None = dataclasses.field(default=None, compare=False)
+    """What `capture` asked for, if the completion ended by itself: in `stop` or `length`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +111,11 @@ class RequestOutput:
     def cached_tokens(self) -> int:
         """How many tokens of the prompt were not computed for the first completion."""
         return self.outputs[0].cached_tokens
+
+    @property
+    def captured(self) -> Captured | None:
+        """What was captured of the prompt and the first completion."""
+        return self.outputs[0].captured
 
 
 @dataclasses.dataclass(frozen=True)

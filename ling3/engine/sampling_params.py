@@ -6,7 +6,9 @@ import operator
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from ling3.engine.capture import Capture
 from ling3.engine.structured import KINDS, Structured
+from ling3.intervention import Intervention
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_real, is_whole
 
@@ -83,7 +85,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Taken off the logit of a token for each time that the output has it."""
     max_tokens: int = 128
-    """The most new tokens; 0, with `prompt_logprobs` alone, for none."""
+    """The most new tokens; 0, with `prompt_logprobs` or `capture`, for none."""
     min_tokens: int = 0
     """No stop id, and no stop string, ends the text before it has so many tokens."""
     stop: str | Sequence[str] = ()
@@ -110,6 +112,14 @@ class SamplingParams:
     where it can only end. Where the grammar leaves no choice of text, its tokens are those that the tokenizer makes of
     it, several in one call. A grammar that leaves no token, before `min_tokens` for instance, ends in `error`. The
     extra `structured` has what it takes."""
+    capture: Capture | None = None
+    """Which arrays inside the model to bring along of every prompt and new token, in `Completion.captured`. The answer
+    has the same bits with and without; such a request takes another prefill of prompt and answer, and its last delta
+    comes after that. `max_tokens=0` captures the prompt alone."""
+    interventions: Sequence[Intervention] = ()
+    """What to change inside the model for this request, at positions that count from the prompt's first token. Such
+    requests run in calls of their own, together with those that have interventions at the same sites, and use no known
+    prefixes; each new combination of sites is compiled with its first request."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits, by token id."""
     n: int = 1
@@ -132,6 +142,7 @@ class SamplingParams:
             value = getattr(self, name)
             set_field(self, name, None if value is None else operator.index(value))
         set_field(self, "stop", tuple(self.stop))
+        set_field(self, "interventions", tuple(self.interventions))
         set_field(self, "stop_token_ids", tuple(operator.index(token) for token in self.stop_token_ids))
         # A copy: what the caller does to theirs must not reach a request that is running.
         bias = self.logit_bias
@@ -156,7 +167,7 @@ class SamplingParams:
         return problems
 
     def _may_be_zero(self, name: str, value: Any) -> bool:
-        return name == "max_tokens" and value == 0 and self.prompt_logprobs is not None
+        return name == "max_tokens" and value == 0 and (self.prompt_logprobs is not None or self.capture is not None)
 
     def _of_an_answer(self) -> list[str]:
         """What is asked of an answer although there is to be none."""
@@ -167,6 +178,12 @@ class SamplingParams:
         problems = []
         if self.structured is not None and not isinstance(self.structured, tuple(KINDS.values())):
             problems.append(f"structured is {shown(self.structured)}, expected a {', a '.join(KINDS)} or None")
+        if self.capture is not None and not isinstance(self.capture, Capture):
+            problems.append(f"capture is {shown(self.capture)}, expected a ling3.Capture or None")
+        if not isinstance(self.interventions, (list, tuple)) or not all(
+            isinstance(each, Intervention) for each in self.interventions
+        ):
+            problems.append(f"interventions are {shown(self.interventions)}, expected a list of ling3.Intervention")
         if not _is_list(self.stop) or not all(isinstance(stop, str) and stop for stop in self.stop):
             problems.append(f"stop is {shown(self.stop)}, expected strings that are not empty")
         elif len(self.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in self.stop):
