@@ -28,6 +28,11 @@ class Call:
     """Of a call that watches, which chooses no token: what it saw, by path."""
 
     @property
+    def results(self) -> Any:
+        """What the device computes."""
+        return self.choice if self.watched is None else self.watched
+
+    @property
     def wanted(self) -> bool:
         """True if any unfinished sequence can get a token."""
         return any(most and not each.ended for each, most in zip(self.sequences, self.most, strict=True))
