@@ -1,6 +1,7 @@
 """An intervention is what its formula says: the model with other weights, or the other run that it patches in."""
 
 import dataclasses
+import operator
 
 import equinox as eqx
 import jax
@@ -66,7 +67,7 @@ def everywhere(site, value, layers=(*KDA, *MLA)):
         ([CHANGE.set(2, "heads", np.zeros(VALUE), head=1)], lambda m: without_head(m, 2, "o_proj")),
         ([CHANGE.expert(i, 5, 0.0) for i in (1, 2, 3)], lambda m: without_expert(m, 5)),
         ([CHANGE.set(1, "residual", VECTOR), CHANGE.add(1, -VECTOR), CHANGE.add(1, VECTOR)], lambda m: pinned(m, 1)),
-        ([CHANGE.add(None, VECTOR, site="embeddings")], lambda m: shifted(m)),
+        ([CHANGE.add(None, VECTOR, site="embeddings")], shifted),
     ],
     ids=["gates", "mla gates", "decay", "beta", "attended", "mla head", "kda head", "expert", "residual", "embeddings"],
 )
@@ -85,8 +86,9 @@ def without_head(model, layer, name):
 def without_expert(model, expert):
     """An expert that answers 0 in all layers."""
     for i in range(1, FLASH.num_hidden_layers):
-        weight = lambda m, i=i: m.model.layers[i].mlp.experts.down_proj.weight
-        model = eqx.tree_at(weight, model, weight(model).at[expert].set(0.0))
+        weight = operator.attrgetter("mlp.experts.down_proj.weight")
+        changed = weight(model.model.layers[i]).at[expert].set(0.0)
+        model = eqx.tree_at(lambda m, i=i, weight=weight: weight(m.model.layers[i]), model, changed)
     return model
 
 
