@@ -9,6 +9,8 @@ One turn is `launch`, and then `read` for the calls that it returns:
     constrain   tokens for sequences with grammars, read in this turn while the device works on the others (`plans.py`)
     decode      tokens for every sequence whose prompt is done, one row of a call each: one while other prompts wait to
                 be prefilled, else `decode_steps`, or fewer if many rows would soon be idle
+    watch       a sequence of which arrays are captured comes again once it is whole: its tokens go in as a prompt's do,
+                in calls of their own
     read        the tokens of the *previous* turn, while the device works on this one (without `overlap`: of this turn)
 
 Every call has a fixed shape, and a row's result depends on its own inputs alone. So the tokens and log-probabilities

@@ -22,13 +22,6 @@ NOT_FINITE = (
 )
 
 
-WATCHED = {
-    "max_tokens": 0, "min_tokens": 0, "n": 1, "stop": (), "structured": None, "logprobs": None, "prompt_logprobs": None,
-    "logit_bias": None, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-}  # fmt: skip
-"""What is not asked for of a sequence that is watched: it chooses no token."""
-
-
 # These two's methods run for every token of every request: checking their types would take longer than they do.
 @no_type_check
 @dataclasses.dataclass(eq=False)
@@ -323,7 +316,7 @@ class TokenSequence:
 
     def watch(self) -> "TokenSequence":
         """The prompt of all its tokens that is to be watched in its place."""
-        whole, params = [*self.prompt, *self.token_ids], dataclasses.replace(self.params, **WATCHED)
+        whole, params = [*self.prompt, *self.token_ids], SamplingParams(max_tokens=0, capture=self.params.capture)
         request = Request(self.request.request_id, None, whole, params)
         request.interventions, request.paths = self.interventions, self.request.paths
         self.watcher = TokenSequence(request, self.index, self.order, self.seed, (), None, StopStrings(()))

@@ -4,13 +4,15 @@ import dataclasses
 import math
 import operator
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ling3.engine.capture import Capture
 from ling3.engine.structured import KINDS, Structured
-from ling3.intervention import Intervention
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_real, is_whole
+
+if TYPE_CHECKING:
+    from ling3.intervention import Intervention
 
 MAX_LOGPROBS = 20
 """The most alternatives that are reported per token."""
@@ -116,7 +118,7 @@ class SamplingParams:
     """Which arrays inside the model to bring along of every prompt and new token, in `Completion.captured`. The answer
     has the same bits with and without; such a request takes another prefill of prompt and answer, and its last delta
     comes after that. `max_tokens=0` captures the prompt alone."""
-    interventions: Sequence[Intervention] = ()
+    interventions: "Sequence[Intervention]" = ()
     """What to change inside the model for this request, at positions that count from the prompt's first token. Such
     requests run in calls of their own, together with those that have interventions at the same sites, and use no known
     prefixes; each new combination of sites is compiled with its first request."""
@@ -180,9 +182,7 @@ class SamplingParams:
             problems.append(f"structured is {shown(self.structured)}, expected a {', a '.join(KINDS)} or None")
         if self.capture is not None and not isinstance(self.capture, Capture):
             problems.append(f"capture is {shown(self.capture)}, expected a ling3.Capture or None")
-        if not isinstance(self.interventions, (list, tuple)) or not all(
-            isinstance(each, Intervention) for each in self.interventions
-        ):
+        if not isinstance(self.interventions, (list, tuple)) or not all(map(_is_intervention, self.interventions)):
             problems.append(f"interventions are {shown(self.interventions)}, expected a list of ling3.Intervention")
         if not _is_list(self.stop) or not all(isinstance(stop, str) and stop for stop in self.stop):
             problems.append(f"stop is {shown(self.stop)}, expected strings that are not empty")
@@ -254,3 +254,9 @@ def check_room(prompt: Any, max_tokens: int, context: int, name: str = "prompt")
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple, set, frozenset))
+
+
+def _is_intervention(value: Any) -> bool:
+    from ling3.intervention import Intervention  # noqa: PLC0415, only for who has any: it takes JAX
+
+    return isinstance(value, Intervention)
