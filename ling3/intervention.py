@@ -19,6 +19,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32
 
 from ling3.cache import Span
@@ -61,7 +62,7 @@ class Intervention(eqx.Module):
 
     @staticmethod
     def add(
-        layer: int,
+        layer: int | None,
         vector: Any,
         *,
         site: str = "residual",
@@ -74,7 +75,7 @@ class Intervention(eqx.Module):
 
     @staticmethod
     def set(
-        layer: int,
+        layer: int | None,
         site: str,
         value: Any,
         *,
@@ -109,7 +110,7 @@ class Intervention(eqx.Module):
 
     @staticmethod
     def patch(
-        layer: int,
+        layer: int | None,
         values: Any,
         positions: Sequence[int] | None = None,
         *,
@@ -161,7 +162,7 @@ class Intervention(eqx.Module):
             having = [i for i in range(layers) if PATHS[self.site].format(i) in shapes]
             where = f"those that have: {', '.join(map(str, having))}" if having else "none has"
             raise ValueError(f"intervention: layer {self.layer} has no {self.site}; {where}")
-        if isinstance(self.part, jax.core.Tracer):
+        if isinstance(self.part, Tracer):
             return shape
         if self.site in (*OF_HEADS, "router") and self.part[0] >= shape[0]:
             what = "expert" if self.site == "router" else "head"
@@ -174,7 +175,8 @@ class Intervention(eqx.Module):
     def applied(self, x: Any, span: Span) -> Any:
         """What a pass goes on with in the place of the site's array."""
         if self.site == "router":
-            return self._routed(*x, span)
+            chosen, weights = x
+            return self._routed(chosen, weights, span)
         where = self._where(span, x.shape[1])
         index = (*where.shape, *[1] * (x.ndim - 2))
         held = where.reshape(index)
@@ -273,7 +275,7 @@ def _problems_of_site(site: Any, part: Any) -> list[str]:
 def _problems_of_value(value: Any, array: Any, at_most_0: bool) -> list[str]:
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         return [f"the value is {shown(value)}, expected numbers"]
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return []
     if not np.isfinite(np.asarray(array, np.float64)).all():
         return ["the value has numbers that are not finite"]

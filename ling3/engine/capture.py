@@ -133,8 +133,9 @@ class Captured:
             layer, _, rest = path.removeprefix("layers.").partition(".")
             for name, pattern in PATHS.items():
                 if rest == pattern.removeprefix("layers.{}."):
-                    own = Routing(*array, whole[path.replace("router", "scores")]) if name == "router" else array
-                    fields[name][int(layer)] = own
+                    fields[name][int(layer)] = array
+        for layer, (chosen, weights) in fields["router"].items():
+            fields["router"][layer] = Routing(chosen, weights, whole[f"layers.{layer}.mlp.scores"])
         return Captured(tokens, **fields)
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ of a sequence are bit for bit the same in any company, at any time, and after be
 import itertools
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
-from typing import no_type_check
+from typing import Any, no_type_check
 
 from ling3.engine import plans
 from ling3.engine.calls import Call
@@ -190,7 +190,7 @@ class Loop:
                         sequence.order >= 0
                     )  # `submitted` counts it only once it was in the queue
                     sequence.slot, sequence.pages = None, []
-                    self.deliver(request, sequence.finish("error", error=f"the engine failed: {error!r}"))
+                    self.deliver(request, sequence.fail(f"the engine failed: {error!r}"))
         if self.journal is not None:  # the other processes are amid the step that failed
             self._broken = error
             return error
@@ -362,8 +362,9 @@ class Loop:
     def _take_chunks(self, call: Call) -> None:
         """Gives watchers what was seen of their chunks, and ends the sequences of which all has been."""
         for watcher, length, chunk in call.chunks():
-            if (delta := watcher.saw(length, chunk)) is not None:
-                self._settle(watcher.watched, delta)
+            sequence, delta = watcher.watched, watcher.saw(length, chunk)
+            if sequence is not None and delta is not None:
+                self._settle(sequence, delta)
 
     def _only_score(self, sequence: TokenSequence, tokens: Sequence[int]) -> bool:
         """True, and noted, if nothing is to follow a chunk: it need not be in the caches."""

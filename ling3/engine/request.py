@@ -330,6 +330,7 @@ class TokenSequence:
         if self.seen < len(self.prompt):
             return None
         watched = self.watched
+        assert watched is not None and watched.whole is not None, "only a watcher sees, of what is not ended"
         completion, text, before = watched.whole
         watched.whole = None
         return watched._end(completion, text, before, captured=Captured.joined(self.seen, self.chunks))
@@ -346,7 +347,9 @@ class TokenSequence:
     def fail(self, error: str) -> Delta:
         """Ends it in `error`, even if it was finished otherwise; returns the last delta."""
         if self.completion is None:
-            return self.finish("error", error=error)
+            last = self.finish("error", error=error)
+            assert last is not None, "of what fails nothing is captured"
+            return last
         changes = {"finish_reason": "error", "stop_reason": None, "error": error, "captured": None}
         self.completion = dataclasses.replace(self.completion, **changes)
         return self._delta("", len(self.token_ids))

@@ -84,7 +84,8 @@ def state_norms(
     """The Frobenius norm of the state after each token, by the recurrence token by token."""
 
     def one(state, token):
-        _, state = kda_step(*token, state)
+        q, k, v, g, beta = token
+        _, state = kda_step(q, k, v, g, beta, state)
         return state, jnp.linalg.norm(state, axis=(-2, -1))
 
     _, norms = lax.scan(one, state, tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta)))

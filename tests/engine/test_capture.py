@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,8 +18,8 @@ ALL = ling3.Capture(**dict.fromkeys(PATHS, True))
 TEXTS = [np.random.default_rng(n).integers(6, CONFIG.vocab_size, n).tolist() for n in (1, 20, 32, 33, 90)]
 SEEN = ling3.SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1, capture=ALL)
 PLAIN = dataclasses.replace(SEEN, capture=None)
-# Of the largest number of an array. A float32 has 6e-8, and through three layers sums are taken in another order.
-ROUNDING = 3e-6
+# Of the largest number of an array: a few tokens of a random model amplify float32's rounding by a hundred.
+ROUNDING = 3e-5
 
 
 @pytest.fixture(scope="module")
@@ -43,32 +45,51 @@ def same(one, other):
 
 
 def close(found, expected):
+    """The same numbers but for float32's rounding through three layers, in another order of sums."""
     assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING * np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING * max(np.abs(expected).max(), 1.0))
+
+
+def shown(model, tokens):
+    """What a trace shows of that, by field and layer: norms in place of vectors."""
+    found = {}
+    trace = ling3.trace(model, jnp.asarray([tokens], jnp.int32))
+    for i, layer in enumerate(trace.layers):
+        found |= {("residual", i, 0): layer.residual_norm, ("attended", i, 0): layer.attention_norm}
+        found |= {("added", i, 0): layer.mlp_norm, ("gates", i, 0): layer.attention.gate}
+    for i, layer in trace.kda.items():
+        found |= {("decays", i, 0): layer.decay, ("betas", i, 0): layer.beta, ("state_norms", i, 0): layer.state_norm}
+    for i, layer in trace.moe.items():
+        found |= {("router", i, 0): layer.chosen, ("router", i, 1): layer.weights, ("router", i, 2): layer.scores}
+    return {key: np.asarray(array[0]) for key, array in found.items()}
 
 
 def test_it_is_the_trace_of_the_whole_sequence(alone):
-    """Of every token of the prompt and of the answer, also of the last."""
-    for text, output in zip(TEXTS, alone, strict=True):
-        found, tokens = output.captured, [*text, *output.token_ids]
-        expected = ling3.trace(model(), jnp.asarray([tokens], jnp.int32))
-        assert found.tokens == len(tokens) == len(text) + 12
-        for i, layer in enumerate(expected.layers):
-            close(np.linalg.norm(found.residual[i], axis=-1), layer.residual_norm[0])
-            close(np.linalg.norm(found.attended[i], axis=-1), layer.attention_norm[0])
-            close(np.linalg.norm(found.added[i], axis=-1), layer.mlp_norm[0])
-            close(found.gates[i], layer.attention.gate[0])
-            assert found.heads[i].shape[:2] == (len(tokens), CONFIG.num_attention_heads)
-        for i, layer in expected.kda.items():
-            close(found.decays[i], layer.decay[0])
-            close(found.betas[i], layer.beta[0])
-            close(found.state_norms[i], layer.state_norm[0])
-        for i, layer in expected.moe.items():
-            assert np.array_equal(found.router[i].chosen, layer.chosen[0])
-            close(found.router[i].weights, layer.weights[0])
-            close(found.router[i].scores, layer.scores[0])
-        assert found.decays.keys() == found.state_norms.keys() == expected.kda.keys()
-        assert found.router.keys() == expected.moe.keys()
+    """Of every token of prompt and answer, also of the last: within 1e-6, or as near to float64 as float32 comes.
+
+    A few tokens of a random model amplify rounding, a trace's as much as a capture's.
+    """
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf, model())
+        exact = [shown(wide, [*text, *output.token_ids]) for text, output in zip(TEXTS, alone, strict=True)]
+    errors, own = [], []
+    for text, output, expected in zip(TEXTS, alone, exact, strict=True):
+        tokens = [*text, *output.token_ids]
+        found, traced = arrays(output.captured), shown(model(), tokens)
+        assert output.captured.tokens == len(tokens) == len(text) + 12
+        assert found.keys() == expected.keys() | {("heads", i, 0) for i in range(CONFIG.num_hidden_layers)}
+        for key, array in expected.items():
+            name, _, part = key
+            ours = np.linalg.norm(found[key], axis=-1) if name in ("residual", "attended", "added") else found[key]
+            assert ours.shape == array.shape and len(ours) == len(tokens)
+            if (name, part) == ("router", 0):
+                assert np.array_equal(ours, array)
+                continue
+            scale = np.abs(array).max()
+            errors.append(np.abs(ours - array).ravel() / scale)
+            own.append(np.abs(traced[key] - array).ravel() / scale)
+    errors, own = np.concatenate(errors), np.concatenate(own)
+    assert np.median(errors) < 1e-6 and np.mean(errors > 1e-6) < 0.1 and errors.max() < 4 * own.max()
 
 
 def test_the_last_residual_has_the_models_logits(alone):

@@ -111,8 +111,8 @@ def test_what_is_captured_is_under_them(served):
         expected = ling3.trace(model(), tokens, interventions=STEERED)
         for i, layer in enumerate(expected.layers):
             norm = np.linalg.norm(output.captured.residual[i], axis=-1)
-            np.testing.assert_allclose(norm, layer.residual_norm[0], rtol=1e-5)
-        np.testing.assert_allclose(output.captured.state_norms[1], expected.kda[1].state_norm[0], rtol=1e-5)
+            np.testing.assert_allclose(norm, layer.residual_norm[0], rtol=ROUNDING)
+        np.testing.assert_allclose(output.captured.state_norms[1], expected.kda[1].state_norm[0], rtol=ROUNDING)
         assert np.all(output.captured.gates[0][:, 1] == np.float32(0.2))
 
 
