@@ -55,28 +55,6 @@ def everywhere(site, value, layers=(*KDA, *MLA)):
     return [CHANGE.set(i, site, value) for i in layers]
 
 
-@pytest.mark.parametrize(
-    ("changes", "other"),
-    [
-        (everywhere("gate", 1.0), ablate.no_output_gate),
-        (everywhere("gate", 1.0, MLA), lambda m: ablate.no_output_gate(m, "mla")),
-        (everywhere("decay", 0.0, KDA), ablate.no_decay),
-        (everywhere("beta", 0.5, KDA), lambda m: ablate.fixed_beta(m, 0.5)),
-        (everywhere("attended", 0.0, [1]), lambda m: ablate.no_attention(m, [1])),
-        ([CHANGE.set(1, "heads", 0.0, head=1)], lambda m: without_head(m, 1, "dense")),
-        ([CHANGE.set(2, "heads", np.zeros(VALUE), head=1)], lambda m: without_head(m, 2, "o_proj")),
-        ([CHANGE.expert(i, 5, 0.0) for i in (1, 2, 3)], lambda m: without_expert(m, 5)),
-        ([CHANGE.set(1, "residual", VECTOR), CHANGE.add(1, -VECTOR), CHANGE.add(1, VECTOR)], lambda m: pinned(m, 1)),
-        ([CHANGE.add(None, VECTOR, site="embeddings")], shifted),
-    ],
-    ids=["gates", "mla gates", "decay", "beta", "attended", "mla head", "kda head", "expert", "residual", "embeddings"],
-)
-def test_it_is_the_model_with_other_weights(model, plain, changes, other):
-    found = model(TOKENS, interventions=changes)
-    np.testing.assert_allclose(found, other(model)(TOKENS), atol=ROUNDING)
-    assert np.abs(found - plain).max() > 0.1
-
-
 def without_head(model, layer, name):
     """No weights from a head to the residual."""
     weight = lambda m: getattr(m.model.layers[layer].attention, name).weight  # noqa: E731
@@ -104,6 +82,28 @@ def shifted(model):
     """Words with a vector added to each."""
     weight = lambda m: m.model.word_embeddings.weight  # noqa: E731
     return eqx.tree_at(weight, model, weight(model) + VECTOR[None])
+
+
+@pytest.mark.parametrize(
+    ("changes", "other"),
+    [
+        (everywhere("gate", 1.0), ablate.no_output_gate),
+        (everywhere("gate", 1.0, MLA), lambda m: ablate.no_output_gate(m, "mla")),
+        (everywhere("decay", 0.0, KDA), ablate.no_decay),
+        (everywhere("beta", 0.5, KDA), lambda m: ablate.fixed_beta(m, 0.5)),
+        (everywhere("attended", 0.0, [1]), lambda m: ablate.no_attention(m, [1])),
+        ([CHANGE.set(1, "heads", 0.0, head=1)], lambda m: without_head(m, 1, "dense")),
+        ([CHANGE.set(2, "heads", np.zeros(VALUE), head=1)], lambda m: without_head(m, 2, "o_proj")),
+        ([CHANGE.expert(i, 5, 0.0) for i in (1, 2, 3)], lambda m: without_expert(m, 5)),
+        ([CHANGE.set(1, "residual", VECTOR), CHANGE.add(1, -VECTOR), CHANGE.add(1, VECTOR)], lambda m: pinned(m, 1)),
+        ([CHANGE.add(None, VECTOR, site="embeddings")], shifted),
+    ],
+    ids=["gates", "mla gates", "decay", "beta", "attended", "mla head", "kda head", "expert", "residual", "embeddings"],
+)
+def test_it_is_the_model_with_other_weights(model, plain, changes, other):
+    found = model(TOKENS, interventions=changes)
+    np.testing.assert_allclose(found, other(model)(TOKENS), atol=ROUNDING)
+    assert np.abs(found - plain).max() > 0.1
 
 
 def test_adding_nothing_changes_no_bit(model, plain):
