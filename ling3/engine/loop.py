@@ -413,7 +413,8 @@ class Loop:
         """Those of each decode call: sequences with interventions go beside those that have the like alone."""
         alike: dict[Any, list[TokenSequence]] = {}
         for sequence in sequences:
-            alike.setdefault(structure(sequence.later) if sequence.interventions else None, []).append(sequence)
+            later = sequence.later
+            alike.setdefault(structure(later) if later else None, []).append(sequence)
         return itertools.chain.from_iterable(map(self._dealt, alike.values()))
 
     def _dealt(self, sequences: Sequence[TokenSequence]) -> Iterable[list[TokenSequence]]:
