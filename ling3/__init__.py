@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ling3.cache import Cache, KDAState, Paged, Span
     from ling3.checkpoint import CheckpointError, load, save
     from ling3.checkpoint.quantizing import quantize
+    from ling3.engine.capture import Capture, Captured, Routing
     from ling3.engine.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
     from ling3.engine.sampling_params import SamplingParams
     from ling3.engine.settings import EngineSettings
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
     from ling3.interpret import ablate
     from ling3.interpret.look import Look, look
     from ling3.interpret.trace import Trace, trace
+    from ling3.intervention import Intervention
     from ling3.model import CausalLM, Decoder, DecoderLayer, Mixer
     from ling3.serve import Engine, QueueFull
     from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 __all__ = [
     "Cache",
+    "Capture",
+    "Captured",
     "CausalLM",
     "CheckpointError",
     "Choice",
@@ -47,6 +51,7 @@ __all__ = [
     "Fleet",
     "FleetError",
     "Grammar",
+    "Intervention",
     "JSONObject",
     "JSONSchema",
     "KDAState",
@@ -58,6 +63,7 @@ __all__ = [
     "QueueFull",
     "Regex",
     "RequestOutput",
+    "Routing",
     "SamplingParams",
     "Snapshot",
     "Span",
@@ -82,6 +88,7 @@ __all__ = [
 # The public names and the modules that define them. They are imported when first used, so that the command line
 # answers `--help`, a wrong option and Ctrl-C without waiting for JAX.
 _MODULES = {
+    "intervention": ("Intervention",),
     "cache": ("Cache", "KDAState", "Paged", "Span"),
     "checkpoint": ("CheckpointError", "load", "save"),
     "checkpoint.quantizing": ("quantize",),
@@ -91,6 +98,7 @@ _MODULES = {
     "fleet": ("Fleet", "FleetError"),
     "generate": ("generate",),
     "model": ("CausalLM", "Decoder", "DecoderLayer", "Mixer"),
+    "engine.capture": ("Capture", "Captured", "Routing"),
     "engine.outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
     "engine.sampling_params": ("SamplingParams",),
     "engine.settings": ("EngineSettings",),

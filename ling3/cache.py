@@ -23,8 +23,8 @@ class Span(eqx.Module):
 
     Positions are absolute and count from 0; whatever stands after `length[b]` in a row is padding. `table[b, i]` is the
     page with row b's positions [page·i, page·(i+1)) in every paged array; a number that is no page stands for none.
-    `execution` is how the pass runs, and `recorder` takes down what happens in it. The decoder adds the `tokens`
-    themselves, for feed-forwards that look experts up by them.
+    `execution` is how the pass runs, and `recorder` takes down what happens in it, or changes it at a `site`. The
+    decoder adds the `tokens` themselves, for feed-forwards that look experts up by them.
     """
 
     start: Int32[Array, " batch"]
@@ -56,6 +56,15 @@ class Span(eqx.Module):
     def cleared(self, x: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq *rest"]:
         """`x` with zeros in place of padding, which stays zeros through most layers: kernels for CPUs pass over it."""
         return jnp.where(self.valid(x.shape[1]).reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
+
+    @property
+    def watched(self) -> bool:
+        """True if there is a recorder, for which a module may compute more than the pass needs."""
+        return self.recorder is not SILENT
+
+    def site(self, name: str, x: Any) -> Any:
+        """Shows an array to the recorder; returns what the pass goes on with, which is `x` itself without one."""
+        return self.recorder.site(name, x, self)
 
     def within(self, name: str) -> "Span":
         """The same span for a part of the model, under whose name the recorder files what it is given."""

@@ -13,6 +13,7 @@ from ling3.engine.sampling import NOT_A_NUMBER, Sampling
 from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
 from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
+from ling3.intervention import Intervention, settled
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
@@ -39,6 +40,7 @@ def generate(
     stop_token_ids: Iterable[Any] = (),
     ignore_eos: bool = False,
     execution: Execution | None = None,
+    interventions: Sequence[Intervention] = (),
 ) -> list[list[int]]:
     """The new token ids of each prompt. All prompts, of any lengths, are one batch.
 
@@ -46,11 +48,12 @@ def generate(
     (which `ignore_eos` disregards); that token is the last of the row. A checkpoint's tokenizer may have more end ids
     than its config: `stop_token_ids=tokenizer.eos_token_ids` are all of them. Temperature 0 is greedy; otherwise row b
     draws from seed + b. `Engine` serves requests that come and go, with text, stop strings, penalties and
-    log-probabilities. `execution` is how the model runs, by default as suits the platform. What is compiled is kept for
-    later processes, as `ling3.runtime.compilation_cache` says.
+    log-probabilities. `execution` is how the model runs, by default as suits the platform, and `interventions` are what
+    to change inside it, for every prompt at its own positions. What is compiled is kept for later processes, as
+    `ling3.runtime.compilation_cache` says.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the context, before any work;
-    FloatingPointError if the model's logits are not numbers.
+    Raises ValueError for an empty prompt, ids outside the vocabulary, interventions that do not hold of the model, or
+    more tokens than the context, before any work; FloatingPointError if the model's logits are not numbers.
     """
     refuse_fork()
     compilation_cache.switch_on()
@@ -70,7 +73,8 @@ def generate(
     for i, prompt in enumerate(prompts):
         check_room(prompt, params.max_tokens, config.max_position_embeddings, f"prompt {i}")
         ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
-    return _run(model, ids, params, stops, execution or Execution.default()) if ids else []
+    changes = settled(model, interventions)
+    return _run(model, ids, params, stops, execution or Execution.default(), changes) if ids else []
 
 
 def _run(
@@ -79,7 +83,9 @@ def _run(
     params: SamplingParams,
     stops: Sequence[int],
     execution: Execution,
+    interventions: tuple[Intervention, ...],
 ) -> list[list[int]]:
+    how = {"interventions": interventions} if interventions else {}
     batch, longest = len(prompts), max(map(len, prompts))
     columns = -(-_round_up(longest + params.max_tokens, SMALLEST_CHUNK) // model.page_size)
     rows = Rows(None, jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns))
@@ -99,12 +105,12 @@ def _run(
             tokens[row, : len(chunk)], lengths[row] = chunk, len(chunk)
         end = np.asarray([start < len(prompt) <= start + width for prompt in prompts])
         choice, pool = prefill(
-            model, rows, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(end), pool, execution
+            model, rows, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(end), pool, execution, **how
         )
         _append(news, np.where(end, np.asarray(choice.token), -1)[:, None])
         start += width
     while not bool(jnp.all(pool.done)):
-        choice, pool = decode(model, rows, jnp.asarray(DECODE_STEPS, jnp.int32), pool, execution)
+        choice, pool = decode(model, rows, jnp.asarray(DECODE_STEPS, jnp.int32), pool, execution, **how)
         _append(news, np.asarray(choice.token))
     return news
 

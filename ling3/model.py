@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -12,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, Span, State, pages_of
 from ling3.execution import PLAIN, Execution
+from ling3.intervention import Intervention, recorder, takes_interventions
 from ling3.layers.hyper import HyperConnection, HyperHead, Mixing, mixed
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
@@ -72,9 +74,8 @@ class DecoderLayer(eqx.Module):
         normed, mixing = self.read(x)
         with jax.named_scope("mlp"):
             added = self.mlp(normed, span.within("mlp"))
-        x = mixed(x, added, mixing)
-        span.recorder(added=added, residual=x)
-        return x, state
+        x = mixed(x, span.site("added", added), mixing)
+        return span.site("residual", x), state
 
     def attend(
         self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
@@ -86,8 +87,7 @@ class DecoderLayer(eqx.Module):
         normed = self.input_layernorm(h)
         with jax.named_scope("attention"):
             attended, state = self.attention(normed, state, span.within("attention"))
-        span.recorder(attended=attended)
-        return mixed(x, attended, mixing), state
+        return mixed(x, span.site("attended", attended), mixing), state
 
     def read(
         self, x: Float[Array, "batch seq *streams hidden"]
@@ -114,8 +114,7 @@ class Decoder(eqx.Module):
         """The normed hidden state of each token, and every attention's memory after the span."""
         x = span.cleared(self.word_embeddings.embed(tokens, span.execution))
         span = dataclasses.replace(span, tokens=tokens)
-        span.recorder(embeddings=x)
-        x = self.spread(x)
+        x = self.spread(span.site("embeddings", x))
         memory, after = iter(states), []
         for i, layer in enumerate(self.layers):
             has_memory = layer.attention is not None
@@ -157,18 +156,23 @@ class CausalLM(eqx.Module):
         return dataclasses.replace(self, placement=None)
 
     @checks_ids
+    @takes_interventions
     @eqx.filter_jit
     def __call__(
-        self, tokens: Int[Array, "batch seq"], execution: Execution | None = None
+        self,
+        tokens: Int[Array, "batch seq"],
+        execution: Execution | None = None,
+        *,
+        interventions: Sequence[Intervention] = (),
     ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
         """The logits after each token of each sequence, from position 0 on. Compiled once per shape.
 
         Differentiable in reverse mode (the experts' fast form has no forward mode).
 
-        `execution` is how it runs, by default as suits the platform.
+        `execution` is how it runs, by default as suits the platform. `interventions` hold for every row.
 
-        ValueError for no tokens, and for ids outside [0, vocab). Inside `jax.jit` and other transformations these are
-        not checked, and JAX reads another row.
+        ValueError for no tokens, for interventions that do not hold of the model, and for ids outside [0, vocab).
+        Inside `jax.jit` and other transformations ids are not checked, and JAX reads another row.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):
@@ -178,7 +182,7 @@ class CausalLM(eqx.Module):
             where = PartitionSpec(self.placement.rows(batch))
             scored = lambda part, tokens: part(tokens, execution)  # noqa: E731
             return self.placement.run(scored, (tokens,), (where,), where, self.part)
-        return self.watched(tokens, Span.whole(batch, seq, execution))
+        return self.watched(tokens, Span.whole(batch, seq, execution, recorder(interventions)))
 
     def watched(
         self, tokens: Int[Array, "batch seq"], span: Span
@@ -273,6 +277,7 @@ class CausalLM(eqx.Module):
         return tuple(mixer.empty_state(slots, pages, page_size, dtype, **how) for mixer in self.model.attentions)
 
     @checks_ids
+    @takes_interventions
     @eqx.filter_jit
     def step(
         self,
@@ -282,6 +287,7 @@ class CausalLM(eqx.Module):
         *,
         last: bool = False,
         execution: Execution | None = None,
+        interventions: Sequence[Intervention] = (),
     ) -> tuple[Float32[Array, "batch out {self.config.vocab_size}"], Cache]:
         """Continue each row of `cache` with its next tokens; returns their logits and the cache with them in it.
 
@@ -290,7 +296,8 @@ class CausalLM(eqx.Module):
         Row b brings `lengths[b]` tokens (all `seq` without `lengths`, 0 leaves the row untouched) and right padding
         after them, whose logits mean nothing. `last=True` computes the logits after each row's last token alone
         (`out` = 1) and not of all (`out` = seq). A row that the cache has no room for gets NaN logits, and so does one
-        whose length is not in [0, seq]. ValueError for no tokens at all, and for ids as in `__call__`.
+        whose length is not in [0, seq]. `interventions` hold for every row, at absolute positions. ValueError for no
+        tokens at all, and for ids and interventions as in `__call__`.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):
@@ -299,7 +306,7 @@ class CausalLM(eqx.Module):
         execution = Execution.default() if execution is None else execution
         if self.placement is not None:
             return self._step_on_mesh(self.placement, tokens, cache, length, last, execution)
-        span = Span(cache.length, length, cache.table, execution)
+        span = Span(cache.length, length, cache.table, execution, recorder(interventions))
         hidden, states = self.model(tokens, cache.layers, span)
         if last:
             hidden = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)

@@ -34,6 +34,7 @@ from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings, changed
 from ling3.engine.shapes import settle
 from ling3.execution import Execution
+from ling3.intervention import sites
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
@@ -139,6 +140,7 @@ class Engine:
         assert length is not None, "settled"
         self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, length
         self.device_kind = jax.devices()[0].device_kind
+        watches = model.placement is None and (passes is None or passes.watch is not None)
         self._intake = Intake(
             tokenizer=tokenizer,
             vocab=config.vocab_size,
@@ -150,6 +152,7 @@ class Engine:
             max_queue=settings.max_queue,
             structured=passes is None or passes.constrained is not None,
             prompt_logprobs=passes is None or passes.score is not None,
+            sites=functools.partial(sites, model) if watches else None,
         )
         if model.placement is None and (passes is None or passes.prompt_end is not None):
             self._intake.origin = functools.cache(lambda: origin(model, settings, shapes, execution))

@@ -22,6 +22,7 @@ FLOORS = (
     {"ops"},
     {"execution"},
     {"cache"},
+    {"intervention"},
     {"placement"},
     {"layers"},
     {"model"},

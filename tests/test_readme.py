@@ -14,14 +14,14 @@ README = pathlib.Path(__file__).parent.parent / "README.md"
 
 
 def python():
-    """The blocks of Python: ten lines, the engine, an ablation, snapshots, attention and experts apart."""
+    """The blocks of Python: ten lines, the engine, an ablation, a look inside, snapshots, AFD."""
     return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.mark.slow
 def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    ten_lines, engine, cut, branch, _ = python()
+    ten_lines, engine, cut, looked, branch, _ = python()
     scope = {}
     exec(ten_lines, scope)
     answer = capsys.readouterr().out.strip()
@@ -40,12 +40,16 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
         1,
         len(scope["ids"]),
     )
+    exec(looked, scope)
+    plain, steered = scope["plain"], scope["steered"]
+    assert plain.text == answer and steered.captured.router.keys() == {1, 2, 3}
+    assert plain.captured.residual[1].shape[0] == len(scope["ids"]) + len(plain.token_ids)
 
 
 @pytest.mark.slow
 def test_the_python_of_attention_and_experts_apart_runs(capsys):
     jax.config.update("jax_disable_most_optimizations", True)  # the devices' programs compile in half the time
-    exec(python()[4], {})
+    exec(python()[-1], {})
     jax.config.update("jax_disable_most_optimizations", "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ)
     assert "max_in_flight=2" in capsys.readouterr().out
 

@@ -94,8 +94,10 @@ class AttentionWorker:
 
     @property
     def passes(self) -> Passes:
-        """What an engine runs instead of its own programs: no grammars, no scores of prompts, and no snapshots."""
-        return Passes(self.prefill, self.decode, constrained=None, score=None, prompt_end=None, first_token=None)
+        """What an engine runs instead of its own programs: no grammars, scores of prompts, snapshots or captures."""
+        return Passes(
+            self.prefill, self.decode, constrained=None, score=None, prompt_end=None, first_token=None, watch=None
+        )
 
     def prefill(
         self,

@@ -215,9 +215,9 @@ class Actor:
 
     def _await(self, call: Call) -> None:
         """Waits for the results of a call, and takes messages meanwhile."""
-        token: Any = call.choice.token
-        if not token.is_ready():
-            self._watched.put(token)
+        first: Any = jax.tree.leaves(call.results)[0]
+        if not first.is_ready():
+            self._watched.put(first)
             ends = False
             while (message := self._inbox.get()) is not READY:
                 if message is None:
@@ -226,7 +226,7 @@ class Actor:
                     self.handle(*message)
             if ends:  # the last one: after this turn
                 self._inbox.put(None)
-        jax.block_until_ready(call.choice)
+        jax.block_until_ready(call.results)
 
 
 def result(outcome: tuple[Any, BaseException | None]) -> Any:

@@ -5,10 +5,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
+import jax
+import numpy as np
+
 from ling3.engine.grammars import Constraint, Grammars
 from ling3.engine.request import Request, TokenSequence, draw_seed
 from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
 from ling3.engine.snapshots import Continued, Snapshot
+from ling3.intervention import Intervention
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_whole
 from ling3.text.detokenizer import StopStrings
@@ -41,6 +45,8 @@ class Intake:
     """False: they give no scores of a prompt."""
     origin: Callable[[], Mapping[str, Any]] | None = None
     """What the engine's snapshots belong to; None where it takes none."""
+    sites: Callable[[], Mapping[str, tuple[int, ...]]] | None = None
+    """What the model shows to a recorder; None: they capture nothing and take no interventions."""
 
     def request(
         self, request_id: int, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
@@ -48,11 +54,10 @@ class Intake:
         """The checked request; errors call the prompt by `name`."""
         ids, params, ends, constraint = self.check(prompt, params, truncate, name)
         seed = draw_seed() if params.seed is None else params.seed
-        request, snapshot = (
-            Request(request_id, prompt if isinstance(prompt, str) else None, ids, params),
-            _before(prompt),
-        )
+        request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
+        snapshot = _before(prompt)
         request.origin = self.origin() if params.keep and self.origin is not None else None
+        request.interventions, request.paths = self._watched(params)
         for index in range(params.n):
             decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
             own, stops = constraint and constraint.copy(), StopStrings(params.stop)
@@ -76,6 +81,7 @@ class Intake:
                 raise ValueError(f"{wanted} is not None, and the forward passes of this engine do not support it")
         if params.keep and self.origin is None:
             raise ValueError(f"keep is True, and {NO_SNAPSHOTS}")
+        self._watched(params)
         if (snapshot := _before(prompt)) is None:
             encoded = self._encoded(prompt, name)
         else:
@@ -108,6 +114,17 @@ class Intake:
     def _grammars(self) -> Grammars:
         assert self.tokenizer is not None, "checked before"
         return Grammars(self.tokenizer, self.vocab, self.ends)
+
+    def _watched(self, params: SamplingParams) -> tuple[tuple[Intervention, ...], tuple[str, ...]]:
+        """The interventions, ready for the model, and the paths of what is to be captured."""
+        if not params.interventions and params.capture is None:
+            return (), ()
+        if self.sites is None:
+            name = "capture" if params.capture is not None else "interventions"
+            raise ValueError(f"{name}: the forward passes of this engine do not support it (on a mesh none do)")
+        shapes = self.sites()
+        interventions = tuple(jax.tree.map(np.asarray, each.settled(shapes)) for each in params.interventions)
+        return interventions, () if params.capture is None else params.capture.paths(shapes)
 
     def _constraint(self, params: SamplingParams, ends: Sequence[int]) -> Constraint | None:
         """A sequence's constraint at its beginning; None without a grammar."""
@@ -169,7 +186,8 @@ class Intake:
         elif truncate == "prompt" and params.max_tokens < self.room:
             places = places[-(self.room - params.max_tokens) :]
         check_room(places, params.max_tokens, self.room, name)
-        pages = min(-(-(len(places) + max(params.max_tokens, 1) - 1) // self.page_size), self.most_pages)
+        held = len(places) + max(params.max_tokens - (params.capture is None), 0)
+        pages = min(-(-held // self.page_size), self.most_pages)
         if pages > self.pages:
             raise ValueError(
                 f"{name} has {len(places)} tokens and max_tokens is {params.max_tokens}: that takes {pages} pages of "

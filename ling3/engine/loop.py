@@ -9,6 +9,8 @@ One turn is `launch`, and then `read` for the calls that it returns:
     constrain   tokens for sequences with grammars, read in this turn while the device works on the others (`plans.py`)
     decode      tokens for every sequence whose prompt is done, one row of a call each: one while other prompts wait to
                 be prefilled, else `decode_steps`, or fewer if many rows would soon be idle
+    watch       a sequence of which arrays are captured comes again once it is whole: its tokens go in as a prompt's do,
+                in calls of their own
     read        the tokens of the *previous* turn, while the device works on this one (without `overlap`: of this turn)
 
 Every call has a fixed shape, and a row's result depends on its own inputs alone. So the tokens and log-probabilities
@@ -19,7 +21,7 @@ import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
-from typing import no_type_check
+from typing import Any, no_type_check
 
 from ling3.engine import plans
 from ling3.engine.calls import Call
@@ -31,6 +33,7 @@ from ling3.engine.sampling import Choice
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.settings import DECODE_STEPS
 from ling3.engine.shapes import Shapes, smallest
+from ling3.intervention import structure
 
 
 class QueueFull(RuntimeError):
@@ -91,6 +94,9 @@ class Loop:
         for sequence in request.sequences:
             sequence.order, sequence.stepwise = next(self._order), request.params.keep and ends_on_host
             sequence.submitted()
+            if request.params.max_tokens == 0 and request.params.prompt_logprobs is None:  # to be captured alone
+                sequence.finish("length")
+                sequence = sequence.watch()  # noqa: PLW2901
             self.scheduler.enqueue(sequence)
         self._counts["submitted"] += len(request.sequences)
 
@@ -170,6 +176,8 @@ class Loop:
                 self._take(call)
             for sequence, scores in call.scores():
                 self._settle(sequence, sequence.take_scores(*scores))
+            if call.watched is not None:
+                self._take_chunks(call)
 
     def fail(self, error: Exception) -> Exception:
         """After a fault of the engine's own: ends every request in `error`, and begins anew with an empty pool.
@@ -188,7 +196,7 @@ class Loop:
                         sequence.order >= 0
                     )  # `submitted` counts it only once it was in the queue
                     sequence.slot, sequence.pages = None, []
-                    self.deliver(request, sequence.finish("error", error=f"the engine failed: {error!r}"))
+                    self.deliver(request, sequence.fail(f"the engine failed: {error!r}"))
         if self.journal is not None:  # the other processes are amid the step that failed
             self._broken = error
             return error
@@ -351,6 +359,8 @@ class Loop:
             reserved = self.scheduler.reserve(sequence, self._goal(sequence))
             assert reserved, "a sequence is admitted with the pages for any one of its chunks"
             chunks.append(sequence.prompt[sequence.prefilled : sequence.prefilled + self._chunk(sequence)])
+        if sequences[0].watched is not None:
+            return [self._watch(*each) for each in zip(sequences, chunks, strict=True)]
         calls, found = [], list(zip(sequences, chunks, strict=True))
         if scored := [(sequence, tokens) for sequence, tokens in found if sequence.scored]:
             some, own = map(list, zip(*scored, strict=True))
@@ -359,6 +369,19 @@ class Loop:
         if going_on := [(sequence, tokens) for sequence, tokens in found if not self._only_score(sequence, tokens)]:
             calls.append(self._fill_caches(*map(list, zip(*going_on, strict=True))))
         return calls
+
+    def _watch(self, sequence: TokenSequence, tokens: Sequence[int]) -> Call:
+        """The next chunk of a watcher."""
+        seen, rows = self.runner.watch(sequence, tokens)
+        sequence.prefilled += len(tokens)
+        return Call(None, [sequence], rows, [0], [len(tokens)], seen)
+
+    def _take_chunks(self, call: Call) -> None:
+        """Gives watchers what was seen of their chunks, and ends the sequences of which all has been."""
+        for watcher, length, chunk in call.chunks():
+            sequence, delta = watcher.watched, watcher.saw(length, chunk)
+            if sequence is not None and delta is not None:
+                self._settle(sequence, delta)
 
     def _only_score(self, sequence: TokenSequence, tokens: Sequence[int]) -> bool:
         """True, and noted, if nothing is to follow a chunk: it need not be in the caches."""
@@ -390,7 +413,7 @@ class Loop:
     def _constrained(self, sequences: Sequence[TokenSequence]) -> list[Call]:
         """The next tokens of sequences with grammars, of which no call is in flight."""
         calls = []
-        for some in self._dealt(sequences):
+        for some in self._calls(sequences):
             steps = plans.common_steps(some, self.decode_steps)
             planned = [plans.planned(sequence, steps) for sequence in some]
             choice, places = self.runner.constrained(some, planned, steps)
@@ -400,12 +423,20 @@ class Loop:
     def _decode(self, sequences: Sequence[TokenSequence], most_steps: int = DECODE_STEPS) -> list[Call]:
         """The next tokens of the sequences, in each call as many of a group as it has rows."""
         calls = []
-        for some in self._dealt(sequences):
+        for some in self._calls(sequences):
             steps = min(self._steps(some), most_steps)
             most = [min(steps, sequence.left) for sequence in some]
             choice, places = self.runner.decode(some, steps)
             calls.append(self._decoding(choice, some, places, most))
         return calls
+
+    def _calls(self, sequences: Sequence[TokenSequence]) -> Iterable[list[TokenSequence]]:
+        """Those of each decode call: sequences with interventions go beside those that have the like alone."""
+        alike: dict[Any, list[TokenSequence]] = {}
+        for sequence in sequences:
+            later = sequence.later
+            alike.setdefault(structure(later) if later else None, []).append(sequence)
+        return itertools.chain.from_iterable(map(self._dealt, alike.values()))
 
     def _dealt(self, sequences: Sequence[TokenSequence]) -> Iterable[list[TokenSequence]]:
         """Those of each decode call."""
@@ -444,11 +475,15 @@ class Loop:
             self._settle(sequence, delta)
 
     def _settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
-        """Frees what a finished sequence held, and hands out its delta."""
+        """Frees what a finished sequence held, and hands out its delta; what is to be watched of it goes on instead."""
         if sequence.completion is not None:
             if delta is not None and sequence.params.keep and sequence.completion.finish_reason in ("stop", "length"):
                 delta = self._keep(sequence, delta)
             self._retire(sequence)
+            sequence.watcher = None
+        elif sequence.whole is not None and sequence.watcher is None:
+            self.scheduler.release(sequence)
+            self.scheduler.enqueue(sequence.watch())
         if delta is not None and (error := self._hand_out(sequence.request, delta)) is not None:
             self.give_up(sequence, error)
 
@@ -484,11 +519,12 @@ class Loop:
         """Frees the slot, the pages and the place in the queue of a finished sequence."""
         assert sequence.completion is not None, "only a finished sequence retires"
         self._finished[sequence.completion.finish_reason] += 1
-        if sequence.slot is None:
-            self.scheduler.withdraw(sequence)
+        held = sequence if sequence.watcher is None else sequence.watcher
+        if held.slot is None:
+            self.scheduler.withdraw(held)
         else:
-            slot, pages, spoiled = sequence.slot, sequence.pages, sequence.completion.finish_reason == "error"
-            self.scheduler.release(sequence, spoiled)
+            slot, pages, spoiled = held.slot, held.pages, sequence.completion.finish_reason == "error"
+            self.scheduler.release(held, spoiled)
             if spoiled:
                 self.runner.scrub(slot, self.scheduler.are_free(pages))
         if sequence.request.finished:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
+from ling3.engine.capture import Captured
 from ling3.engine.snapshots import Snapshot
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -62,6 +63,8 @@ class Completion:
     """Tokens of the prompt that were not computed for it: earlier prompts began with them, or a snapshot has them."""
     snapshot: Snapshot | None = None
     """With `keep`, what later requests go on from; None after `abort` and `error`."""
+    captured: Captured | None = dataclasses.field(default=None, compare=False)
+    """What `capture` asked for, if the completion ended by itself: in `stop` or `length`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +119,11 @@ class RequestOutput:
     def snapshot(self) -> Snapshot | None:
         """What the first completion left behind, if that was to be kept."""
         return self.outputs[0].snapshot
+
+    @property
+    def captured(self) -> Captured | None:
+        """What was captured of the prompt and the first completion."""
+        return self.outputs[0].captured
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The forward passes of an engine over the rows of its pool, and those for prompts' scores and snapshots."""
+"""The forward passes of an engine over the rows of its pool: also those for prompts' scores, snapshots and captures."""
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from ling3.engine import pool as pools
 from ling3.engine.pool import Pool, Rows, everywhere
 from ling3.engine.sampling import NOT_A_NUMBER, Choice, choose_active, log_sum_exp, scored
 from ling3.execution import Execution
+from ling3.intervention import Intervention, recorder
 from ling3.model import CausalLM
 
 SCORED = 16
@@ -31,6 +32,7 @@ def score(
     alternatives: Bool[Array, " rows"],
     pool: Pool,
     execution: Execution,
+    interventions: tuple[Intervention, ...] = (),
 ) -> tuple[Choice, Pool]:
     """How likely each of `targets` is after the token at its place, `[rows, seq]`, and the likeliest tokens there.
 
@@ -38,7 +40,7 @@ def score(
     pass of its own, so that an answer has the same bits with the prompt's scores and without. It leaves all slots as
     they are, and writes into no entries of the pages but those that `prefill` then overwrites.
     """
-    run, axes = functools.partial(_score, execution=execution), (pool.axis,) * 4
+    run, axes = functools.partial(_score, execution=execution, interventions=interventions), (pool.axis,) * 4
     return everywhere(run, model, pool, rows, (tokens, lengths, targets, alternatives), axes)
 
 
@@ -51,9 +53,11 @@ def _score(
     targets: Int32[Array, "rows seq"],
     alternatives: Bool[Array, " rows"],
     execution: Execution,
+    interventions: tuple[Intervention, ...],
 ) -> tuple[Choice, Pool]:
     view = pool.take(rows, execution.lowering)
-    hidden, after = model.model(tokens, view.layers, Span(view.length, lengths, rows.table, execution))
+    span = Span(view.length, lengths, rows.table, execution, recorder(interventions))
+    hidden, after = model.model(tokens, view.layers, span)
     layers = map_slots(lambda new, old: old, after, view.layers)
     choice = scores(model, hidden, targets, alternatives, execution)
     return choice, pool.put(rows, Pool(layers, view.length, view.token, view.until, view.done, view.sampling))
@@ -97,7 +101,7 @@ def prompt_end(
     execution: Execution,
 ) -> tuple[tuple[Choice, Float32[Array, "rows vocab"]], Pool]:
     """`prefill` of the last tokens of prompts, with the logits after them and no token: -1, or NOT_A_NUMBER."""
-    view = pool.take(rows)
+    view = pool.take(rows, execution.lowering)
     logits, cache = model.step(tokens, view.cache(rows.table), lengths, last=True, execution=execution)
     after = view.after(cache, view.token, jnp.zeros_like(view.done))
     logits = logits[:, 0]
@@ -111,7 +115,7 @@ def first_token(
     rows: Rows, logits: Float32[Array, "rows vocab"], pool: Pool, execution: Execution
 ) -> tuple[Choice, Pool]:
     """The token that `prefill` would choose from such logits for rows whose prompt's are these."""
-    view = pool.take(rows)
+    view = pool.take(rows, execution.lowering)
     assert rows.slots is not None, "an engine's rows say their slots"
     chosen = rows.slots < pool.length.shape[0]
     choice = choose_active(logits, view.sampling, view.length, chosen, execution.lowering)
@@ -121,8 +125,9 @@ def first_token(
 class Passes(NamedTuple):
     """An engine's forward passes: these programs, or what takes their place.
 
-    Without `constrained` an engine takes no grammars, without `score` it gives no log-probabilities of prompts, and
-    without `prompt_end` and `first_token` it keeps no snapshots.
+    Without `constrained` an engine takes no grammars, without `score` it gives no log-probabilities of prompts,
+    without `prompt_end` and `first_token` it keeps no snapshots, and without `watch` it captures nothing and takes no
+    interventions.
     """
 
     prefill: Callable[..., tuple[Choice, Pool]] = pools.prefill
@@ -131,3 +136,4 @@ class Passes(NamedTuple):
     score: Callable[..., tuple[Choice, Pool]] | None = score
     prompt_end: Callable[..., tuple[tuple[Choice, Array], Pool]] | None = prompt_end
     first_token: Callable[..., tuple[Choice, Pool]] | None = first_token
+    watch: Callable[..., tuple[dict[str, Any], Pool]] | None = watch

@@ -26,6 +26,7 @@ from ling3.engine.masks import Masks
 from ling3.engine.sampling import Choice, Sampling, choose_active, counted, ends
 from ling3.engine.settings import DECODE_STEPS, CacheDtype
 from ling3.execution import Execution
+from ling3.intervention import Intervention
 from ling3.model import CausalLM
 from ling3.ops import rows_cpu
 from ling3.ops.lowering import XLA, Lowering
@@ -222,9 +223,11 @@ def _next(
     *,
     last: bool,
     allowed: UInt32[Array, "rows words"] | None = None,
+    interventions: tuple[Intervention, ...] = (),
 ) -> tuple[Choice, Cache]:
     """The token after each row's next `lengths` tokens, and the caches with these in them."""
-    logits, cache = model.step(tokens, view.cache(table), lengths, last=last, execution=execution)
+    how = {"interventions": interventions} if interventions else {}
+    logits, cache = model.step(tokens, view.cache(table), lengths, last=last, execution=execution, **how)
     how = (execution.lowering, allowed)
     return choose_active(logits[:, 0], view.sampling, cache.length, lengths > 0, *how), cache
 
@@ -238,9 +241,14 @@ def prefill(
     end: Bool[Array, " rows"],
     pool: Pool,
     execution: Execution,
+    interventions: tuple[Intervention, ...] = (),
 ) -> tuple[Choice, Pool]:
-    """Adds each row's next `lengths` prompt tokens to the caches; rows whose prompt `end`s with them get a token."""
-    run, axes = functools.partial(_prefill, execution=execution), (pool.axis,) * 3
+    """Adds each row's next `lengths` prompt tokens to the caches; rows whose prompt `end`s with them get a token.
+
+    `interventions` are each row's own, `stacked`: with them, every pass is another program, and without the same one.
+    """
+    run = functools.partial(_prefill, execution=execution, interventions=interventions)
+    axes = (pool.axis,) * 3
     return everywhere(run, model, pool, rows, (tokens, lengths, end), axes)
 
 
@@ -252,29 +260,43 @@ def _prefill(
     lengths: Int32[Array, " rows"],
     end: Bool[Array, " rows"],
     execution: Execution,
+    interventions: tuple[Intervention, ...],
 ) -> tuple[Choice, Pool]:
     view = pool.take(rows, execution.lowering)
-    choice, cache = _next(model, view, rows.table, tokens, lengths, execution, last=True)
+    how = {"last": True, "interventions": interventions}
+    choice, cache = _next(model, view, rows.table, tokens, lengths, execution, **how)
     return choice, pool.put(rows, view.after(cache, choice.token, end))
 
 
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
 def decode(
-    model: CausalLM, rows: Rows, steps: Int32[Array, ""], pool: Pool, execution: Execution
+    model: CausalLM,
+    rows: Rows,
+    steps: Int32[Array, ""],
+    pool: Pool,
+    execution: Execution,
+    interventions: tuple[Intervention, ...] = (),
 ) -> tuple[Choice, Pool]:
     """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
-    return everywhere(functools.partial(_decode, execution=execution), model, pool, rows, (steps,), (None,))
+    run = functools.partial(_decode, execution=execution, interventions=interventions)
+    return everywhere(run, model, pool, rows, (steps,), (None,))
 
 
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
 def constrained(
-    model: CausalLM, rows: Rows, steps: Int32[Array, ""], masks: Masks, pool: Pool, execution: Execution
+    model: CausalLM,
+    rows: Rows,
+    steps: Int32[Array, ""],
+    masks: Masks,
+    pool: Pool,
+    execution: Execution,
+    interventions: tuple[Intervention, ...] = (),
 ) -> tuple[Choice, Pool]:
     """`decode` of rows with grammars, up to `masks.count` tokens of each. The newest of these are the host's.
 
     A program of its own, which no other row is ever in: those without a grammar keep their program, cost and bits.
     """
-    run = functools.partial(_decode, execution=execution)
+    run = functools.partial(_decode, execution=execution, interventions=interventions)
     return everywhere(run, model, pool, rows, (steps, masks), (None, pool.axis))
 
 
@@ -290,6 +312,7 @@ def _decode(
     masks: Masks | None = None,
     *,
     execution: Execution,
+    interventions: tuple[Intervention, ...],
 ) -> tuple[Choice, Pool]:
     view = pool.take(rows, execution.lowering)
     if masks is not None:  # a row whose prompt was prefilled but for its last token is still marked as done
@@ -310,7 +333,8 @@ def _decode(
         active = ~view.done if masks is None else ~view.done & (i < masks.count)
         lengths, allowed = active.astype(jnp.int32), None if masks is None else masks.at(i)
         tokens = view.token[:, None]
-        choice, cache = _next(model, view, rows.table, tokens, lengths, execution, last=False, allowed=allowed)
+        how = {"last": False, "allowed": allowed, "interventions": interventions}
+        choice, cache = _next(model, view, rows.table, tokens, lengths, execution, **how)
         view = view.after(cache, choice.token, active)
         choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(active, choice.token, -1))
         return i + 1, unfinished(view), jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice), view

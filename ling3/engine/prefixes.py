@@ -103,19 +103,19 @@ class Prefixes:
     def known(self, sequence: TokenSequence) -> int:
         """Tokens of the longest known prefix of a sequence's prompt."""
         prompt = sequence.prompt
-        if sequence.scored or len(prompt) <= self.grid.step:
+        if sequence.apart or len(prompt) <= self.grid.step:
             return 0
         return self.tree.match(prompt[: len(prompt) - 1]).length
 
     def adopt(self, sequence: TokenSequence) -> bool:
         """Lets a sequence go on from the longest known prefix of its prompt; True if that is longer than what it has.
 
-        The prompt's last token is left for the sequence to compute, which gives its first new token. A sequence whose
-        prompt is scored computes all of it. What the prefix needs beside shared pages is in `snapshot` and `copied`
-        until it is in the pool, which `settled` tells.
+        The prompt's last token is left for the sequence to compute, which gives its first new token. A sequence that is
+        `apart` computes all of it. What the prefix needs beside shared pages is in `snapshot` and `copied` until it is
+        in the pool, which `settled` tells.
         """
         prompt = sequence.prompt
-        settled = sequence.scored or sequence.resumed or sequence.looked_up == self._kept
+        settled = sequence.apart or sequence.resumed or sequence.looked_up == self._kept
         if settled or len(prompt) <= self.grid.step:
             return False
         sequence.looked_up = self._kept
@@ -159,6 +159,8 @@ class Prefixes:
         end, grid = sequence.prefilled, self.grid
         if sequence.resumed or self.window is not None or end % grid.step or end <= sequence.shared * self.page_size:
             return False
+        if sequence.secluded:
+            return False
         if self.snapshot_bytes + grid.snapshot <= grid.budget:
             return True
         return end in (sequence.branch, len(sequence.prompt) // grid.step * grid.step)
@@ -201,8 +203,8 @@ class Prefixes:
     def pass_by(self, sequence: TokenSequence, pages: list[int]) -> None:
         """With a window: takes the first pages of a sequence, and keeps what a later prompt can go on from."""
         first, size = sequence.first_page, self.page_size
-        # Tokens that were decoded, prefilled in less than a full chunk or only scored are not kept.
-        prefilled = 0 if sequence.resumed else sequence.prefilled - sequence.only_scored
+        # Tokens that were decoded, prefilled in less than a full chunk, only scored or secluded are not kept.
+        prefilled = 0 if sequence.resumed or sequence.secluded else sequence.prefilled - sequence.only_scored
         end = max(min(prefilled // self.grid.step * self.unit, first + len(pages)), first)
         units = self._units(pages[: end - first])
         if units:

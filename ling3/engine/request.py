@@ -8,11 +8,13 @@ from typing import Any, no_type_check
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from ling3.engine.capture import Captured
 from ling3.engine.grammars import Constraint
 from ling3.engine.outputs import Completion, Delta, FinishReason, Logprob, RequestOutput, Timings
 from ling3.engine.sampling import NOT_A_NUMBER
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.snapshots import Snapshot
+from ling3.intervention import Intervention
 from ling3.text.detokenizer import StopStrings, StreamDecoder
 
 NOT_FINITE = (
@@ -40,6 +42,10 @@ class Request:
     fault: Exception | None = None
     """The fault of the engine that ended it, if one did."""
     sequences: list["TokenSequence"] = dataclasses.field(default_factory=list)
+    interventions: tuple[Intervention, ...] = ()
+    """Its params', ready for the model."""
+    paths: tuple[str, ...] = ()
+    """Where a recorder finds what is to be captured."""
     prompt_logprobs: list[Logprob | None] = dataclasses.field(default_factory=lambda: [None])
     """Of the prompt's first tokens, as many as were scored; the first has none."""
 
@@ -117,6 +123,16 @@ class TokenSequence:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprob] = dataclasses.field(default_factory=list)
     completion: Completion | None = None
+    whole: tuple[Completion, str, int] | None = None
+    """Its completion but for what is to be captured, the text of its last delta, and the tokens of those before."""
+    watcher: "TokenSequence | None" = None
+    """What runs in its place once it is whole: a prompt of all its tokens, watched."""
+    watched: "TokenSequence | None" = None
+    """The sequence that this one is the watcher of."""
+    chunks: list[Any] = dataclasses.field(default_factory=list)
+    """Of a watcher: what was seen so far."""
+    seen: int = 0
+    """Tokens of these."""
     preemptions: int = 0
     _text: list[str] = dataclasses.field(default_factory=list)
     _submitted: float = dataclasses.field(default_factory=time.perf_counter)
@@ -147,6 +163,32 @@ class TokenSequence:
     def stepped(self) -> bool:
         """True if a decode step adds its prompt's last token."""
         return self.constrained or self.by_step
+
+    @property
+    def interventions(self) -> tuple[Intervention, ...]:
+        """Those of its request, ready for the model."""
+        return self.request.interventions
+
+    @property
+    def later(self) -> tuple[Intervention, ...]:
+        """Those that may hold of a token that is decoded; with none it runs beside any other sequence."""
+        end = self.prefill_end
+        return tuple(each for each in self.interventions if each.positions is None or each.positions.max() >= end)
+
+    @property
+    def secluded(self) -> bool:
+        """True if its caches have other bits than a known prefix has: under interventions, or watched."""
+        return bool(self.interventions) or self.watched is not None
+
+    @property
+    def apart(self) -> bool:
+        """True if it uses no known prefix: every token of its prompt is to be computed."""
+        return self.scored or self.secluded
+
+    @property
+    def ended(self) -> bool:
+        """True if it gets no more tokens."""
+        return self.completion is not None or self.whole is not None
 
     @property
     def prefill_end(self) -> int:
@@ -204,6 +246,8 @@ class TokenSequence:
     def admitted(self) -> None:
         """Notes the time at which it first got a slot."""
         self._admitted = time.perf_counter() if self._admitted is None else self._admitted
+        if self.watched is not None:
+            self.watched.admitted()
 
     def take(
         self,
@@ -258,8 +302,8 @@ class TokenSequence:
                 return self.finish("error", error=NOT_FINITE)
             top = _top(top_ids[place], top_logprobs[place], wanted)
             scores.append(Logprob(token, float(logprobs[place]), top))
-        whole = len(scores) == len(self.prompt) and self.params.max_tokens == 0
-        return self.finish("length") if whole else None
+        scored = len(scores) == len(self.prompt) and self.params.max_tokens == 0
+        return self.finish("length") if scored else None
 
     def finish(
         self,
@@ -269,8 +313,15 @@ class TokenSequence:
         error: str | None = None,
         text: str = "",
         before: int | None = None,
-    ) -> Delta:
-        """Ends it, and releases the text that was held back; returns the last delta."""
+    ) -> Delta | None:
+        """Ends it, and releases the text that was held back; returns the last delta.
+
+        Where its arrays are still to be captured there is none: `watch` gives what is to run, whose last `saw` ends it.
+        """
+        if self.whole is not None:  # it cannot be captured any more
+            completion, text, before = self.whole
+            self.whole = None
+            return self._end(completion, text, before, finish_reason=reason, stop_reason=None, error=error)
         if self.decoder is not None and not self.stops.stopped:
             text += self.stops.feed(self.decoder.flush())
             if self.stops.stopped and reason == "length":
@@ -278,7 +329,7 @@ class TokenSequence:
             text += self.stops.flush()
         before = len(self.token_ids) if before is None else before
         self._text.append(text)
-        self.completion = Completion(
+        completion = Completion(
             self.index,
             "".join(self._text),
             tuple(self.token_ids),
@@ -292,6 +343,39 @@ class TokenSequence:
         )
         self.saved = self.constraint = None
         self._text = []
+        if self.params.capture is not None and reason in ("stop", "length"):
+            self.whole = (completion, text, before)
+            return None
+        return self._end(completion, text, before)
+
+    def watch(self) -> "TokenSequence":
+        """The prompt of all its tokens that is to be watched in its place."""
+        whole, params = [*self.prompt, *self.token_ids], SamplingParams(max_tokens=0, capture=self.params.capture)
+        request = Request(self.request.request_id, None, whole, params)
+        request.interventions, request.paths = self.interventions, self.request.paths
+        self.watcher = TokenSequence(request, self.index, self.order, self.seed, (), None, StopStrings(()))
+        self.watcher.watched = self
+        return self.watcher
+
+    def saw(self, length: int, chunk: Any) -> Delta | None:
+        """Adds to a watcher what was seen of a chunk of `length`; after the last, the watched sequence's last delta."""
+        self.chunks.append(chunk)
+        self.seen += length
+        if self.seen < len(self.prompt):
+            return None
+        watched = self.watched
+        assert watched is not None and watched.whole is not None, "only a watcher sees, of what is not ended"
+        completion, text, before = watched.whole
+        watched.whole = None
+        return watched._end(completion, text, before, captured=Captured.joined(self.seen, self.chunks))
+
+    def _end(self, completion: Completion, text: str, before: int, **changes: Any) -> Delta:
+        """Ends it with a completion whose time goes on until now; returns the last delta."""
+        if self.watcher is not None:
+            now = self._timings()
+            waited = {"queued": now.queued, "total": now.total, "preemptions": now.preemptions}
+            changes["timings"] = dataclasses.replace(completion.timings, **waited)
+        self.completion = dataclasses.replace(completion, **changes)
         return self._delta(text, before)
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -302,8 +386,11 @@ class TokenSequence:
     def fail(self, error: str) -> Delta:
         """Ends it in `error`, even if it was finished otherwise; returns the last delta."""
         if self.completion is None:
-            return self.finish("error", error=error)
-        self.completion = dataclasses.replace(self.completion, finish_reason="error", stop_reason=None, error=error)
+            last = self.finish("error", error=error)
+            assert last is not None, "of what fails nothing is captured"
+            return last
+        changes = {"finish_reason": "error", "stop_reason": None, "error": error, "captured": None}
+        self.completion = dataclasses.replace(self.completion, **changes)
         return self._delta("", len(self.token_ids))
 
     def _read(self, token: int) -> tuple[FinishReason | None, int | str | None, str]:
@@ -349,7 +436,7 @@ class TokenSequence:
             None if self._first is None else self._first - self._submitted,
             None if self._first is None or count < 2 else (now - self._first) / (count - 1),
             now - self._submitted,
-            self.preemptions,
+            self.preemptions + (0 if self.watcher is None else self.watcher.preemptions),
         )
 
 

@@ -35,6 +35,7 @@ from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
 from ling3.engine.settings import CacheDtype
 from ling3.engine.shapes import Shapes, smallest
 from ling3.execution import Execution
+from ling3.intervention import Intervention, stacked
 from ling3.model import CausalLM
 
 Extra = Literal["structured", "prompt_logprobs", "keep"]
@@ -157,19 +158,21 @@ class Runner:
             padded[row, : len(tokens)], lengths[row] = tokens, len(tokens)
             end[row] = sequence.prefilled + len(tokens) == len(sequence.prompt)
         inputs = (self._rows(sequences, 1), *self._put((padded, lengths, end)))
-        choice, self.pool = self.passes.prefill(self.model, *inputs, self.pool, self.execution)
+        how = self._interventions([sequence.interventions for sequence in sequences], rows, 1)
+        choice, self.pool = self.passes.prefill(self.model, *inputs, self.pool, self.execution, **how)
         return choice, rows
 
     def decode(self, sequences: Sequence[TokenSequence], steps: int) -> tuple[Choice, Sequence[int]]:
         """Up to `steps` more tokens for each sequence, `[rows, DECODE_STEPS]`, and the row of each sequence."""
         rows = smallest(self.shapes.rows, max(Counter(sequence.group for sequence in sequences).values()))
-        begin = time.perf_counter()
+        begin, places = time.perf_counter(), self._places(sequences, rows)
         inputs = (self._rows(sequences, rows), self._int(steps))
-        choice, self.pool = self.passes.decode(self.model, *inputs, self.pool, self.execution)
-        if self.decode_waits:
+        how = self._interventions([sequence.later for sequence in sequences], places, rows)
+        choice, self.pool = self.passes.decode(self.model, *inputs, self.pool, self.execution, **how)
+        if self.decode_waits and not how:
             self.decode_waits = False
             self.compile_seconds += time.perf_counter() - begin
-        return choice, self._places(sequences, rows)
+        return choice, places
 
     def score(
         self, sequences: Sequence[TokenSequence], chunks: Sequence[Sequence[int]]
@@ -184,7 +187,8 @@ class Runner:
             after = sequence.prompt[sequence.prefilled + 1 : sequence.prefilled + len(tokens) + 1]
             targets[row, : len(after)], alternatives[row] = after, bool(sequence.params.prompt_logprobs)
         inputs = (self._rows(sequences, 1), *self._put((padded, lengths, targets, alternatives)))
-        choice, self.pool = self.passes.score(self.model, *inputs, self.pool, self.execution)
+        how = self._interventions([sequence.interventions for sequence in sequences], rows, 1)
+        choice, self.pool = self.passes.score(self.model, *inputs, self.pool, self.execution, **how)
         return choice, rows
 
     def prompt_end(self, sequence: TokenSequence, tokens: Sequence[int]) -> tuple[Choice, Sequence[int]]:
@@ -204,6 +208,17 @@ class Runner:
         sequence.logits = None
         return choice, self._places([sequence], 1)
 
+    def watch(self, sequence: TokenSequence, chunk: Sequence[int]) -> tuple[dict[str, Any], Sequence[int]]:
+        """Adds a watcher's next tokens to its caches; what was seen by path, `[rows, tokens, …]`, and its row."""
+        assert self.passes.watch is not None, "refused otherwise"
+        padded, lengths, _ = self._no_tokens(smallest(self.shapes.buckets, len(chunk)))
+        rows = self._places([sequence], 1)
+        padded[rows[0], : len(chunk)], lengths[rows[0]] = chunk, len(chunk)
+        inputs = (self._rows([sequence], 1), *self._put((padded, lengths)), sequence.request.paths)
+        how = self._interventions([sequence.interventions], rows, 1)
+        seen, self.pool = self.passes.watch(self.model, *inputs, self.pool, self.execution, **how)
+        return seen, rows
+
     def constrained(
         self, sequences: Sequence[TokenSequence], plans: Sequence[Plan], steps: int
     ) -> tuple[Choice, Sequence[int]]:
@@ -213,7 +228,8 @@ class Runner:
         places, vocab = self._places(sequences, rows), self.model.config.vocab_size
         masks = Masks.build(rows * self.shapes.groups, vocab, places, plans, self._put)
         inputs = (self._rows(sequences, rows), self._int(steps), masks)
-        choice, self.pool = self.passes.constrained(self.model, *inputs, self.pool, self.execution)
+        how = self._interventions([sequence.later for sequence in sequences], places, rows)
+        choice, self.pool = self.passes.constrained(self.model, *inputs, self.pool, self.execution, **how)
         return choice, places
 
     def warmup_size(self, first_token: bool, also: Sequence[Extra]) -> int:
@@ -319,6 +335,12 @@ class Runner:
             return [sequence.slot for sequence in sequences if sequence.slot is not None]
         free = [itertools.count(group * rows) for group in range(self.shapes.groups)]
         return [next(free[sequence.group]) for sequence in sequences]
+
+    def _interventions(
+        self, own: Sequence[tuple[Intervention, ...]], places: Sequence[int], rows: int
+    ) -> dict[str, Any]:
+        """Those of a call's sequences, all alike, at their rows; without any, the argument is left out."""
+        return {"interventions": self._put(stacked(own, places, rows))} if any(own) else {}
 
     def _in_place(self, rows: int) -> bool:
         """True if a call with so many rows for each group has one for every slot."""

@@ -4,11 +4,15 @@ import dataclasses
 import math
 import operator
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ling3.engine.capture import Capture
 from ling3.engine.structured import KINDS, Structured
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_real, is_whole
+
+if TYPE_CHECKING:
+    from ling3.intervention import Intervention
 
 MAX_LOGPROBS = 20
 """The most alternatives that are reported per token."""
@@ -83,7 +87,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Taken off the logit of a token for each time that the output has it."""
     max_tokens: int = 128
-    """The most new tokens; 0, with `prompt_logprobs` or `keep` alone, for none."""
+    """The most new tokens; 0, with `prompt_logprobs`, `capture` or `keep`, for none."""
     min_tokens: int = 0
     """No stop id, and no stop string, ends the text before it has so many tokens."""
     stop: str | Sequence[str] = ()
@@ -110,6 +114,14 @@ class SamplingParams:
     where it can only end. Where the grammar leaves no choice of text, its tokens are those that the tokenizer makes of
     it, several in one call. A grammar that leaves no token, before `min_tokens` for instance, ends in `error`. The
     extra `structured` has what it takes."""
+    capture: Capture | None = None
+    """Which arrays inside the model to bring along of every prompt and new token, in `Completion.captured`. The answer
+    has the same bits with and without; such a request takes another prefill of prompt and answer, and its last delta
+    comes after that. `max_tokens=0` captures the prompt alone."""
+    interventions: "Sequence[Intervention]" = ()
+    """What to change inside the model for this request, at positions that count from the prompt's first token. Such
+    requests run in calls of their own, together with those that have interventions at the same sites, and use no known
+    prefixes; each new combination of sites is compiled with its first request."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits, by token id."""
     n: int = 1
@@ -129,6 +141,10 @@ class SamplingParams:
             problems.append(f"min_tokens is {self.min_tokens}, expected at most max_tokens, which is {self.max_tokens}")
         if not problems and self.max_tokens == 0:
             problems += [f"{name}, which needs max_tokens >= 1" for name in self._of_an_answer()]
+        if not problems and self.keep and (self.capture is not None or self.interventions):
+            problems.append(
+                "keep is True, expected False with capture or interventions: nothing is kept of such requests"
+            )
         if problems:
             raise ValueError("sampling parameters: " + "; ".join(problems))
         for name in REAL:
@@ -137,6 +153,7 @@ class SamplingParams:
             value = getattr(self, name)
             set_field(self, name, None if value is None else operator.index(value))
         set_field(self, "stop", tuple(self.stop))
+        set_field(self, "interventions", tuple(self.interventions))
         set_field(self, "stop_token_ids", tuple(operator.index(token) for token in self.stop_token_ids))
         # A copy: what the caller does to theirs must not reach a request that is running.
         bias = self.logit_bias
@@ -164,7 +181,8 @@ class SamplingParams:
         return problems
 
     def _may_be_zero(self, name: str, value: Any) -> bool:
-        return name == "max_tokens" and value == 0 and (self.prompt_logprobs is not None or self.keep is True)
+        asked = self.prompt_logprobs is not None or self.capture is not None or self.keep is True
+        return name == "max_tokens" and value == 0 and asked
 
     def _of_an_answer(self) -> list[str]:
         """What is asked of an answer although there is to be none."""
@@ -179,6 +197,10 @@ class SamplingParams:
         problems = []
         if self.structured is not None and not isinstance(self.structured, tuple(KINDS.values())):
             problems.append(f"structured is {shown(self.structured)}, expected a {', a '.join(KINDS)} or None")
+        if self.capture is not None and not isinstance(self.capture, Capture):
+            problems.append(f"capture is {shown(self.capture)}, expected a ling3.Capture or None")
+        if not isinstance(self.interventions, (list, tuple)) or not all(map(_is_intervention, self.interventions)):
+            problems.append(f"interventions are {shown(self.interventions)}, expected a list of ling3.Intervention")
         if not _is_list(self.stop) or not all(isinstance(stop, str) and stop for stop in self.stop):
             problems.append(f"stop is {shown(self.stop)}, expected strings that are not empty")
         elif len(self.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in self.stop):
@@ -249,3 +271,9 @@ def check_room(prompt: Any, max_tokens: int, context: int, name: str = "prompt")
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple, set, frozenset))
+
+
+def _is_intervention(value: Any) -> bool:
+    from ling3.intervention import Intervention  # noqa: PLC0415, only for who has any: it takes JAX
+
+    return isinstance(value, Intervention)

@@ -77,6 +77,11 @@ class Snapshot:
                 raise ValueError(f"{name} is a snapshot of {what}{here}: it holds for the same model and settings")
         if params.prompt_logprobs is not None:
             raise ValueError(f"prompt_logprobs: {name} goes on from a snapshot, and its prompt is not computed again")
+        if params.capture is not None or params.interventions:
+            raise ValueError(
+                f"{name} goes on from a snapshot, and its prompt is not computed again: capture and interventions take "
+                "the whole prompt in place of the snapshot"
+            )
         if params.max_tokens == 0 and not more:
             raise ValueError(f"max_tokens is 0 and {name} is a snapshot with nothing appended: nothing is to be done")
         if params.structured is not None and self.logits is not None and not more:

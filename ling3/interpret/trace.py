@@ -3,6 +3,9 @@
 The model's own forward pass gives its intermediate arrays to a recorder; `trace` computes the rest from them.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from ling3.cache import Span
 from ling3.execution import Execution
+from ling3.intervention import Intervention, recorder, takes_interventions
 from ling3.layers.kda import KDA
 from ling3.layers.mla import MLA
 from ling3.layers.moe import MoE
@@ -18,7 +22,6 @@ from ling3.model import CausalLM, Mixer
 from ling3.ops.kda import kda_step
 from ling3.ops.precision import exact, wide
 from ling3.runtime.entry_checks import checks_ids
-from ling3.runtime.recorder import Recorder
 
 
 class KDATrace(eqx.Module):
@@ -91,19 +94,27 @@ class Trace(eqx.Module):
 
 
 @checks_ids
+@takes_interventions
 @eqx.filter_jit
-def trace(model: CausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool = True) -> Trace:
+def trace(
+    model: CausalLM,
+    tokens: Int[Array, "batch seq"],
+    *,
+    logit_lens: bool = True,
+    interventions: Sequence[Intervention] = (),
+) -> Trace:
     """One forward pass over whole sequences, with everything that is worth a plot. Compiled once per shape.
 
     The model may be of any family. `trace(model, tokens).logits` are `model(tokens)`, to rounding. Attention maps take
     batch · heads · seq² numbers per layer, the logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020)
-    batch · seq · vocab: leave it out with `logit_lens=False` where the vocabulary is large. Raises ValueError for no
-    tokens, and for ids outside the vocabulary.
+    batch · seq · vocab: leave it out with `logit_lens=False` where the vocabulary is large. With `interventions` it
+    shows the pass under them. Raises ValueError for no tokens, for ids outside the vocabulary, and for interventions
+    that do not hold of the model.
     """
     batch, seq = tokens.shape
     if 0 in (batch, seq):
         raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
-    seen = Recorder()
+    seen = recorder(interventions, watch=True)
     logits = model.watched(tokens, Span.whole(batch, seq, Execution.default(), seen))
     layers = []
     for i, layer in enumerate(model.model.layers):
@@ -113,7 +124,7 @@ def trace(model: CausalLM, tokens: Int[Array, "batch seq"], *, logit_lens: bool 
         layers.append(
             LayerTrace(
                 attention=_attention(layer.attention, seen.of(f"layers.{i}.attention")),
-                moe=_moe(layer.mlp, seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
+                moe=_moe(seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
                 attention_norm=_norm(attended),
                 mlp_norm=_norm(own["added"]),
                 residual_norm=_norm(own["residual"]),
@@ -174,8 +185,8 @@ def _mla(attention: MLA, seen: dict[str, Array]) -> MLATrace:
     return MLATrace(seen["gate"], jax.nn.softmax(scores, axis=-1), entries)
 
 
-def _moe(moe: MoE, seen: dict[str, Array], batch: int, seq: int) -> MoETrace:
-    scores, chosen, weights = moe.gate.scores(seen["x"]), seen["chosen"], seen["weights"]
+def _moe(seen: dict[str, Any], batch: int, seq: int) -> MoETrace:
+    scores, (chosen, weights) = seen["scores"], seen["router"]
     load = jnp.zeros(scores.shape[-1], jnp.float32).at[chosen].add(1.0) / chosen.size
     scores, chosen, weights = (y.reshape(batch, seq, -1) for y in (scores, chosen, weights))
     return MoETrace(scores, chosen, weights, load)

@@ -332,7 +332,7 @@ class CSA(eqx.Module):
         o = rearrange(finish(sums), "b 1 (s h) c -> b s h c", h=self.heads).astype(x.dtype)
         o = rotate_last(self.rotation, o, -positions)
         span.recorder(q=q, kv=kv, o=o)
-        return self.output(o, span), None if state is None else CSAState(tail, compressed, indexed)
+        return self.output(span.site("heads", o), span), None if state is None else CSAState(tail, compressed, indexed)
 
     def _empty_window(self, slots: int, dtype: DTypeLike) -> Float[Array, "slots tail {self.head_dim}"]:
         return jnp.zeros((slots, (self.sliding_window or 1) - 1, self.head_dim), dtype)

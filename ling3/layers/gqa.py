@@ -119,7 +119,8 @@ class GQA(eqx.Module):
         state = None if state is None else state.append(entries, span)
         o = span.cleared(self._attended(q, positions, entries if state is None else state, span).astype(x.dtype))
         span.recorder(q=q, entries=entries, o=o)
-        return self.o_proj(rearrange(o, "b s h v -> b s (h v)"), span.execution), state
+        heads = span.site("heads", o)
+        return self.o_proj(rearrange(heads, "b s h v -> b s (h v)"), span.execution), state
 
     def queries(
         self,

@@ -15,7 +15,7 @@ from ling3.layers.conv import ShortConv
 from ling3.layers.gate import OutputGate, gate_projection, output_gate, projection
 from ling3.layers.linear import Constant, Linear, LowRank, Matrix
 from ling3.layers.norm import GatedRMSNorm
-from ling3.ops.kda import kda_gate, l2_normalize
+from ling3.ops.kda import kda_gate, l2_normalize, state_norms
 from ling3.ops.precision import Wide, wide
 
 
@@ -150,19 +150,24 @@ class KDA(eqx.Module):
         state = self.empty_state(x.shape[0], 0, 1, x.dtype) if state is None else state
         q, k, v, conv = self.convolved(x, state.conv, span)
         q = span.cleared(q)
-        g, beta = self.gates(x, span)
+        gates = self.gates(x, span)
+        g, beta = span.site("decay", gates[0]), span.site("beta", gates[1])
         if x.shape[1] == 1:
             token = (y[:, 0] for y in (q, k, v, g, beta))
             o, recurrent = execution.kda_step(*token, state.recurrent, execution.lowering)
             o = o[:, None]
         else:
             bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 keeps any
+            bound = bound if g is gates[0] else None  # what takes the place of g promises none
             o, recurrent = execution.chunk_kda(
                 q, k, v, g, beta, state.recurrent, lower_bound=bound, chunk_size=execution.chunk_size
             )
-        gate = self.output_gate(x, execution)
-        span.recorder(q=q, k=k, v=v, decay=g, beta=beta, gate=gate, o=o)
-        return self.output(o, gate, x.dtype, execution), KDAState(recurrent, conv)
+        gate = span.site("gate", self.output_gate(x, execution))
+        span.recorder(q=q, k=k, v=v, o=o)
+        if span.watched:
+            span.recorder(state_norm=state_norms(q, k, v, g, beta, state.recurrent))
+        heads = span.site("heads", self.gated(o, gate, x.dtype))
+        return self.projected(heads, execution), KDAState(recurrent, conv)
 
     def convolved(
         self, x: Float[Array, "batch seq hidden"], tail: Float[Array, "batch tail channels"], span: Span
@@ -226,7 +231,22 @@ class KDA(eqx.Module):
         execution: Execution = PLAIN,
     ) -> Float[Array, "batch seq hidden"]:
         """Norm, output gate and output projection, which takes and gives `dtype`."""
-        return self.o_proj(rearrange(self.o_norm(o, gate), "b s h v -> b s (h v)").astype(dtype), execution)
+        return self.projected(self.gated(o, gate, dtype), execution)
+
+    def gated(
+        self,
+        o: Wide[Array, "batch seq heads value"],
+        gate: Wide[Array, "batch seq heads value"] | None,
+        dtype: DTypeLike,
+    ) -> Float[Array, "batch seq heads value"]:
+        """Norm and output gate: what each head gives to the output projection, in `dtype`."""
+        return self.o_norm(o, gate).astype(dtype)
+
+    def projected(
+        self, heads: Float[Array, "batch seq heads value"], execution: Execution = PLAIN
+    ) -> Float[Array, "batch seq hidden"]:
+        """The output projection of all heads."""
+        return self.o_proj(rearrange(heads, "b s h v -> b s (h v)"), execution)
 
     def _heads(self, y: Float[Array, "batch seq channels"]) -> Float[Array, "batch seq heads key"]:
         return rearrange(y, "b s (h k) -> b s h k", h=self.heads)

@@ -140,8 +140,10 @@ class MLA(eqx.Module):
         else:
             pre_o_proj = self._expanded(q_nope, q_rope, positions, entries if state is None else state, span)
         pre_o_proj, gate = span.cleared(pre_o_proj.astype(x.dtype)), self.output_gate(x, span.execution)
-        span.recorder(q_nope=q_nope, q_rope=q_rope, entries=entries, gate=gate, o=pre_o_proj)
-        return self.output(pre_o_proj, gate, span.execution), state
+        gate = span.site("gate", gate)
+        span.recorder(q_nope=q_nope, q_rope=q_rope, entries=entries, o=pre_o_proj)
+        heads = span.site("heads", self._gated(pre_o_proj, gate))
+        return self._projected(heads, span.execution), state
 
     def queries(
         self,
@@ -266,12 +268,18 @@ class MLA(eqx.Module):
         execution: Execution = PLAIN,
     ) -> Float[Array, "batch seq {self.hidden}"]:
         """The head-wise gate, then the output projection."""
-        gated = pre_o_proj if gate is None else self._gated(pre_o_proj, gate)
-        return self.dense(rearrange(gated, "b s h v -> b s (h v)"), execution)
+        return self._projected(self._gated(pre_o_proj, gate), execution)
+
+    def _projected(
+        self, heads: Float[Array, "batch seq {self.heads} {self.value}"], execution: Execution
+    ) -> Float[Array, "batch seq {self.hidden}"]:
+        """The output projection of all heads."""
+        return self.dense(rearrange(heads, "b s h v -> b s (h v)"), execution)
 
     def _gated(
         self,
         pre_o_proj: Float[Array, "batch seq {self.heads} {self.value}"],
-        gate: Wide[Array, "batch seq {self.heads}"],
+        gate: Wide[Array, "batch seq {self.heads}"] | None,
     ) -> Float[Array, "batch seq {self.heads} {self.value}"]:
-        return pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]
+        """What each head gives to the output projection."""
+        return pre_o_proj if gate is None else pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]

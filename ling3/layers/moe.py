@@ -208,7 +208,9 @@ class MoE(eqx.Module):
     ) -> tuple[Int32[Array, "tokens top_k"], Wide[Array, "tokens top_k"]]:
         """The experts of a span's tokens, rows of `seq` one after another, and their weights; padding has none."""
         chosen, weights = self.gate(tokens, None if span.tokens is None else span.tokens.reshape(-1))
-        span.recorder(x=tokens, chosen=chosen, weights=weights)
+        chosen, weights = span.site("router", (chosen, weights))
+        if span.watched:
+            span.recorder(scores=self.gate.scores(tokens))
         return jnp.where(span.valid(seq).reshape(-1, 1), chosen, NOBODY), weights
 
     def shared(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:

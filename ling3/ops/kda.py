@@ -73,6 +73,25 @@ def recurrent_kda(
     return jnp.moveaxis(o, 0, 1), state
 
 
+def state_norms(
+    q: Float[Array, "batch seq heads key"],
+    k: Float[Array, "batch seq heads key"],
+    v: Float[Array, "batch seq heads value"],
+    g: Float[Array, "batch seq heads key"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads key value"],
+) -> Float[Array, "batch seq heads"]:
+    """The Frobenius norm of the state after each token, by the recurrence token by token."""
+
+    def one(state, token):
+        q, k, v, g, beta = token
+        _, state = kda_step(q, k, v, g, beta, state)
+        return state, jnp.linalg.norm(state, axis=(-2, -1))
+
+    _, norms = lax.scan(one, state, tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta)))
+    return jnp.moveaxis(norms, 0, 1)
+
+
 def chunk_kda(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],

@@ -1,26 +1,40 @@
-"""A recorder of a forward pass's intermediate arrays; a pass without one costs nothing more."""
+"""A recorder of a forward pass's intermediate arrays, which may also replace some; a pass without one costs nothing."""
 
+from collections.abc import Callable
 from typing import Any
+
+Edit = Callable[[str, Any, Any], Any]
+"""What a pass goes on with: `edit(path, array, span)` is the array itself, or another one in its place."""
 
 
 class Recorder:
     """Records intermediate arrays by module path and name, such as `model.layers.3.attention.gate`.
 
-    It is filled while a pass is traced, so `values` has to be read inside the same `jit`.
+    It is filled while a pass is traced, so `values` has to be read inside the same `jit`. Where a module shows it a
+    site, an array that the pass goes on with, `edit` may put another one in its place, which is then recorded.
     """
 
-    def __init__(self, values: dict[str, Any] | None = None, path: str = ""):
+    def __init__(self, values: dict[str, Any] | None = None, path: str = "", edit: Edit | None = None):
         self.values: dict[str, Any] = {} if values is None else values
-        self.path = path
+        self.path, self.edit = path, edit
 
     def __call__(self, **arrays: Any) -> None:
         """Records arrays under their names."""
         if self is not SILENT:
             self.values |= {f"{self.path}{name}": array for name, array in arrays.items()}
 
+    def site(self, name: str, array: Any, span: Any) -> Any:
+        """Records what the pass is to go on with in the place of an array, and returns it."""
+        if self is SILENT:
+            return array
+        if self.edit is not None and array is not None:
+            array = self.edit(f"{self.path}{name}", array, span)
+        self(**{name: array})
+        return array
+
     def within(self, name: str) -> "Recorder":
-        """The recorder of a submodule, with the same `values`."""
-        return self if self is SILENT else Recorder(self.values, f"{self.path}{name}.")
+        """The recorder of a submodule, with the same `values` and `edit`."""
+        return self if self is SILENT else Recorder(self.values, f"{self.path}{name}.", self.edit)
 
     def of(self, path: str) -> dict[str, Any]:
         """The arrays of one module by name, without those of its submodules."""

@@ -22,8 +22,9 @@ def ling3_stages(model: CausalLM, tokens: Int[Array, " seq"]) -> dict[str, Float
         stages[f"{at}.attention"] = own["attended"]
         if isinstance(layer.mlp, MoE):
             routed = seen.of(f"layers.{i}.mlp")
-            experts = jnp.zeros((seq, model.config.num_experts), routed["weights"].dtype)
-            stages[f"{at}.mlp.gate"] = experts.at[jnp.arange(seq)[:, None], routed["chosen"]].set(routed["weights"])
+            chosen, weights = routed["router"]
+            experts = jnp.zeros((seq, model.config.num_experts), weights.dtype)
+            stages[f"{at}.mlp.gate"] = experts.at[jnp.arange(seq)[:, None], chosen].set(weights)
         stages[f"{at}.mlp"], stages[at] = own["added"], own["residual"]
     stages |= {"model.norm": seen.values["hidden"], "lm_head": logits}
     return {name: stage.reshape(seq, -1) for name, stage in stages.items()}

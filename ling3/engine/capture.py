@@ -1,0 +1,149 @@
+"""What an engine shows of the inside of a model for a request's tokens, beside its answer."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int32
+
+from ling3.runtime.quoting import shown
+from ling3.runtime.scalars import is_whole
+
+PATHS = {
+    "residual": "layers.{}.residual",
+    "attended": "layers.{}.attended",
+    "added": "layers.{}.added",
+    "heads": "layers.{}.attention.heads",
+    "gates": "layers.{}.attention.gate",
+    "decays": "layers.{}.attention.decay",
+    "betas": "layers.{}.attention.beta",
+    "state_norms": "layers.{}.attention.state_norm",
+    "router": "layers.{}.mlp.router",
+}
+"""Where a recorder finds what each field asks for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capture:
+    """Which arrays a request's answer brings along, as `SamplingParams(capture=…)`.
+
+    Each field is True for all layers that have such an array, or the numbers of some layers. The answer has the same
+    bits with and without: once its tokens are there, prompt and new tokens are computed again, as a prompt is, in
+    chunks, in passes of their own. So the arrays are `ling3.trace`'s for the whole sequence, to rounding. With
+    interventions the arrays are those under them.
+
+    Raises ValueError naming every senseless field.
+    """
+
+    # A type check would come before `__post_init__`, and name no remedy.
+    __no_type_check__ = True
+
+    residual: bool | Sequence[int] = False
+    """The residual stream after a layer, [tokens, hidden] (of several streams [tokens, streams, hidden])."""
+    attended: bool | Sequence[int] = False
+    """What its attention adds to the stream, [tokens, hidden]."""
+    added: bool | Sequence[int] = False
+    """What its feed-forward adds, [tokens, hidden]."""
+    heads: bool | Sequence[int] = False
+    """What each head gives to the attention's output projection, [tokens, heads, value]."""
+    gates: bool | Sequence[int] = False
+    """The attention's output gate, [tokens, heads, value] of KDA and [tokens, heads] of MLA."""
+    decays: bool | Sequence[int] = False
+    """KDA's log decay, in nats, [tokens, heads, key]."""
+    betas: bool | Sequence[int] = False
+    """KDA's writing strength, [tokens, heads]."""
+    state_norms: bool | Sequence[int] = False
+    """The Frobenius norm of KDA's state after each token, [tokens, heads]."""
+    router: bool | Sequence[int] = False
+    """Which experts a MoE layer's router chose, their weights, and every expert's score: a `Routing`."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in PATHS:
+            layers = getattr(self, name)
+            if isinstance(layers, bool):
+                continue
+            if not isinstance(layers, (list, tuple, range)) or not all(is_whole(i) and i >= 0 for i in layers):
+                problems.append(f"{name} is {shown(layers)}, expected True, False or the numbers of layers")
+                continue
+            object.__setattr__(self, name, tuple(sorted({int(i) for i in layers})))
+        if not problems and not any(getattr(self, name) for name in PATHS):
+            problems.append(f"nothing is asked for, expected one of {', '.join(PATHS)}")
+        if problems:
+            raise ValueError("capture: " + "; ".join(problems))
+
+    def paths(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+        """Where a recorder finds what is asked for, in a model that shows these arrays; ValueError for what it has not.
+
+        A layer's number out of range, and a layer without the array, are refused; so is True where no layer has it.
+        """
+        found, layers = [], sum(path.endswith(".residual") for path in shapes)
+        for name, path in PATHS.items():
+            asked = getattr(self, name)
+            having = [i for i in range(layers) if path.format(i) in shapes]
+            if asked is True and not having:
+                raise ValueError(f"capture: {name} is True, and no layer of this model has any")
+            wanted = having if asked is True else asked or ()
+            for i in wanted:
+                if i >= layers:
+                    raise ValueError(f"capture: {name} has layer {i}, expected layers in [0, {layers})")
+                if i not in having:
+                    raise ValueError(f"capture: layer {i} has no {name}; those that have: {having}")
+            found += [path.format(i) for i in wanted]
+            if name == "router":
+                found += [path.format(i).replace("router", "scores") for i in wanted]
+        return tuple(found)
+
+
+class Routing(NamedTuple):
+    """What a MoE layer's router made of each token."""
+
+    chosen: Int32[np.ndarray, "tokens top_k"]  # best first
+    weights: Float[np.ndarray, "tokens top_k"]  # with the routed scaling factor
+    scores: Float[np.ndarray, "tokens experts"]  # before any bias
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """What a `Capture` asked for, on the host: for each of its fields, arrays by the 0-based number of the layer.
+
+    Their first axis counts the tokens of the prompt and then those of the answer, all of them: the last one too, which
+    was computed for this alone. Floats have the dtypes in which the model computes.
+    """
+
+    tokens: int
+    """How many there are, of prompt and answer together."""
+    residual: Mapping[int, Float[np.ndarray, "tokens *streams hidden"]]
+    attended: Mapping[int, Float[np.ndarray, "tokens hidden"]]
+    added: Mapping[int, Float[np.ndarray, "tokens hidden"]]
+    heads: Mapping[int, Float[np.ndarray, "tokens heads value"]]
+    gates: Mapping[int, Float[np.ndarray, "tokens heads *value"]]
+    decays: Mapping[int, Float[np.ndarray, "tokens heads key"]]
+    betas: Mapping[int, Float[np.ndarray, "tokens heads"]]
+    state_norms: Mapping[int, Float[np.ndarray, "tokens heads"]]
+    router: Mapping[int, Routing]
+
+    @staticmethod
+    def joined(tokens: int, chunks: Sequence[Mapping[str, Any]]) -> "Captured":
+        """That of `tokens` tokens whose chunks, in order, have these arrays by path."""
+        whole = {path: _joined([chunk[path] for chunk in chunks]) for path in chunks[0]}
+        fields: dict[str, dict[int, Any]] = {name: {} for name in PATHS}
+        for path, array in whole.items():
+            layer, _, rest = path.removeprefix("layers.").partition(".")
+            for name, pattern in PATHS.items():
+                if rest == pattern.removeprefix("layers.{}."):
+                    fields[name][int(layer)] = array
+        for layer, (chosen, weights) in fields["router"].items():
+            fields["router"][layer] = Routing(chosen, weights, whole[f"layers.{layer}.mlp.scores"])
+        return Captured(tokens, **fields)
+
+    def __repr__(self) -> str:
+        held = [f"{name} of layers {', '.join(map(str, own))}" for name in PATHS if (own := getattr(self, name))]
+        return f"<Captured: {self.tokens} tokens, {'; '.join(held)}>"
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(_joined(own) for own in zip(*parts, strict=True))
+    return np.concatenate(parts)
