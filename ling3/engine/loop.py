@@ -94,7 +94,8 @@ class Loop:
         for sequence in request.sequences:
             sequence.order, sequence.stepwise = next(self._order), request.params.keep and ends_on_host
             sequence.submitted()
-            if request.params.max_tokens == 0 and request.params.prompt_logprobs is None:  # to be captured alone
+            params = request.params
+            if params.capture is not None and params.max_tokens == 0 and params.prompt_logprobs is None:
                 sequence.finish("length")
                 sequence = sequence.watch()  # noqa: PLW2901
             self.scheduler.enqueue(sequence)

@@ -435,6 +435,7 @@ def test_other_models_and_settings_refuse_it(served, change, message):
     ("more", "own", "message"),
     [
         ((), params(prompt_logprobs=0), "prompt_logprobs: prompt goes on from a snapshot"),
+        ((), params(capture=ling3.Capture(gates=True)), "prompt goes on from a snapshot, .* capture and interventions"),
         ((), KEEP, "max_tokens is 0 and prompt is a snapshot with nothing appended"),
         ([3, 400], params(), r"prompt, token 1 is 400, expected an id in \[0, 400\)"),
         ([2.5], params(), "prompt, token 0 is 2.5, expected a whole number"),
@@ -458,6 +459,7 @@ def test_what_cannot_be_appended_is_refused(served, more, own, message):
         ({"keep": False, "max_tokens": 0}, "max_tokens is 0, expected a whole number >= 1"),
         ({"keep": True, "max_tokens": 0, "n": 2}, "n is 2, which needs max_tokens >= 1"),
         ({"keep": True, "max_tokens": 0, "prompt_logprobs": 1}, "keep is True and prompt_logprobs is 1, which needs"),
+        ({"keep": True, "capture": ling3.Capture(gates=True)}, "keep is True, expected False with capture"),
     ],
 )
 def test_senseless_values_are_refused(values, message):
