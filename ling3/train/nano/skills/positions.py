@@ -16,10 +16,14 @@ LEAST, MOST, ALPHABET = 5, 16, 3
 
 
 def _draw(rng: np.random.Generator, split: Split) -> Text:
-    """Three periods of 5 to 16 words; a pattern is of one split, whatever its words are."""
+    """Three periods of 5 to 16 words; a pattern is of one split, whatever its words are.
+
+    So its hash is that of the pattern with its words numbered in the order in which they come.
+    """
     while True:
         pattern = rng.integers(ALPHABET, size=rng.integers(LEAST, MOST + 1))
-        if split_of(f"every {pattern.tolist()}") == split:
+        first = list(dict.fromkeys(pattern.tolist()))
+        if split_of(f"every {[first.index(place) for place in pattern.tolist()]}") == split:
             words = rng.permutation(len(KEYS))[:ALPHABET]
             string = "".join(f" {KEYS[i]}" for i in words[pattern])
             return Text(((f"Every {len(pattern)}:{string}", False), (string, True), (string, True)))
