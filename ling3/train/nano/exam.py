@@ -1,4 +1,4 @@
-"""Nano's exams: held-out word problems, asked alone, after four worked examples, and in a chat; and other skills."""
+"""Nano's exams: held-out word problems, asked alone, after four worked examples, and in a chat."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,6 @@ from ling3.model import CausalLM
 from ling3.text.tokenizer import Tokenizer
 from ling3.train.loop import Batch
 from ling3.train.nano.problems import ask, chat_prompt, exam, last_number, worked_examples
-from ling3.train.nano.skills.skill import Text
 
 
 def exact_answers(
@@ -44,26 +43,3 @@ def solved(model: CausalLM, batch: Batch) -> Bool[Array, " batch"]:
     """For each row, True if every learned token is the likeliest one: greedy decoding would reproduce the solution."""
     best = jnp.argmax(model(batch.tokens)[:, :-1], axis=-1)
     return jnp.all((best == batch.tokens[:, 1:]) | (batch.weights[:, 1:] == 0), axis=1)
-
-
-PADDING, TOKENS = 128, 4096
-"""Rows of an exam have a multiple of PADDING tokens, and a batch about TOKENS of them: few shapes to compile."""
-
-
-def right_answers(model: CausalLM, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[bool]:
-    """For each text, True if its answer is the greedy continuation of its prompt, in one pass over the whole text."""
-    answers: dict[int, bool] = {}
-    encoded = [(tokenizer.encode(t.prompt), tokenizer.encode(t.answer, add_special_tokens=False)) for t in texts]
-    lengths = [-(-(len(prompt) + len(answer)) // PADDING) * PADDING for prompt, answer in encoded]
-    for length in sorted(set(lengths)):
-        own, rows = [i for i in range(len(texts)) if lengths[i] == length], -(-TOKENS // length)
-        for first in range(0, len(own), rows):
-            chosen = own[first : first + rows]
-            tokens, weights = np.zeros((2, rows, length))
-            for row, i in enumerate(chosen):
-                prompt, answer = encoded[i]
-                end = len(prompt) + len(answer)
-                tokens[row, :end], weights[row, len(prompt) : end] = prompt + answer, 1
-            right = solved(model, Batch(jnp.asarray(tokens, jnp.int32), jnp.asarray(weights, jnp.float32)))
-            answers.update(zip(chosen, np.asarray(right).tolist()))
-    return [answers[i] for i in range(len(texts))]

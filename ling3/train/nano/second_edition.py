@@ -25,10 +25,10 @@ from ling3.families.ling3_config import Ling3Config
 from ling3.model import CausalLM
 from ling3.text.tokenizer import load_tokenizer
 from ling3.train.loop import Optimization, Progress, train
-from ling3.train.nano.exam import right_answers
 from ling3.train.nano.mixture import Rows, batches, corpus
 from ling3.train.nano.recipe import as_stored
 from ling3.train.nano.skills import SKILLS
+from ling3.train.nano.skills.exam import right_answers
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
 SHORT = Rows(
