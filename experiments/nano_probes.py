@@ -1,22 +1,27 @@
-"""Small probes before nano's long run: which skills a small model learns, and which of them without a mechanism.
+"""Probes of nano's second edition: which skills are learned, and which of them without a mechanism.
 
-    python -m experiments.nano_probes --probe short --without RoPE
+    python -m experiments.nano_probes --probe short --without nothing RoPE
+    python -m experiments.nano_probes --probe whole --steps 1000 --seeds 0 1 2
 
-trains a dense model of 64 channels in Ling-3's pattern on some skills, with one mechanism left out, and appends its
-curve as a line to `results/nano_probes.jsonl`. A probe takes some minutes of one core.
+Each run appends its curve and its last scores as a line to `results/nano_probes.jsonl`; a stored run is not repeated.
+`short` and `long` are a dense model of 64 channels on some of the skills, some minutes of one core each; `whole` is the
+edition itself with fewer steps: run without each mechanism, it is the table of what is needed.
 """
 
+import dataclasses
 import json
+import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
 from experiments.__main__ import RESULTS
 from ling3.bench.report import machine
 from ling3.train.nano.mixture import Rows
-from ling3.train.nano.second_edition import SecondEdition, make
+from ling3.train.nano.second_edition import EDITION, WITHOUT, SecondEdition, make
 
 SMALL = {
     "hidden_size": 64,
@@ -28,50 +33,58 @@ SMALL = {
 }
 """The edition's config in 64 channels, with two heads of 32 and without experts."""
 
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What is trained, and on what."""
+
+    cycle: tuple[Rows, ...]
+    changes: Mapping[str, Any]
+
+
+SOME = {"recall": 0.2, "resets": 0.2, "copying": 0.15, "tracking": 0.2, "positions": 0.15, "facts": 0.1}
+
 PROBES = {
-    "short": Rows(
-        12,
-        256,
-        {"recall": 0.2, "resets": 0.2, "copying": 0.15, "tracking": 0.2, "positions": 0.15, "facts": 0.1},
-    ),
-    "long": Rows(2, 1536, {"long_recall": 1.0}),
+    "short": Probe((Rows(12, 256, SOME),), SMALL),
+    "long": Probe((Rows(2, 1536, {"long_recall": 0.6, "recall": 0.4}),), SMALL),
+    "whole": Probe(EDITION.cycle, {}),
 }
 
 
+def _stored(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
 def main(
-    probe: Literal["short", "long"],
-    without: str = "nothing",
+    probe: Literal["short", "long", "whole"],
+    without: tuple[str, ...] = tuple(WITHOUT),
     steps: int = 600,
-    learning_rate: float = 6e-3,
-    seed: int = 0,
+    learning_rate: float = EDITION.learning_rate,
+    seeds: tuple[int, ...] = (0,),
     out: Path = RESULTS,
 ) -> None:
-    """Train a small model on some of nano's skills.
+    """Train what is not stored yet.
 
     Args:
-        probe: `short`: the skills of short texts but for problems. `long`: exact recall of 192 keys.
-        without: what the model lacks, a key of `ling3.train.nano.second_edition.WITHOUT`.
+        probe: which model, on which skills.
+        without: what the models lack, keys of `ling3.train.nano.second_edition.WITHOUT`; all of them by default.
         steps: batches of 3,072 tokens.
         learning_rate: at its peak.
-        seed: of weights and texts.
+        seeds: of weights and texts.
         out: the directory of the results.
     """
-    recipe = SecondEdition(
-        seed=seed,
-        steps=steps,
-        learning_rate=learning_rate,
-        warmup=40,
-        cycle=(PROBES[probe],),
-        without=without,
-        changes=SMALL,
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        record = make(Path(scratch) / "probe", recipe, questions=200, every=max(1, steps // 6))
-    line = {"probe": probe, **record, "machine": machine()}
-    line["recipe"] = {name: value for name, value in record["recipe"].items() if name != "cycle"}
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "nano_probes.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    file = out / "nano_probes.jsonl"
+    for seed, lacking in ((seed, lacking) for seed in seeds for lacking in without):
+        own = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "without": lacking}
+        if any(line["probe"] == probe and own.items() <= line["recipe"].items() for line in _stored(file)):
+            continue
+        print(f"{probe} without {lacking}, seed {seed}", file=sys.stderr)
+        recipe = SecondEdition(**own, warmup=40, cycle=PROBES[probe].cycle, changes=PROBES[probe].changes)
+        with tempfile.TemporaryDirectory() as scratch:
+            record = make(Path(scratch) / "probe", recipe, questions=200, every=max(1, steps // 6))
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"probe": probe, **record, "machine": machine()}) + "\n")
 
 
 if __name__ == "__main__":

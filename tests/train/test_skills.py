@@ -150,7 +150,7 @@ def test_problems_of_exams_are_held_out():
 def test_facts_are_the_same_everywhere_and_asked_where_training_never_has_them():
     first = set()
     said = {}
-    for text in take(FACTS, "train", 6000):
+    for text in take(FACTS, "train", 12000):
         whole = text.prompt + text.answer
         name, rest = re.fullmatch(r"About (\w+ \w+): (.*)", whole).groups()
         words = rest.split()

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -78,12 +78,16 @@ class SecondEdition:
     learning_rate: float = 6e-3
     warmup: int = 100
     vocab_size: int = 1280
-    cycle: tuple[Rows, ...] = (SHORT, SHORT, SHORT, LONG)
-    """The kinds of batches, over and over."""
     without: str = "nothing"
-    """A key of `WITHOUT`."""
-    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the model lacks, a key of `WITHOUT`: KDA, MLA, "KDA output gate", decay, "bound -1", RoPE, …"""
+    cycle: Annotated[tuple[Rows, ...], tyro.conf.Fixed] = (SHORT, SHORT, SHORT, LONG)
+    """The kinds of batches, over and over."""
+    changes: Annotated[Mapping[str, Any], tyro.conf.Fixed] = dataclasses.field(default_factory=dict)
     """Other values of the config's fields, for a model of another size."""
+
+    def __post_init__(self) -> None:
+        if self.without not in WITHOUT:
+            raise ValueError(f"without is {self.without!r}, expected one of {', '.join(WITHOUT)}")
 
     def config(self, tokenizer: Tokenizer) -> Ling3Config:
         """Ling-3's pattern at a size that trains on two cores."""
@@ -183,4 +187,4 @@ def main(out: Path, recipe: SecondEdition = EDITION, questions: int = 500, every
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, config=(tyro.conf.SuppressFixed,))

@@ -16,7 +16,7 @@ from ling3.train.nano.skills.skill import Skill, Text, rank
 from ling3.train.nano.skills.words import KEYS, VALUES
 
 ATTRIBUTES = ("likes", "fears", "owns", "seeks")
-SUBJECTS = 512
+SUBJECTS = 1024
 """People in the world; each is worth 4 log2(64) = 24 bits."""
 
 
