@@ -74,7 +74,7 @@ class SecondEdition:
     """Everything that determines the model; the defaults are those of the checkpoint."""
 
     seed: int = 0
-    steps: int = 5000
+    steps: int = 4000
     learning_rate: float = 6e-3
     warmup: int = 100
     vocab_size: int = 1280

@@ -12,11 +12,11 @@ from ling3.train.nano.problems import Split
 from ling3.train.nano.skills.skill import Skill, Text, split_of
 from ling3.train.nano.skills.words import KEYS
 
-LEAST, MOST, ALPHABET = 5, 16, 3
+LEAST, MOST, ALPHABET = 4, 16, 3
 
 
 def _draw(rng: np.random.Generator, split: Split) -> Text:
-    """Three periods of 5 to 16 words; a pattern is of one split, whatever its words are.
+    """Three periods of 4 to 16 words; a pattern is of one split, whatever its words are.
 
     So its hash is that of the pattern with its words numbered in the order in which they come.
     """

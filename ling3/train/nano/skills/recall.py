@@ -32,9 +32,9 @@ def _recall(rng: np.random.Generator, split: Split, pairs: int, asked: int, betw
 
 
 def _short(rng: np.random.Generator, split: Split) -> Text:
-    """4 to 32 pairs, and half as many questions."""
-    pairs = int(rng.integers(4, 33))
-    return _recall(rng, split, pairs, pairs // 2)
+    """2 to 32 pairs, each of them asked for."""
+    pairs = int(rng.integers(2, 33))
+    return _recall(rng, split, pairs, pairs)
 
 
 PROBLEMS, QUESTIONS = 15, 48
@@ -51,5 +51,5 @@ def _long(rng: np.random.Generator, split: Split) -> Text:
     return _recall(rng, split, len(KEYS), QUESTIONS, [*between, *([("\n\n", False)] if between else [])])
 
 
-RECALL = Skill("recall", _short, longest=99, pulls=("short convolution", "writing strength"))
+RECALL = Skill("recall", _short, longest=131, pulls=("short convolution", "writing strength"))
 LONG_RECALL = Skill("long_recall", _long, longest=1535, pulls=("short convolution", "attention"))
