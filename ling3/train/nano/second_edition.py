@@ -140,7 +140,7 @@ def make(out: Path, recipe: SecondEdition, questions: int = 500, every: int = 20
     disk is replaced. Progress goes to stderr.
     """
     start = time.monotonic()
-    record: dict[str, Any] = {"recipe": dataclasses.asdict(recipe), "curve": []}
+    record: dict[str, Any] = {"recipe": json.loads(json.dumps(dataclasses.asdict(recipe))), "curve": []}
     trained = train_tokenizer(corpus(recipe.seed), recipe.vocab_size)
     model = init(recipe.config(trained), key=jax.random.key(recipe.seed))
     record["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
