@@ -4,8 +4,8 @@
     python -m experiments.nano_probes --probe whole --steps 1000 --seeds 0 1 2
 
 Each run appends its curve and its last scores as a line to `results/nano_probes.jsonl`; a stored run is not repeated.
-`short` and `long` are a dense model of 64 channels on some of the skills, some minutes of one core each; `whole` is the
-edition itself with fewer steps: run without each mechanism, it is the table of what is needed.
+`short`, or a skill's name, is a dense model of 64 channels on some skills or on this one, some minutes of one core;
+`whole` is the edition itself with fewer steps: run without each mechanism, it is the table of what is needed.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
@@ -22,6 +22,7 @@ from experiments.__main__ import RESULTS
 from ling3.bench.report import machine
 from ling3.train.nano.mixture import Rows
 from ling3.train.nano.second_edition import EDITION, WITHOUT, SecondEdition, make
+from ling3.train.nano.skills import SKILLS, Skill
 
 SMALL = {
     "hidden_size": 64,
@@ -44,10 +45,17 @@ class Probe:
 
 SOME = {"recall": 0.2, "resets": 0.2, "copying": 0.15, "tracking": 0.2, "positions": 0.15, "facts": 0.1}
 
+
+def _alone(skill: Skill) -> Probe:
+    """The small model on one skill."""
+    rows = (12, 256) if skill.longest <= 256 else (2, 1536)
+    return Probe((Rows(*rows, {skill.name: 1.0}),), SMALL)
+
+
 PROBES = {
-    "short": Probe((Rows(12, 256, SOME),), SMALL),
-    "long": Probe((Rows(2, 1536, {"long_recall": 0.6, "recall": 0.4}),), SMALL),
     "whole": Probe(EDITION.cycle, {}),
+    "short": Probe((Rows(12, 256, SOME),), SMALL),
+    **{name: _alone(skill) for name, skill in SKILLS.items()},
 }
 
 
@@ -56,7 +64,7 @@ def _stored(file: Path) -> list[dict[str, Any]]:
 
 
 def main(
-    probe: Literal["short", "long", "whole"],
+    probe: str,
     without: tuple[str, ...] = tuple(WITHOUT),
     steps: int = 600,
     learning_rate: float = EDITION.learning_rate,
@@ -66,13 +74,15 @@ def main(
     """Train what is not stored yet.
 
     Args:
-        probe: which model, on which skills.
+        probe: `whole`, `short`, or the name of a skill.
         without: what the models lack, keys of `ling3.train.nano.second_edition.WITHOUT`; all of them by default.
         steps: batches of 3,072 tokens.
         learning_rate: at its peak.
         seeds: of weights and texts.
         out: the directory of the results.
     """
+    if probe not in PROBES:
+        raise ValueError(f"probe is {probe!r}, expected one of {', '.join(PROBES)}")
     out.mkdir(parents=True, exist_ok=True)
     file = out / "nano_probes.jsonl"
     for seed, lacking in ((seed, lacking) for seed in seeds for lacking in without):

@@ -100,5 +100,5 @@ def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):
         ("RoPE", 1),
         ("decay", 1),
     ]
-    nano_probes.main("long", ("decay",), seeds=(1,), out=tmp_path)
+    nano_probes.main("recall", ("decay",), seeds=(1,), out=tmp_path)
     assert len(made) == 6 and len((tmp_path / "nano_probes.jsonl").read_text().splitlines()) == 6
