@@ -1,6 +1,9 @@
 """Mechanisms against skills: what is counted, and how it is shown."""
 
 import json
+import pathlib
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -72,3 +75,8 @@ def test_the_command_examines_nano_in_the_skills_it_has(capsys):
     found = json.loads(capsys.readouterr().out)["problems"]
     assert found["total"] == 32 and found["right"] >= 29
     assert found["wilson_95"][0] < found["accuracy"] <= found["wilson_95"][1]
+
+
+def test_scoring_needs_no_extra():
+    program = "import sys; sys.modules['optax'] = None; import ling3.evals.skills, ling3.interpret.skill_table"
+    subprocess.run([sys.executable, "-c", program], cwd=pathlib.Path(ling3.__file__).parents[1], check=True)
