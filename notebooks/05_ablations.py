@@ -222,9 +222,9 @@ assert at[-0.1][1][1] < 0.7 and no_decay[1] < 0.4  # but a memory that cannot fo
 #
 # ## Convolutions, beta, depth, experts: the whole table
 #
-# `ling3 ablate nano` measures 22 cuts with the engine: 200 held-out problems asked alone, and 50 of them again at the
-# end of a context of about 1,200 tokens, filled with other worked problems. It takes some minutes; this is its stored
-# result.
+# `ling3 ablate nano` measures such cuts with the engine, here 22 of them: 200 held-out problems asked alone, and 50 of
+# them again at the end of a context of about 1,200 tokens, filled with other worked problems. It takes some minutes;
+# this is a stored result.
 
 # %%
 stored = json.loads(pathlib.Path("../docs/ablations.json").read_text())

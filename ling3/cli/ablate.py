@@ -1,8 +1,9 @@
 """`ling3 ablate`: what each mechanism contributes to a model, as a table."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import tyro
 from rich.console import Console
 
 from ling3.cli.files import Output, read_text
@@ -11,6 +12,7 @@ from ling3.cli.options import Command, FileOption
 
 if TYPE_CHECKING:
     from ling3.interpret.ablation_report import Row
+    from ling3.interpret.skill_table import SkillRow
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -35,6 +37,8 @@ class Ablate(Command):
     """How many of them to ask once more in a long context."""
     examples: int = 20
     """Worked examples that make up this context."""
+    skills: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
+    """Instead, ask held-out texts of nano's skills, a column for each: names with commas between them, or all."""
     text: FileOption = None
     """Measure the perplexity of this text (UTF-8; - for standard input), instead of solutions."""
     output: Output
@@ -55,6 +59,23 @@ def run(command: Ablate) -> None:
     chosen = ablations(model, command.suite)
     if not chosen:
         raise ValueError(f"--suite {command.suite}: nothing that can be cut; what can be: {inventory(model)}")
+    settings = {
+        name: getattr(command, name) for name in ("suite", "questions", "recalls", "examples", "text", "skills")
+    }
+    about = {"model": source.name, "settings": {**settings, "dtype": source.dtype}}
+    if command.skills is not None:
+        from ling3.interpret.skill_table import compare_skills
+
+        table = compare_skills(
+            model,
+            tokenizer,
+            chosen,
+            _names(command.skills),
+            questions=command.questions,
+            report=lambda row: console.print(_cells(row), highlight=False, markup=False, soft_wrap=True),
+        )
+        command.output.write(dataclasses.replace(table, about=about), 160)
+        return
     report = compare(
         model,
         tokenizer,
@@ -65,8 +86,6 @@ def run(command: Ablate) -> None:
         text=text,
         report=lambda row: console.print(_line(row), highlight=False, markup=False, soft_wrap=True),
     )
-    settings = {name: getattr(command, name) for name in ("suite", "questions", "recalls", "examples", "text")}
-    about = {"model": source.name, "settings": {**settings, "dtype": source.dtype}}
     command.output.write(dataclasses.replace(report, about=about), 120)
 
 
@@ -74,6 +93,18 @@ def _line(row: "Row") -> str:
     """A row of the table, printed as soon as it is measured."""
     scores = [f"{score.right}/{score.total}" for score in (row.problems, row.recall) if score is not None]
     return f"{row.name}: perplexity {row.perplexity:.5g}, right {' and '.join(scores)}"
+
+
+def _cells(row: "SkillRow") -> str:
+    """A row of the table of skills, printed as soon as it is measured."""
+    return f"{row.name}: " + ", ".join(f"{name} {score.right}/{score.total}" for name, score in row.scores.items())
+
+
+def _names(skills: str) -> list[str]:
+    """The skills of the option."""
+    from ling3.train.nano.skills import SKILLS
+
+    return list(SKILLS) if skills == "all" else skills.split(",")
 
 
 def _check(command: Ablate) -> None:
@@ -84,4 +115,10 @@ def _check(command: Ablate) -> None:
             raise ValueError(f"--{name} is {value}, expected a whole number >= {least}")
     if command.recalls > command.questions:
         raise ValueError(f"--recalls is {command.recalls}, expected at most --questions, which is {command.questions}")
+    if command.skills is not None:
+        from ling3.evals.skills import check_skills
+
+        if command.text is not None:
+            raise ValueError("--text is for the perplexity, which --skills leaves out: give one of them")
+        check_skills(_names(command.skills))
     command.output.check()

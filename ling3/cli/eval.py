@@ -100,12 +100,30 @@ class Perplexity(Command):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Skills(Command):
+    """Examine the model in nano's skills: held-out texts, each answer right or wrong as a whole.
+
+    ling3 eval skills nano --only recall,positions
+    """
+
+    common: Loading
+    devices: Machines
+    only: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
+    """Names of skills with commas between them; without it, all."""
+    questions: int = 500
+    """Held-out texts of each skill."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Evaluate a model: word problems, questions of choice, perplexity."""
+    """Evaluate a model: word problems, questions of choice, nano's skills, perplexity."""
 
     task: (
         Annotated[Gsm8k, tyro.conf.subcommand("gsm8k")]
         | Annotated[MmluPro, tyro.conf.subcommand("mmlu-pro")]
+        | Annotated[Skills, tyro.conf.subcommand("skills")]
         | Annotated[Perplexity, tyro.conf.subcommand("perplexity")]
     )
 
@@ -126,6 +144,9 @@ def run(command: Eval) -> None:
     if isinstance(task, Perplexity):
         _perplexity(task)
         return
+    if isinstance(task, Skills):
+        _skills(task)
+        return
     from ling3.evals import answers, public
 
     if isinstance(task, Gsm8k):
@@ -135,9 +156,11 @@ def run(command: Eval) -> None:
 
 
 def follow(command: Eval) -> None:
-    """The part of a process that is not the first: of a text, all compute the same."""
+    """The part of a process that is not the first: of a text, and of skills, all compute the same."""
     if isinstance(command.task, Perplexity):
         _measured(command.task)
+    elif isinstance(command.task, Skills):
+        _scores(command.task)
     else:
         from ling3.evals.predictions import fingerprint
 
@@ -254,3 +277,34 @@ def _measured(command: Perplexity, console: Console | None = None) -> "Measured"
     if console is not None:
         source.introduce(model, console)
     return perplexity(model, tokenizer, text, command.context, command.stride)
+
+
+def _skills(command: Skills) -> None:
+    found = _scores(command, Console(stderr=True, highlight=False))
+    if command.json:
+        print_json(
+            {
+                name: {"right": s.right, "total": s.total, "accuracy": s.accuracy, "wilson_95": list(s.interval)}
+                for name, s in found.items()
+            }
+        )
+        return
+    for name, score in found.items():
+        low, high = score.interval
+        print(f"{name}: {score.right}/{score.total} = {score.accuracy:.4f}, 95 % (Wilson): {low:.4f} to {high:.4f}")
+
+
+def _scores(command: Skills, console: Console | None = None) -> "dict[str, Score]":
+    from ling3.evals.skills import check_skills, scores
+    from ling3.train.nano.skills import SKILLS
+
+    names = list(SKILLS) if command.only is None else command.only.split(",")
+    check_skills(names)
+    if command.questions < 1:
+        raise ValueError(f"--questions is {command.questions}, expected a whole number >= 1")
+    source = command.common.source(command.model, command.devices)
+    tokenizer = source.tokenizer()
+    model = source.load(tokenizer)
+    if console is not None:
+        source.introduce(model, console)
+    return scores(model, tokenizer, names, command.questions)

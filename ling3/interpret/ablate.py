@@ -11,7 +11,7 @@ for it (`MECHANISMS`) and can be left out where that field may be None, whatever
 An ablated model runs, traces and serves as any other. Where its family's config has a field for the mechanism, as
 Ling-3's has for all of them, the new model's `config` says what is different: then it saves and loads too, and
 `ling3.init(ablated.config, key=...)` is the same architecture with fresh weights, to be trained from scratch.
-(`drop_experts` changes weights alone.)
+(`drop_experts` and `no_routed_experts` change the model alone.)
 
 All functions raise ValueError where the model or one of the layers does not have the mechanism, and list what there
 is. Cutting again what is cut already changes nothing.
@@ -228,6 +228,16 @@ def no_routing_bias(model: CausalLM, layers: Layers = None) -> CausalLM:
 def no_shared_expert(model: CausalLM, layers: Layers = None) -> CausalLM:
     """y = Σ w_e · expert_e(x), without + shared_experts(x) (DeepSeekMoE, arXiv 2401.06066, §3)."""
     return _cut(model, "shared expert", layers, 0, shared_experts=None)
+
+
+def no_routed_experts(model: CausalLM, layers: Layers = None) -> CausalLM:
+    """y = shared_experts(x), without Σ w_e · expert_e(x): the weights w of the chosen experts become 0.
+
+    The routed scaling factor that a config states is greater than 0: the model's config does not say what is cut.
+    """
+    chosen = _chosen(model, "experts per token", layers)
+    silent = [dataclasses.replace(router, scaling=0.0) for router in chosen.values()]
+    return eqx.tree_at(lambda m: [having(m, "experts per token")[i] for i in chosen], model, silent)
 
 
 def drop_experts(model: CausalLM, experts: Sequence[int], layers: Layers = None) -> CausalLM:

@@ -129,6 +129,7 @@ def ablations(model: CausalLM, suite: Suite = "all") -> list[Ablation]:
     )
     shared = ablate.having(model, "shared expert", uncut=True)
     add("experts: no shared one", "experts", "y = Σ w_e · expert_e(x)", shared, ablate.no_shared_expert)
+    add("experts: none but the shared", "experts", "y = shared_experts(x)", shared, ablate.no_routed_experts)
     for router in [*biased.values()][:1]:
         experts = router.weight.shape[0]
         size = experts // router.groups

@@ -203,6 +203,13 @@ def test_experts_are_dropped_and_fewer_are_chosen():
     np.testing.assert_allclose(top.weights, 2.5, rtol=1e-6)
 
 
+def test_without_routed_experts_the_shared_one_is_left():
+    silent = edited(lambda m: moe(m).experts.down_proj.weight, jnp.zeros_like)
+    model = ablate.no_routed_experts(open_model(TWO))
+    np.testing.assert_allclose(model(TOKENS), silent(TOKENS), atol=1e-5)
+    assert np.abs(open_model(TWO)(TOKENS) - silent(TOKENS)).max() > 1e-3
+
+
 def test_layers_say_what_is_different_and_later_words_win():
     some = ablate.no_output_gate(open_model(DEEP), layers=[1, 3])
     assert [some.config.at(i).kda_output_gate for i in range(4)] == ["sigmoid", "none", "sigmoid", "sigmoid"]

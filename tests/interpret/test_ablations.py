@@ -33,8 +33,8 @@ def names(config, suite="all"):
 
 
 def test_a_model_is_cut_only_where_it_has_something():
-    assert len(names(DEEP)) == len(set(names(DEEP))) == 22
-    assert sum(len(names(DEEP, suite)) for suite in ("gates", "decay", "memory", "layers", "experts")) == 22
+    assert len(names(DEEP)) == len(set(names(DEEP))) == 23
+    assert sum(len(names(DEEP, suite)) for suite in ("gates", "decay", "memory", "layers", "experts")) == 23
     only_mla = dataclasses.replace(DEEP, layer_group_size=1)
     assert not [name for name in names(only_mla) if "KDA" in name] and "MLA: no RoPE" in names(only_mla)
     dense = dataclasses.replace(DEEP, first_k_dense_replace=4, layer_group_size=5)
@@ -49,6 +49,7 @@ def test_every_line_is_a_model_that_differs():
     variants = {ablation.name: ablation.cut(model, rows) for ablation in ablations(model)}
     by_weight = variants.pop("experts: 4 of 8 dropped")
     assert by_weight.config == DEEP and by_weight.model.layers[1].mlp.gate.expert_bias[0] == ling3.ablate.DROPPED
+    assert variants.pop("experts: none but the shared").config == DEEP
     configs = [variant.config for variant in variants.values()]
     assert DEEP not in configs and len(set(configs)) == len(configs)
     # All of one kind at once is said once, and not of each layer.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import ling3
 from ling3.families.ling3_config import Ling3Config
-from ling3.train.nano.exam import chat_prompt, exact_answers, examine
-from ling3.train.nano.problems import ask, exam, worked_examples
+from ling3.train.nano.exam import exact_answers, examine
+from ling3.train.nano.problems import ask, chat_prompt, exam, worked_examples
 from ling3.train.nano.recipe import Recipe
 
 NANO = Path(ling3.__file__).parent / "checkpoints" / "nano"

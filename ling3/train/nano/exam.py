@@ -1,4 +1,4 @@
-"""Nano's exam: held-out word problems, asked alone, after four worked examples, and in a chat."""
+"""Nano's exams: held-out word problems, asked alone, after four worked examples, and in a chat."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,7 @@ from ling3.generate import generate
 from ling3.model import CausalLM
 from ling3.text.tokenizer import Tokenizer
 from ling3.train.loop import Batch
-from ling3.train.nano.problems import Problem, ask, exam, last_number, worked_examples
-
-SYSTEM_TURN = "<role>SYSTEM</role>detailed thinking off<|role_end|>"
-
-
-def chat_prompt(problem: Problem) -> str:
-    """The problem as a user's turn, as the checkpoint's chat template renders it."""
-    return f"{SYSTEM_TURN}<role>HUMAN</role>{problem.question}<|role_end|><role>ASSISTANT</role>\n<think></think>"
+from ling3.train.nano.problems import ask, chat_prompt, exam, last_number, worked_examples
 
 
 def exact_answers(

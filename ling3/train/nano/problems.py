@@ -285,6 +285,14 @@ def ask(problem: Problem, examples: Sequence[Problem] = ()) -> str:
     return f"{''.join(worked)}Question: {problem.question}\nAnswer:"
 
 
+SYSTEM_TURN = "<role>SYSTEM</role>detailed thinking off<|role_end|>"
+
+
+def chat_prompt(problem: Problem) -> str:
+    """The problem as a user's turn, as the checkpoint's chat template renders it."""
+    return f"{SYSTEM_TURN}<role>HUMAN</role>{problem.question}<|role_end|><role>ASSISTANT</role>\n<think></think>"
+
+
 def last_number(text: str) -> int | None:
     """The answer that `text` gives: its last number, or None if it has none."""
     numbers = re.findall(r"\d+", text)

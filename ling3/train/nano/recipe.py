@@ -11,7 +11,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -27,17 +27,12 @@ from ling3.families.ling3_config import Ling3Config
 from ling3.model import CausalLM
 from ling3.text.tokenizer import load_tokenizer
 from ling3.train.loop import Batch, Optimization, Progress, train
-from ling3.train.nano.exam import SYSTEM_TURN, chat_prompt, examine, solved
-from ling3.train.nano.problems import Problem, Step, ask, exam, problems
+from ling3.train.nano.exam import examine, solved
+from ling3.train.nano.problems import SYSTEM_TURN, Problem, Step, ask, chat_prompt, exam, problems
+from ling3.train.nano.skills.skill import Row, Segment, encode
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
 TOKENS_PER_EQUATION = 6
-
-Row = tuple[list[int], list[float]]
-"""Tokens, and their weights in the loss."""
-
-Segment = tuple[str, bool]
-"""A piece of a document, and whether it is learned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +97,6 @@ def corpus(seed: int, size: int = 5000) -> Iterator[str]:
     for problem in itertools.islice(problems(seed, "train"), size):
         yield f"{ask(problem)} {problem.solution}\n\n"
     yield from [SYSTEM_TURN, "<role>HUMAN</role>", "<role>ASSISTANT</role>", "detailed thinking on"] * (size // 20)
-
-
-def encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Row:
-    """The tokens of a document and their weights in the loss."""
-    encodings = tokenizer.encode_batch([text for text, _ in segments])
-    tokens = [token for encoding in encodings for token in encoding.ids]
-    weights = [float(learned) for encoding, (_, learned) in zip(encodings, segments, strict=True) for _ in encoding.ids]
-    return tokens, weights
 
 
 def drills(tokenizer: Tokenizer, equations: Iterator[Step], room: int) -> Row:

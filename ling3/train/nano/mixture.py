@@ -1,0 +1,86 @@
+"""Rows of texts of many skills, without padding: what nano's second edition is trained on.
+
+A row has whole texts, each closed by its skill's control token, and equations of `drills` where no more text fits.
+Shares are of tokens: the next text is of the skill that is furthest behind its share. All is decided by the seed.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from ling3.train.loop import Batch
+from ling3.train.nano.recipe import corpus as problem_corpus
+from ling3.train.nano.recipe import drills, single_steps
+from ling3.train.nano.skills import SKILLS, encode
+from ling3.train.nano.skills.skill import Row
+
+DRILLS = "drills"
+"""Bare equations, whose results are learned; they fill any room."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """One shape of batches: `count` rows of `length` tokens, and each skill's share of their tokens."""
+
+    count: int
+    length: int
+    shares: Mapping[str, float]
+
+
+def encoded(tokenizer: Tokenizer, name: str, seed: int) -> Iterator[Row]:
+    """A skill's training texts, each with its control token, which is learned."""
+    skill = SKILLS[name]
+    for text in skill.texts(seed, "train"):
+        yield encode(tokenizer, (*text.segments, (skill.end, True)))
+
+
+def packed(tokenizer: Tokenizer, rows: Rows, seed: int) -> Iterator[Row]:
+    """Rows of exactly `rows.length` tokens. A text that is longer than a row is left out."""
+    rng, equations = np.random.default_rng(seed), single_steps(seed)
+    shares = {name: share for name, share in rows.shares.items() if share > 0}
+    streams = {
+        name: (text for text in encoded(tokenizer, name, seed) if len(text[0]) <= rows.length)
+        for name in shares
+        if name != DRILLS
+    }
+    waiting, given = {name: next(stream) for name, stream in streams.items()}, dict.fromkeys(shares, 0)
+
+    def behind(name: str) -> float:
+        return given[name] / shares[name]
+
+    while True:
+        texts, room = [], rows.length
+        while min(shares, key=behind) != DRILLS:
+            fits = [name for name, (tokens, _) in waiting.items() if len(tokens) <= room]
+            if not fits:
+                break
+            name = min(fits, key=behind)
+            texts.append(waiting[name])
+            size = len(waiting[name][0])
+            given[name], room, waiting[name] = given[name] + size, room - size, next(streams[name])
+        if room:
+            texts.append(drills(tokenizer, equations, room))
+            if DRILLS in given:
+                given[DRILLS] += room
+        order = rng.permutation(len(texts))
+        yield [t for i in order for t in texts[i][0]], [w for i in order for w in texts[i][1]]
+
+
+def batches(tokenizer: Tokenizer, cycle: Sequence[Rows], seed: int) -> Iterator[Batch]:
+    """The training stream: a batch of each of the `cycle`, over and over."""
+    streams = [packed(tokenizer, rows, seed + i) for i, rows in enumerate(cycle)]
+    for i in itertools.cycle(range(len(cycle))):
+        tokens, weights = zip(*itertools.islice(streams[i], cycle[i].count), strict=True)
+        yield Batch(jnp.array(tokens, jnp.int32), jnp.array(weights, jnp.float32))
+
+
+def corpus(seed: int, size: int = 1000) -> Iterator[str]:
+    """The text that the tokenizer is trained on: `size` texts of each skill, and the problems of the first edition."""
+    yield from problem_corpus(seed)
+    for skill in SKILLS.values():
+        for text in itertools.islice(skill.texts(seed, "train"), size if skill.longest <= 256 else size // 10):
+            yield text.prompt + text.answer

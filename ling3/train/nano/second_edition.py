@@ -1,0 +1,190 @@
+"""How nano's second edition is made: `python -m ling3.train.nano.second_edition --out DIR`.
+
+Ling-3's own pattern, three KDA layers to one of MLA, trained on a mixture of skills each of which needs some mechanism.
+With `without` the same recipe trains a model that lacks one from the start: what a trained model relies on is not what
+it needed.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import tyro
+from tokenizers import Tokenizer
+
+from ling3.checkpoint import load
+from ling3.checkpoint.saving import save
+from ling3.families import init
+from ling3.families.ling3_config import Ling3Config
+from ling3.model import CausalLM
+from ling3.text.tokenizer import load_tokenizer
+from ling3.train.loop import Optimization, Progress, train
+from ling3.train.nano.mixture import Rows, batches, corpus
+from ling3.train.nano.recipe import as_stored
+from ling3.train.nano.skills import SKILLS
+from ling3.train.nano.skills.exam import right_answers
+from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
+
+SHORT = Rows(
+    count=12,
+    length=256,
+    shares={
+        "problems": 0.14,
+        "chat": 0.06,
+        "drills": 0.22,
+        "recall": 0.10,
+        "resets": 0.12,
+        "copying": 0.06,
+        "facts": 0.12,
+        "tracking": 0.12,
+        "positions": 0.06,
+    },
+)
+LONG = Rows(count=2, length=1536, shares={"long_recall": 0.75, "examples": 0.25})
+
+WITHOUT: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "KDA": {"attention": "mla"},
+    "MLA": {"attention": "kda"},
+    "KDA output gate": {"kda_output_gate": "none"},
+    "MLA output gate": {"mla_output_gate": "none"},
+    "decay": {"kda_decay": False},
+    "bound -0.1": {"kda_lower_bound": -0.1},
+    "bound -1": {"kda_lower_bound": -1.0},
+    "bound": {"kda_lower_bound": None},
+    "beta": {"kda_beta": 1.0},
+    "short convolution": {"kda_short_conv": False},
+    "RoPE": {"mla_rope": False},
+    "routed experts": {"first_k_dense_replace": 4},
+    "several experts": {"num_experts_per_tok": 1},
+    "routing bias": {"moe_router_enable_expert_bias": False},
+    "shared expert": {"num_shared_experts": 0},
+}
+"""What can be left out from the start, and the config's fields that say so. `bound` leaves the softplus law."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondEdition:
+    """Everything that determines the model; the defaults are those of the checkpoint."""
+
+    seed: int = 0
+    steps: int = 4000
+    learning_rate: float = 6e-3
+    warmup: int = 100
+    vocab_size: int = 1280
+    without: str = "nothing"
+    """What the model lacks, a key of `WITHOUT`: KDA, MLA, "KDA output gate", decay, "bound -1", RoPE, …"""
+    cycle: Annotated[tuple[Rows, ...], tyro.conf.Fixed] = (SHORT, SHORT, SHORT, LONG)
+    """The kinds of batches, over and over."""
+    changes: Annotated[Mapping[str, Any], tyro.conf.Fixed] = dataclasses.field(default_factory=dict)
+    """Other values of the config's fields, for a model of another size."""
+
+    def __post_init__(self) -> None:
+        if self.without not in WITHOUT:
+            raise ValueError(f"without is {self.without!r}, expected one of {', '.join(WITHOUT)}")
+
+    def config(self, tokenizer: Tokenizer) -> Ling3Config:
+        """Ling-3's pattern at a size that trains on two cores."""
+        end_of_text, end_of_turn = tokenizer.encode(END_OF_TEXT + END_OF_TURN).ids
+        fields: dict[str, Any] = {
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": 192,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "layer_group_size": 4,
+            "num_attention_heads": 6,
+            "head_dim": 32,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 2048,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "initializer_range": 0.05,
+            "eos_token_id": (end_of_turn, end_of_text),
+            "pad_token_id": end_of_text,
+        }
+        changes = WITHOUT[self.without]
+        if self.without == "routed experts":  # what stays is the shared one
+            changes = changes | {"intermediate_size": fields["moe_shared_expert_intermediate_size"]}
+        return Ling3Config(**{**fields, **changes, **self.changes})
+
+
+def shares_right(model: CausalLM, tokenizer: Any, names: list[str], count: int) -> dict[str, float]:
+    """Each skill's share of right answers to its first `count` held-out texts, an eighth as many of long ones."""
+    shares = {}
+    for name in names:
+        texts = SKILLS[name].exam(count if SKILLS[name].longest <= 256 else -(-count // 8))
+        shares[name] = sum(right_answers(model, tokenizer, texts)) / len(texts)
+    return shares
+
+
+def make(out: Path, recipe: SecondEdition, questions: int = 500, every: int = 200) -> dict[str, Any]:
+    """Trains the model into the directory `out`, in the published layout, and returns its record (`training.json`).
+
+    Every `every` steps some held-out texts of each skill of the mixture are asked; every 1,000 steps the checkpoint on
+    disk is replaced. Progress goes to stderr.
+    """
+    start = time.monotonic()
+    record: dict[str, Any] = {"recipe": json.loads(json.dumps(dataclasses.asdict(recipe))), "curve": []}
+    trained = train_tokenizer(corpus(recipe.seed), recipe.vocab_size)
+    model = init(recipe.config(trained), key=jax.random.key(recipe.seed))
+    record["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+
+    def write(model: CausalLM) -> None:
+        save(as_stored(model), out, overwrite=True)
+        write_tokenizer(trained, out, model.config.max_position_embeddings)
+        (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+    write(model)  # an unsuitable directory is told at once, not after the first thousand steps
+    tokenizer = load_tokenizer(out)
+    mixed = {name for rows in recipe.cycle for name, share in rows.shares.items() if share > 0}
+    names = [name for name in SKILLS if name in mixed]
+
+    def report(progress: Progress, model: CausalLM) -> None:
+        point = {name: round(value, 5) for name, value in dataclasses.asdict(progress).items()}
+        record["curve"].append(point | {"right": shares_right(model, tokenizer, names, 64)})
+        right = ", ".join(f"{name} {share:.2f}" for name, share in record["curve"][-1]["right"].items())
+        print(f"step {progress.step} of {recipe.steps}: loss {progress.loss:.4f}; {right}", file=sys.stderr)
+        if progress.step % 1000 == 0 or progress.step == recipe.steps:
+            write(model)
+
+    optimization = Optimization(recipe.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup)
+    train(model, batches(trained, recipe.cycle, recipe.seed + 1), optimization, every=every, report=report)
+    record["minutes"] = round((time.monotonic() - start) / 60, 1)
+    record["right"] = shares_right(load(out), tokenizer, names, questions)
+    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+EDITION = SecondEdition()
+
+
+def main(out: Path, recipe: SecondEdition = EDITION, questions: int = 500, every: int = 200) -> None:
+    """Train nano's second edition from scratch.
+
+    Args:
+        out: the new checkpoint's directory.
+        recipe: by default that of the checkpoint.
+        questions: how many held-out texts of each skill to ask in the end.
+        every: steps between two points of the curve.
+    """
+    print(json.dumps(make(out, recipe, questions, every)["right"]))
+
+
+if __name__ == "__main__":
+    tyro.cli(main, config=(tyro.conf.SuppressFixed,))

@@ -1,0 +1,47 @@
+"""The exam of a skill: which answers are right, without generating them token by token."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from ling3.model import CausalLM
+from ling3.text.tokenizer import Tokenizer
+from ling3.train.nano.skills.skill import Text
+
+PADDING, TOKENS = 128, 4096
+"""Rows of an exam have a multiple of PADDING tokens, and a batch about TOKENS of them: few shapes to compile."""
+
+
+@eqx.filter_jit
+def _right(
+    model: CausalLM, tokens: Int32[Array, "batch seq"], answers: Bool[Array, "batch seq"]
+) -> Bool[Array, " batch"]:
+    """For each row, True if every token of its answer is the likeliest after those before it."""
+    best = jnp.argmax(model(tokens)[:, :-1], axis=-1)
+    return jnp.all((best == tokens[:, 1:]) | ~answers[:, 1:], axis=1)
+
+
+def right_answers(model: CausalLM, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[bool]:
+    """For each text, True if its answer is the greedy continuation of its prompt.
+
+    One pass over each whole text tells: as long as every token so far is the likeliest, greedy decoding has just read
+    the same text. Prompt and answer are encoded apart, as they are where an answer is generated.
+    """
+    encoded = [(tokenizer.encode(t.prompt), tokenizer.encode(t.answer, add_special_tokens=False)) for t in texts]
+    lengths = [-(-(len(prompt) + len(answer)) // PADDING) * PADDING for prompt, answer in encoded]
+    right: dict[int, bool] = {}
+    for length in sorted(set(lengths)):
+        own, rows = [i for i in range(len(texts)) if lengths[i] == length], -(-TOKENS // length)
+        for first in range(0, len(own), rows):
+            chosen = own[first : first + rows]
+            tokens, answers = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
+            for row, i in enumerate(chosen):
+                prompt, answer = encoded[i]
+                end = len(prompt) + len(answer)
+                tokens[row, :end], answers[row, len(prompt) : end] = prompt + answer, True
+            found = np.asarray(_right(model, jnp.asarray(tokens), jnp.asarray(answers)))
+            right.update(zip(chosen, found.tolist()))
+    return [right[i] for i in range(len(texts))]

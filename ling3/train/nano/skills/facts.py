@@ -1,0 +1,57 @@
+"""Memorised facts: a fixed world of people, of whom each has a value for each of four attributes.
+
+    About Anna fox: likes gold fears tin owns silk seeks lead
+
+There is no rule in it: what an answer needs has to be in the weights, in the experts above all. A text has a person's
+four attributes in random order. One of them never comes first in training, and it is the one that an exam asks for
+first.
+"""
+
+import functools
+
+import numpy as np
+
+from ling3.train.nano.problems import PEOPLE, Split
+from ling3.train.nano.skills.skill import Skill, Text, rank
+from ling3.train.nano.skills.words import KEYS, VALUES
+
+ATTRIBUTES = ("likes", "fears", "owns", "seeks")
+SUBJECTS = 1024
+"""People in the world; each is worth 4 log2(64) = 24 bits."""
+
+
+@functools.cache
+def subjects() -> tuple[str, ...]:
+    """The people's names, of two words each."""
+    names = [f"{first} {last}" for first, _ in PEOPLE for last in KEYS]
+    return tuple(sorted(names, key=lambda name: rank(f"subject: {name}"))[:SUBJECTS])
+
+
+@functools.cache
+def fact(subject: str, attribute: str) -> str:
+    """The value of one of `ATTRIBUTES`."""
+    return VALUES[rank(f"fact: {subject} {attribute}") % len(VALUES)]
+
+
+@functools.cache
+def never_first(subject: str) -> str:
+    """The attribute that no training text has first."""
+    return ATTRIBUTES[rank(f"never first: {subject}") % len(ATTRIBUTES)]
+
+
+def _draw(rng: np.random.Generator, split: Split) -> Text:
+    """A person with all attributes, or in an exam with the one that training never has first."""
+    subject = subjects()[rng.integers(SUBJECTS)]
+    order = [ATTRIBUTES[i] for i in rng.permutation(len(ATTRIBUTES))]
+    if split == "held_out":
+        order = [never_first(subject)]
+    elif order[0] == never_first(subject):
+        order = order[1:] + order[:1]
+    text, pieces = f"About {subject}:", []
+    for attribute in order:
+        pieces += [(f"{text} {attribute}", False), (f" {fact(subject, attribute)}", True)]
+        text = ""
+    return Text(tuple(pieces))
+
+
+FACTS = Skill("facts", _draw, longest=12, pulls=("experts per token", "routing bias", "shared expert"))

@@ -1,0 +1,55 @@
+"""Exact recall: many pairs of words, then some of the keys, each of which asks for its value.
+
+    Recall: fox gold elm tin owl silk … ? elm tin fox gold …
+
+The long form has all 192 keys, more than the states of nano's KDA layers can keep apart, and worked problems between
+the pairs and the questions, up to 1,535 tokens in all. Its questions are what the MLA layer is for.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ling3.train.nano.problems import Split, ask, problems
+from ling3.train.nano.skills.skill import Bindings, Segment, Skill, Text
+from ling3.train.nano.skills.words import KEYS, VALUES
+
+PAIRS = Bindings("recall", KEYS, VALUES)
+
+
+def _recall(rng: np.random.Generator, split: Split, pairs: int, asked: int, between: Sequence[Segment] = ()) -> Text:
+    """`pairs` pairs, the pieces `between`, and `asked` questions; the pair of the last one is of this split."""
+    keys = rng.permutation(len(KEYS))[:pairs]
+    values = PAIRS.draw(rng, keys, "train")
+    order = rng.permutation(pairs)[:asked]
+    values[order[-1]] = PAIRS.draw(rng, keys[order[-1:]], split)[0]
+    pieces: list[Segment] = [("Recall:" + "".join(f" {KEYS[k]} {v}" for k, v in zip(keys, values)), False), *between]
+    question = " ?"
+    for i in order:
+        pieces += [(f"{question} {KEYS[keys[i]]}", False), (f" {values[i]}", True)]
+        question = ""
+    return Text(tuple(pieces))
+
+
+def _short(rng: np.random.Generator, split: Split) -> Text:
+    """2 to 32 pairs, each of them asked for."""
+    pairs = int(rng.integers(2, 33))
+    return _recall(rng, split, pairs, pairs)
+
+
+PROBLEMS, QUESTIONS = 15, 48
+"""The most worked problems of a long text, and its questions."""
+
+
+def _long(rng: np.random.Generator, split: Split) -> Text:
+    """All keys, up to `PROBLEMS` worked problems, `QUESTIONS` questions."""
+    stream = problems(int(rng.integers(2**31)), "train")
+    between: list[Segment] = []
+    for _ in range(rng.integers(PROBLEMS + 1)):
+        problem = next(stream)
+        between += [(f"\n\n{ask(problem)}", False), (f" {problem.solution}", True)]
+    return _recall(rng, split, len(KEYS), QUESTIONS, [*between, *([("\n\n", False)] if between else [])])
+
+
+RECALL = Skill("recall", _short, longest=131, pulls=("short convolution", "writing strength"))
+LONG_RECALL = Skill("long_recall", _long, longest=1535, pulls=("short convolution", "attention"))

@@ -1,0 +1,104 @@
+"""Nano's second edition: its size and pattern, what can be left out, and a run of two steps."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ling3
+from experiments import nano_probes
+from ling3.families import init
+from ling3.train.nano.mixture import DRILLS, Rows, corpus
+from ling3.train.nano.second_edition import EDITION, LONG, SHORT, WITHOUT, SecondEdition, make
+from ling3.train.nano.skills import SKILLS
+from ling3.train.tokenizer import train_tokenizer
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(corpus(0, size=400), EDITION.vocab_size)
+
+
+def shapes(config):
+    return eqx.filter_eval_shape(init, config, key=jax.random.key(0), dtype=jnp.bfloat16)
+
+
+def test_it_has_ling_3s_pattern_and_fits_eight_mebibytes(tokenizer):
+    config = EDITION.config(tokenizer)
+    kinds = [(config.attention_kind(layer), config.mlp_kind(layer)) for layer in range(config.num_hidden_layers)]
+    assert kinds == [("kda", "dense"), ("kda", "moe"), ("kda", "moe"), ("mla", "moe")]
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(config)))
+    assert 6 * 2**20 < nbytes < 8 * 2**20 - 200_000  # room for the file's header and a tokenizer of all words
+    longest = max(rows.length for rows in EDITION.cycle)
+    assert longest <= config.max_position_embeddings
+
+
+@pytest.mark.parametrize("without", WITHOUT)
+def test_what_is_left_out_is_not_there(without, tokenizer):
+    config = SecondEdition(without=without).config(tokenizer)
+    whole, model = shapes(EDITION.config(tokenizer)), shapes(config)
+    same = jax.tree.structure(model) == jax.tree.structure(whole)
+    assert same == (without == "nothing")
+    if without == "routed experts":
+        size = EDITION.config(tokenizer).moe_shared_expert_intermediate_size
+        assert [layer.mlp.gate_proj.shape[0] for layer in model.model.layers] == [size] * 4
+
+
+def test_an_unknown_mechanism_is_an_error():
+    with pytest.raises(ValueError, match="without is 'wings', expected one of nothing, KDA"):
+        SecondEdition(without="wings")
+
+
+def test_every_skill_has_a_share_and_room():
+    shares = SHORT.shares | LONG.shares
+    assert set(shares) == {*SKILLS, DRILLS}
+    for rows in (SHORT, LONG):
+        assert sum(rows.shares.values()) == pytest.approx(1.0)
+        assert all(SKILLS[name].longest < rows.length for name in rows.shares if name != DRILLS)
+
+
+@pytest.mark.slow
+def test_two_steps_write_a_checkpoint_and_a_record(tmp_path):
+    cycle = (Rows(2, 128, {"recall": 0.5, "facts": 0.5}),)
+    recipe = SecondEdition(steps=2, warmup=1, cycle=cycle, changes=TINY)
+    record = make(tmp_path / "made", recipe, questions=8, every=1)
+    assert record == json.loads((tmp_path / "made" / "training.json").read_text())
+    assert [point["step"] for point in record["curve"]] == [1, 2]
+    assert set(record["right"]) == {"recall", "facts"} == set(record["curve"][0]["right"])
+    model = ling3.load(tmp_path / "made")
+    assert record["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(model))
+
+
+def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):
+    made = []
+
+    def fake(out, recipe, questions, every):
+        made.append(recipe)
+        own = {name: getattr(recipe, name) for name in ("seed", "steps", "learning_rate", "without")}
+        return {"recipe": own, "curve": [], "right": {}}
+
+    monkeypatch.setattr(nano_probes, "make", fake)
+    nano_probes.main("short", ("nothing", "RoPE"), seeds=(0, 1), out=tmp_path)
+    nano_probes.main("short", ("RoPE", "decay"), seeds=(1,), out=tmp_path)
+    assert [(recipe.without, recipe.seed) for recipe in made] == [
+        ("nothing", 0),
+        ("RoPE", 0),
+        ("nothing", 1),
+        ("RoPE", 1),
+        ("decay", 1),
+    ]
+    nano_probes.main("recall", ("decay",), seeds=(1,), out=tmp_path)
+    assert len(made) == 6 and len((tmp_path / "nano_probes.jsonl").read_text().splitlines()) == 6
