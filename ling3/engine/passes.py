@@ -122,6 +122,31 @@ def first_token(
     return choice, pool.put(rows, view.after(view.cache(rows.table), choice.token, chosen))
 
 
+@functools.partial(jax.jit, donate_argnames="pool", static_argnames=("paths", "execution"))
+def watch(
+    model: CausalLM,
+    rows: Rows,
+    tokens: Int32[Array, "rows seq"],
+    lengths: Int32[Array, " rows"],
+    paths: tuple[str, ...],
+    pool: Pool,
+    execution: Execution,
+    interventions: tuple[Intervention, ...] = (),
+) -> tuple[dict[str, Any], Pool]:
+    """Adds each row's next `lengths` tokens to the caches; what a recorder saw of them at `paths`, `[rows, seq, …]`."""
+    view, watcher = pool.take(rows, execution.lowering), recorder(interventions, watch=True)
+    span = Span(view.length, lengths, rows.table, execution, watcher)
+    _, layers = model.model(tokens, view.layers, span)
+    after = Pool(layers, view.length + lengths, view.token, view.until, view.done, view.sampling)
+
+    def by_row(path: str) -> Any:
+        if ".mlp." in path:  # experts take the tokens of all rows together
+            return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), watcher.values[path])
+        return watcher.values[path]
+
+    return {path: by_row(path) for path in paths}, pool.put(rows, after)
+
+
 class Passes(NamedTuple):
     """An engine's forward passes: these programs, or what takes their place.
 
