@@ -2,10 +2,11 @@
 
     python -m benchmarks.server_soak --requests 2000 --minutes 30
 
-The busy engine has few slots and too few pages, and answers clients over HTTP, who stream or wait for the whole. A
-tenth of them leaves amid the answer, a tenth sends what is malformed. Each answer is then asked of the lonely engine,
-which serves nothing else and has no prefix cache. A fifth of the requests warms up; slots, pages, snapshots, threads,
-file descriptors, objects and memory are counted after it and at the end, when the server is idle.
+The busy engine has few slots and too few pages, and answers clients over HTTP, who stream or wait for the whole. They
+come in bursts, evenly spread over the time. A tenth of them leaves amid the answer, a tenth sends what is malformed.
+Each answer is then asked of the lonely engine, which serves nothing else and has no prefix cache. A fifth of the
+requests warms up; slots, pages, snapshots, threads, file descriptors, objects and memory are counted after it and at
+the end, when the server is idle.
 """
 
 import asyncio
@@ -81,18 +82,18 @@ class Found:
 
 
 def soak(requests: int, minutes: float, seed: int = 0) -> Found:
-    """Sends so many requests, or as many as the minutes have room for."""
+    """Sends so many requests in bursts of `CLIENTS`, spread over the minutes; with 0 each as soon as it can."""
     model, tokenizer = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
     busy = ling3.Engine(model, tokenizer, **SETTINGS | {"max_queue": 1024})
     lonely = ling3.Engine(model, tokenizer, busy.settings, prefix_cache=False)
     busy.warmup()
     service = Service(busy, tokenizer, "nano", 1024)
-    found, begin = Found(), time.monotonic()
-    until = begin + 60 * minutes
+    found, begin, apart = Found(), time.monotonic(), 60 * minutes * CLIENTS / requests
     with _served(service) as url:
         warm = int(requests * WARM)
         for name, numbers in (("before", range(warm)), ("after", range(warm, requests))):
-            asyncio.run(_clients(url, lonely, found, iter(numbers), seed, until))
+            due = ((number, begin + number // CLIENTS * apart) for number in numbers)
+            asyncio.run(_clients(url, lonely, found, due, seed))
             _settle(service, lonely)
             busy.forget_prefixes()
             setattr(found, name, _counts())
@@ -125,16 +126,13 @@ def _served(service: Service) -> Iterator[str]:
         socket.close()
 
 
-async def _clients(
-    url: str, lonely: ling3.Engine, found: Found, numbers: Iterator[int], seed: int, until: float
-) -> None:
-    """Sends the requests of these numbers, until there are no more or it is late."""
+async def _clients(url: str, lonely: ling3.Engine, found: Found, due: Iterator[tuple[int, float]], seed: int) -> None:
+    """Sends the requests of these numbers, none before its time."""
     alone, limits = asyncio.Lock(), httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
 
     async def one_by_one() -> None:
-        for number in numbers:
-            if time.monotonic() > until:
-                return
+        for number, at in due:
+            await asyncio.sleep(max(0.0, at - time.monotonic()))
             draw = np.random.default_rng([seed, number])
             kind = draw.choice(["cancelled", "malformed", "whole"], p=[CANCELLED, MALFORMED, 1 - CANCELLED - MALFORMED])
             if kind == "malformed":
@@ -234,8 +232,8 @@ def main(requests: int = 2000, minutes: float = 30, seed: int = 0, out: Path = P
     """Soak the server, and write server_soak.json; the exit status is 1 after a difference or a leak.
 
     Args:
-        requests: how many at most.
-        minutes: how long at most.
+        requests: how many.
+        minutes: how long they are spread over; 0 for as soon as they can be sent.
         seed: what they are drawn from.
         out: the directory to write into.
     """
