@@ -8,12 +8,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from ling3.engine.outputs import RequestOutput
 from ling3.engine.sampling_params import MAX_SEED, SamplingParams, check_prompt
 from ling3.engine.settings import EngineSettings
 from ling3.evals.answers import Parser
 from ling3.evals.predictions import Predictions
 from ling3.evals.prompts import Question
+from ling3.intervention import Intervention
 from ling3.serve import Server
 from ling3.text.tokenizer import Tokenizer
 from ling3.version import __version__
@@ -182,9 +185,24 @@ def _settings(
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
-    """The fields that differ from the defaults."""
+    """The fields that differ from the defaults, of each intervention what it does and a hash of its numbers."""
     default = dataclasses.asdict(SamplingParams())
-    return {name: value for name, value in dataclasses.asdict(params).items() if value != default[name]}
+    fields = dataclasses.asdict(dataclasses.replace(params, interventions=()))
+    changed = {name: value for name, value in fields.items() if value != default[name]}
+    if params.interventions:
+        changed["interventions"] = [_intervention(each) for each in params.interventions]
+    return changed
+
+
+def _intervention(each: Intervention) -> dict[str, Any]:
+    numbers = (each.value, each.start, each.positions, each.part)
+    written = b" ".join(b"" if x is None else np.asarray(x).tobytes() for x in numbers)
+    return {
+        "layer": each.layer,
+        "site": each.site,
+        "adds": each.adds,
+        "numbers_sha256": hashlib.sha256(written).hexdigest(),
+    }
 
 
 def _answer(output: RequestOutput, parse: Parser, expected: str) -> dict[str, Any]:

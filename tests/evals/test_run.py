@@ -18,6 +18,7 @@ from ling3.evals.answers import PARSERS, choice, number
 from ling3.evals.predictions import Predictions, fingerprint
 from ling3.evals.prompts import Question
 from ling3.evals.run import Score, evaluate, prepare
+from ling3.intervention import Intervention
 
 QUESTIONS = [Question(f"{'more ' * (i % 3)}{i}?", str(i % 4)) for i in range(9)] + [Question("0?", "0")]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -216,6 +217,19 @@ def test_other_settings_and_prompts_are_refused(ask):
     ask.out.write_bytes(before + b"\n")
     with pytest.raises(ValueError, match=r"line 3, column 1: no valid JSON .*; remove the line, or give another"):
         ask()
+
+
+def test_a_run_under_interventions_is_not_taken_up_with_others(ask):
+    def under(*changes):
+        return dataclasses.replace(PARAMS, interventions=[Intervention.set(0, "gate", value) for value in changes])
+
+    assert ask(params=under(0.5)).total == 10 and ask.asked == 10
+    [written] = ask.lines()[0]["settings"]["sampling"]["interventions"]
+    assert written.keys() == {"layer", "site", "adds", "numbers_sha256"}
+    assert ask(params=under(0.5)).total == 10 and ask.asked == 0
+    for others in (PARAMS, under(0.25), under(0.5, 0.5)):
+        with pytest.raises(ValueError, match="sampling"):
+            ask(params=others)
 
 
 def test_every_setting_of_the_engine_is_recorded(ask, engine):
