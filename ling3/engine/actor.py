@@ -175,8 +175,10 @@ class Actor:
             with contextlib.suppress(RuntimeError):  # an event loop that is closed
                 reply(outcome)
         del outcome  # its exception refers to this frame
+        if self._scheduled:
+            return
         self._readers = {reader for reader in self._readers if reader.waits}
-        if not self._scheduled and (self._turns or (self._readers and self._loop.has_work)):
+        if self._turns or (self._readers and self._loop.has_work):
             self._scheduled = True
             self._inbox.put((None, Actor._turn, ()))
 
@@ -194,7 +196,7 @@ class Actor:
         self._turns.append(reply)
 
     def _turn(self) -> None:
-        turns, self._turns, readers = self._turns, [], list(self._readers)
+        turns, self._turns, readers = self._turns, [], [reader for reader in self._readers if reader.waits]
         fault = raised = None
         try:
             calls = self._loop.launch()
