@@ -231,6 +231,9 @@ def passes(module):
     own, tokens = Pool.empty(real, sampling, 4, PAGE, jnp.float32), jnp.zeros((BATCH, SEQ), jnp.int32)
     rows = Rows(jnp.arange(BATCH, dtype=jnp.int32), span(SEQ).table)
     module.score(real, rows, tokens, WHOLE.length, tokens, jnp.ones(BATCH, bool), own, PLAIN)
+    (_, logits), own = module.prompt_end(real, rows, tokens, WHOLE.length, own, PLAIN)
+    _, own = module.first_token(rows, logits, own, PLAIN)
+    module.watch(real, rows, tokens, WHOLE.length, ("layers.0.residual",), own, PLAIN)
 
 
 def masks(module):
@@ -372,8 +375,8 @@ MLA_TENSORS = {
     },
     "_summed_latents": {"summed": "batch heads entry"},
     "output_gate": {"x": "batch seq hidden"},
-    "output": {"pre_o_proj": "batch seq heads value", "gate": "batch seq heads"},
-    "_gated": {"pre_o_proj": "batch seq heads value", "gate": "batch seq heads"},
+    "gated": {"pre_o_proj": "batch seq heads value", "gate": "batch seq heads"},
+    "projected": {"heads": "batch seq heads value"},
 }
 
 
@@ -414,10 +417,10 @@ def test_the_gate_is_float32_or_wider(dtype, taken):
     with jax.enable_x64(True):
         gate, pre_o_proj = numbers(BATCH, SEQ, 3, dtype=dtype), numbers(BATCH, SEQ, 3, 6)
         if taken:
-            call("output", {"pre_o_proj": pre_o_proj, "gate": gate})
+            call("gated", {"pre_o_proj": pre_o_proj, "gate": gate})
             return
         with pytest.raises(jaxtyping.TypeCheckError, match="argument 'gate'"):
-            call("output", {"pre_o_proj": pre_o_proj, "gate": gate})
+            call("gated", {"pre_o_proj": pre_o_proj, "gate": gate})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])

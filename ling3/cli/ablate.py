@@ -1,14 +1,13 @@
 """`ling3 ablate`: what each mechanism contributes to a model, as a table."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import tyro
 from rich.console import Console
 
 from ling3.cli.files import Output, read_text
 from ling3.cli.loading import Precise
-from ling3.cli.options import Command, FileOption
+from ling3.cli.options import Command, FileOption, NamesOption
 
 if TYPE_CHECKING:
     from ling3.interpret.ablation_report import Row
@@ -37,7 +36,7 @@ class Ablate(Command):
     """How many of them to ask once more in a long context."""
     examples: int = 20
     """Worked examples that make up this context."""
-    skills: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
+    skills: NamesOption = None
     """Instead, ask held-out texts of nano's skills, a column for each: names with commas between them, or all."""
     text: FileOption = None
     """Measure the perplexity of this text (UTF-8; - for standard input), instead of solutions."""

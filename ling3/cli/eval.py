@@ -11,7 +11,7 @@ from rich.console import Console
 from ling3.cli.devices import Machines
 from ling3.cli.files import check_directory, read_text
 from ling3.cli.loading import Loading
-from ling3.cli.options import Command, FileOption, Thinking, WholeNumber
+from ling3.cli.options import Command, FileOption, NamesOption, Thinking, WholeNumber
 from ling3.cli.serving import Serving
 from ling3.cli.terminal import print_json
 
@@ -108,7 +108,7 @@ class Skills(Command):
 
     common: Loading
     devices: Machines
-    only: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
+    only: NamesOption = None
     """Names of skills with commas between them; without it, all."""
     questions: int = 500
     """Held-out texts of each skill."""

@@ -86,7 +86,7 @@ def _layer(layer: DecoderLayer, inside: LayerTrace, lens: Lens) -> dict[str, Any
     }
 
 
-def _attention(inside: KDATrace | MLATrace | dict[str, Array] | None, seq: int) -> dict[str, Any] | None:
+def _attention(inside: KDATrace | MLATrace | dict[str, Array | None] | None, seq: int) -> dict[str, Any] | None:
     match inside:
         case KDATrace():
             rates = -np.asarray(inside.decay[0], np.float32)

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 from rich.table import Table
 
 from ling3.bench.report import check_plot, machine
@@ -83,9 +82,8 @@ class SkillTable:
         from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
 
         skills, cuts = list(self.rows[0].scores), self.rows[1:]
-        losses: Float[np.ndarray, "rows columns"] = np.array(
-            [[self.loss(row, skill) for skill in skills] for row in cuts]
-        ).reshape(len(cuts), len(skills))
+        losses = np.array([[self.loss(row, skill) for skill in skills] for row in cuts])
+        losses = losses.reshape(len(cuts), len(skills))
         figure = Figure(figsize=(3.2 + 0.75 * len(skills), 1.6 + 0.27 * len(cuts)), layout="constrained")
         axes = figure.subplots()
         image = axes.imshow(losses, vmin=0, vmax=1, cmap="Blues", aspect="auto")

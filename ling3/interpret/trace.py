@@ -59,7 +59,7 @@ class LayerTrace(eqx.Module):
     Of an attention that is neither KDA nor MLA it has the arrays that `span.recorder` was given, by their names.
     """
 
-    attention: KDATrace | MLATrace | dict[str, Array] | None
+    attention: KDATrace | MLATrace | dict[str, Array | None] | None
     moe: MoETrace | None
     attention_norm: Float[Array, "batch seq"]  # of what the attention adds
     mlp_norm: Float[Array, "batch seq"]  # of what the feed-forward adds
@@ -134,7 +134,9 @@ def trace(
     return Trace(tokens, _norm(seen.values["embeddings"]), tuple(layers), logits)
 
 
-def _attention(attention: Mixer | None, seen: dict[str, Array]) -> KDATrace | MLATrace | dict[str, Array] | None:
+def _attention(
+    attention: Mixer | None, seen: dict[str, Array | None]
+) -> KDATrace | MLATrace | dict[str, Array | None] | None:
     match attention:
         case KDA():
             return _kda(seen)
@@ -143,7 +145,7 @@ def _attention(attention: Mixer | None, seen: dict[str, Array]) -> KDATrace | ML
     return None if attention is None else seen
 
 
-def _kda(seen: dict[str, Array]) -> KDATrace:
+def _kda(seen: dict[str, Any]) -> KDATrace:
     """The recurrence token by token, over the true values and, beside them, unit vectors: their outputs are the map."""
     q, k, v, g, beta = (seen[name] for name in ("q", "k", "v", "decay", "beta"))
     batch, seq, heads, value = v.shape
@@ -171,7 +173,7 @@ def _kda(seen: dict[str, Array]) -> KDATrace:
     )
 
 
-def _mla(attention: MLA, seen: dict[str, Array]) -> MLATrace:
+def _mla(attention: MLA, seen: dict[str, Any]) -> MLATrace:
     """The softmax's weights, from the keys of the expanded form."""
     entries = seen["entries"]
     dtype, (batch, seq) = wide(entries.dtype), entries.shape[:2]

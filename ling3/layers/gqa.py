@@ -118,7 +118,7 @@ class GQA(eqx.Module):
         q, entries = self.queries(x, positions, span.execution), self.entries(x, positions, span.execution)
         state = None if state is None else state.append(entries, span)
         o = span.cleared(self._attended(q, positions, entries if state is None else state, span).astype(x.dtype))
-        span.recorder(q=q, entries=entries, o=o)
+        span.recorder(q=q, entries=entries)
         heads = span.site("heads", o)
         return self.o_proj(rearrange(heads, "b s h v -> b s (h v)"), span.execution), state
 

@@ -223,16 +223,6 @@ class KDA(eqx.Module):
             return None
         return output_gate(self.gate_law, self._heads(self.g_proj(x, execution)).astype(wide(x.dtype)))
 
-    def output(
-        self,
-        o: Wide[Array, "batch seq heads value"],
-        gate: Wide[Array, "batch seq heads value"] | None,
-        dtype: DTypeLike,
-        execution: Execution = PLAIN,
-    ) -> Float[Array, "batch seq hidden"]:
-        """Norm, output gate and output projection, which takes and gives `dtype`."""
-        return self.projected(self.gated(o, gate, dtype), execution)
-
     def gated(
         self,
         o: Wide[Array, "batch seq heads value"],

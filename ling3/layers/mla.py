@@ -142,8 +142,8 @@ class MLA(eqx.Module):
         pre_o_proj, gate = span.cleared(pre_o_proj.astype(x.dtype)), self.output_gate(x, span.execution)
         gate = span.site("gate", gate)
         span.recorder(q_nope=q_nope, q_rope=q_rope, entries=entries, o=pre_o_proj)
-        heads = span.site("heads", self._gated(pre_o_proj, gate))
-        return self._projected(heads, span.execution), state
+        heads = span.site("heads", self.gated(pre_o_proj, gate))
+        return self.projected(heads, span.execution), state
 
     def queries(
         self,
@@ -261,25 +261,16 @@ class MLA(eqx.Module):
         """What each head's output is multiplied by, in float32 or wider; None for nothing."""
         return None if self.g_proj is None else output_gate(self.gate_law, self.g_proj(x, execution, wide(x.dtype)))
 
-    def output(
-        self,
-        pre_o_proj: Float[Array, "batch seq {self.heads} {self.value}"],
-        gate: Wide[Array, "batch seq {self.heads}"] | None,
-        execution: Execution = PLAIN,
-    ) -> Float[Array, "batch seq {self.hidden}"]:
-        """The head-wise gate, then the output projection."""
-        return self._projected(self._gated(pre_o_proj, gate), execution)
-
-    def _projected(
-        self, heads: Float[Array, "batch seq {self.heads} {self.value}"], execution: Execution
-    ) -> Float[Array, "batch seq {self.hidden}"]:
-        """The output projection of all heads."""
-        return self.dense(rearrange(heads, "b s h v -> b s (h v)"), execution)
-
-    def _gated(
+    def gated(
         self,
         pre_o_proj: Float[Array, "batch seq {self.heads} {self.value}"],
         gate: Wide[Array, "batch seq {self.heads}"] | None,
     ) -> Float[Array, "batch seq {self.heads} {self.value}"]:
         """What each head gives to the output projection."""
         return pre_o_proj if gate is None else pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]
+
+    def projected(
+        self, heads: Float[Array, "batch seq {self.heads} {self.value}"], execution: Execution = PLAIN
+    ) -> Float[Array, "batch seq {self.hidden}"]:
+        """The output projection of all heads."""
+        return self.dense(rearrange(heads, "b s h v -> b s (h v)"), execution)

@@ -234,7 +234,7 @@ def test_it_is_inspected_and_traced(model):
 def test_its_mechanisms_are_cut(model):
     """As Ling-3's are, for its modules are Ling-3's; MLA has neither an output gate nor a rotation to lose."""
     names = [ablation.name for ablation in ablations(model)]
-    assert len(names) == 16 and "KDA: no output gate" in names
+    assert len(names) == 17 and "KDA: no output gate" in names
     assert not {"KDA: softplus law", "MLA: no output gate", "MLA: no RoPE"} & set(names)
     without = ling3.ablate.no_output_gate(ling3.ablate.lower_bound(model, -5.0), "kda")
     without = ling3.ablate.no_shared_expert(ling3.ablate.no_decay(without, [2]))

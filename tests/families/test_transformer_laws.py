@@ -94,7 +94,7 @@ def test_it_is_traced(name):
     model = open_model(name)
     seen, config = ling3.trace(model, jnp.asarray(ROW)), model.config
     inside = seen.layers[-1].attention
-    assert isinstance(inside, dict) and sorted(inside) == ["entries", "o", "q"]
+    assert isinstance(inside, dict) and sorted(inside) == ["entries", "heads", "q"]
     assert inside["q"].shape == (1, len(TOKENS), config.num_attention_heads, config.head_dim)
     np.testing.assert_allclose(seen.layers[-1].logits, model(ROW), atol=2e-5)
     assert list(seen.moe) == [1][: config.num_hidden_layers - 1]

@@ -42,7 +42,7 @@ def test_attention_maps_times_values_are_the_attentions_outputs(traced):
         if isinstance(inside.attention, type(seen.kda[0])):
             _, _, v, _ = attention.convolved(normed, attention.empty_state(2, 0, 1, jnp.float32).conv, SPAN)
             o = einsum(weights, v, "b h i j, b j h v -> b i h v")
-            output = attention.output(o, inside.attention.gate, jnp.float32)
+            heads = attention.gated(o, inside.attention.gate, jnp.float32)
             np.testing.assert_allclose(inside.attention.state, memory.recurrent, atol=ROUNDING)
             norms = jnp.linalg.norm(memory.recurrent, axis=(-2, -1))
             np.testing.assert_allclose(inside.attention.state_norm[:, -1], norms, rtol=1e-5)
@@ -50,8 +50,8 @@ def test_attention_maps_times_values_are_the_attentions_outputs(traced):
             np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-6)
             latent = inside.attention.entries[..., : -attention.rope]
             v = attention.kv_b_proj(latent).reshape(2, 21, weights.shape[1], -1)[..., attention.nope :]
-            output = attention.output(einsum(weights, v, "b h i j, b j h v -> b i h v"), inside.attention.gate)
-        np.testing.assert_allclose(output, expected, atol=ROUNDING)
+            heads = attention.gated(einsum(weights, v, "b h i j, b j h v -> b i h v"), inside.attention.gate)
+        np.testing.assert_allclose(attention.projected(heads), expected, atol=ROUNDING)
         np.testing.assert_allclose(inside.attention_norm, jnp.linalg.norm(expected, axis=-1), rtol=1e-5)
         x, _ = layer(x, None, SPAN)
         np.testing.assert_allclose(inside.residual_norm, jnp.linalg.norm(x, axis=-1), rtol=1e-5)
