@@ -4,8 +4,8 @@
 
 The busy engine has few slots and too few pages, and answers clients over HTTP, who stream or wait for the whole. They
 come in bursts, evenly spread over the time. A tenth of them leaves amid the answer, a tenth sends what is malformed.
-Each answer is then asked of the lonely engine, which serves nothing else and has no prefix cache. A fifth of the
-requests warms up; slots, pages, snapshots, threads, file descriptors, objects and memory are counted after it and at
+Each answer is then asked of the lonely engine, which serves nothing else and has no prefix cache. Two fifths of the
+requests warm up; slots, pages, snapshots, threads, file descriptors, objects and memory are counted after it and at
 the end, when the server is idle.
 """
 
@@ -39,7 +39,7 @@ CLIENTS = 16
 """Requests under way at once."""
 CANCELLED, MALFORMED = 0.1, 0.1
 """Their shares."""
-WARM = 0.2
+WARM = 0.4
 """The share of requests after which is counted what must not grow."""
 GROWTH = 0.01
 """The share by which memory may be more in the end."""
