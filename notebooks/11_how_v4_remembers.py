@@ -468,7 +468,7 @@ def attention_by_hand(kind, t):
 shares = {}
 for kind in layers:
     by_hand = [attention_by_hand(kind, t) for t in range(T)]
-    np.testing.assert_allclose(passes[kind]["o"], [o for _, o in by_hand], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(passes[kind]["heads"], [o for _, o in by_hand], rtol=1e-3, atol=1e-4)
     shares[kind] = np.array([share for share, _ in by_hand]).mean(axis=2)  # [tokens, 3], the mean of the heads
     np.testing.assert_allclose(shares[kind].sum(axis=1), 1)
 

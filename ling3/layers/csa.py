@@ -331,7 +331,7 @@ class CSA(eqx.Module):
             sums = _over_compressed(sums, q, new if compressed is None else compressed.entries, seen, chosen, span)
         o = rearrange(finish(sums), "b 1 (s h) c -> b s h c", h=self.heads).astype(x.dtype)
         o = rotate_last(self.rotation, o, -positions)
-        span.recorder(q=q, kv=kv, o=o)
+        span.recorder(q=q, kv=kv)
         return self.output(span.site("heads", o), span), None if state is None else CSAState(tail, compressed, indexed)
 
     def _empty_window(self, slots: int, dtype: DTypeLike) -> Float[Array, "slots tail {self.head_dim}"]:

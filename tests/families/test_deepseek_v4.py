@@ -495,7 +495,7 @@ def test_one_stream_is_a_plain_residual(model):
 @pytest.mark.slow
 def test_it_is_traced(model):
     seen = ling3.trace(model, jnp.asarray(ids(5, 1, 17)))
-    assert [sorted(layer.attention) for layer in seen.layers][1] == ["index_scores", "kv", "o", "q"]
+    assert [sorted(layer.attention) for layer in seen.layers][1] == ["heads", "index_scores", "kv", "q"]
     assert seen.layers[1].attention["index_scores"].shape[:2] == (1, 17)
     np.testing.assert_allclose(seen.layers[-1].logits, seen.logits, atol=2e-5)
     assert sorted(seen.moe) == [0, 1, 2]
