@@ -8,11 +8,15 @@
 # %% [markdown]
 # # 1. The map
 #
-# One prompt goes through a whole Ling-3, and we look at every stage: what goes in, what comes out, of which shape. Then
-# we ask where the parameters are, and what a running sequence costs in bytes.
+# One prompt goes through a whole Ling-3, and we look at every stage: what goes in, what comes out, of which shape.
 #
 # The model is *nano*: 1.3 million parameters, every mechanism of the 7.9-billion Ling-3.0-tiny, and it has learned to
 # answer one kind of word problem. Everything said about shapes here holds for the large model, with larger numbers.
+#
+# **You need**: arrays in Python, and a rough idea of a transformer (tokens, layers, attention). No earlier notebook.
+#
+# **Afterwards you can** name the stages of a forward pass and the shape of each, say from a config which layers are KDA
+# and which MLA, and count a model's parameters and the bytes of a sequence without allocating either.
 
 # %%
 import dataclasses
@@ -306,19 +310,6 @@ print(f"per token {per_token:,} bytes")
 assert (round(recurrent / 1e6, 1), round(tails / 1e6, 2), per_token) == (18.9, 0.66, 6912)
 
 # %% [markdown]
-# <details><summary><b>Question.</b> After how many tokens is the MLA part of the cache the larger one?</summary>
-#
-# (18.9 + 0.66) MB / 6,912 bytes ≈ 2,830 tokens. Below that the fixed states are the larger part; at 131,072 tokens they
-# are 2 % of the whole.
-# </details>
-
-# %%
-crossing = (recurrent + tails) / per_token
-at_the_end = (recurrent + tails) / (recurrent + tails + per_token * tiny.max_position_embeddings)
-print(f"{crossing:,.0f} tokens; {at_the_end:.1%} at {tiny.max_position_embeddings:,}")
-assert 2800 < crossing < 2850 and at_the_end < 0.025
-
-# %% [markdown]
 # ## And out again
 #
 # The likeliest next token is appended, and the pass is repeated, now with one token and a memory of all others. That
@@ -339,3 +330,47 @@ small = dataclasses.replace(config, num_hidden_layers=6, layer_group_size=3)
 print([small.attention_kind(i) for i in range(6)])
 fresh = ling3.init(small, key=jax.random.key(0))
 assert fresh.model.layers[2].attention.entry == 80 and fresh(tokens).shape == (1, seq, config.vocab_size)
+
+# %% [markdown]
+# ## Exercises
+#
+# **1.** After how many tokens is the MLA part of Ling-3.0-tiny's cache the larger one, and which share of the whole do
+# the fixed states have at its full context of 131,072?
+#
+# <details><summary>Solution</summary>
+#
+# 19.54 MB / 6,912 bytes = 2,827 tokens. Below that the fixed states are the larger part; at 131,072 tokens they are 2 %
+# of the whole. The cell below computes both.
+#
+# </details>
+#
+# **2.** Predict both numbers, bytes per sequence and bytes per token, for a model of 24 such layers of which every
+# *second* one is MLA (`layer_group_size=2`). At which context does it need as much memory as Ling-3.0-tiny? Then change
+# one line, `tree = structure(dataclasses.replace(tiny, layer_group_size=2))`, and run the cells of *What a sequence
+# costs* again (without their last assertion).
+#
+# <details><summary>Solution</summary>
+#
+# 12 layers of each kind instead of 18 and 6. So the states are two thirds as large, 13.0 MB, and a token costs twice as
+# much, 13,824 bytes. The lines meet where the 6.5 MB that are saved are spent again, at 6.5 MB / 6,912 bytes = 942
+# tokens; at 131,072 it is 1,825 MB against 926. The ratio of the two kinds is a choice between a cheap beginning and a
+# cheap continuation.
+#
+# </details>
+#
+# **3.** Ling-3.0-tiny gets twice as many experts, `ling3.Ling3Config(num_experts=256)`. What happens to the number of
+# parameters that are stored, and to the number that a token uses? Which of the seven parts grow?
+#
+# <details><summary>Solution</summary>
+#
+# Stored are 14.84 billion instead of 7.89: the routed experts double, and they are nearly everything. A token still
+# takes 8 of them, so only the routers add to what it uses: 23 matrices with a row per expert, 1.386 billion instead of
+# 1.382. This is what a mixture of experts buys: capacity without arithmetic, for memory.
+#
+# </details>
+
+# %%
+crossing = (recurrent + tails) / per_token
+at_the_end = (recurrent + tails) / (recurrent + tails + per_token * tiny.max_position_embeddings)
+print(f"{crossing:,.0f} tokens; {at_the_end:.1%} at {tiny.max_position_embeddings:,}")
+assert 2800 < crossing < 2850 and at_the_end < 0.025
