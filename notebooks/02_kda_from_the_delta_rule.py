@@ -17,6 +17,11 @@
 # This notebook derives these lines, then the *chunk form*, which computes the same numbers on matrix products, and then
 # shows what the bound $-5 \le g$ of Ling-3 is for: it makes those products representable in float32.
 # Each claim is followed by the cell that checks it against `ling3.ops.kda`, the functions that the model runs.
+#
+# **You need**: softmax attention, outer products and gradients; notebook 1 shows where the layer stands.
+#
+# **Afterwards you can** say how KDA's memory differs from linear attention's and DeltaNet's, derive the chunk form from
+# the recurrence, and work out which sub-chunk a given bound on the decay allows in float32.
 
 # %%
 import itertools
@@ -571,43 +576,60 @@ for name in ("chunks of 16", "chunks of 64"):
 # The chunk form is no approximation in float32 either: at every decay up to the bound its error is that of the
 # recurrence.
 #
-# ## Questions
+# ## Exercises
 #
-# **1.** With $|k| = 1$, $\beta = 1$ and $g = 0$, what does the memory answer for a key right after it was written, and
-# why does it not matter what was stored before?
+# **1.** A kernel writer wants sub-chunks of 32 with the same limit of 40 nats for a factor. Which bound do they need?
+# And without any bound: what do `midpoint_products` and `chunk_kda` make of a decay of 12 nats a token? Predict in
+# which of the 16 rows the first fails, and what `lower_bound` has to do with the second:
 #
-# <details><summary>Answer</summary>
+# ```python
+# fast = jnp.full((64, 8), -12.0, jnp.float32)
+# print(jnp.isnan(midpoint_products(k64[:16], k64[:16], fast[:16])).any(axis=1))
+# for bound in (-5.0, None):
+#     o, _ = chunk_kda(q64, k64[None, :, None], v64, fast[None, :, None], beta64, state64, lower_bound=bound)
+#     print(bound, jnp.all(jnp.isfinite(o)))
+# ```
 #
-# Exactly $v$: $(1-\beta)S^\top k + \beta v = v$. The write first subtracts all that the memory had under this key.
-#
-# </details>
-#
-# **2.** A kernel writer wants sub-chunks of 32 with the same limit of 40 nats for a factor. Which bound do they need,
-# and what is then the fastest that a channel can forget?
-#
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # $32/2\cdot|g| \le 40$ gives $g \ge -2.5$; a channel keeps at least $e^{-2.5} = 8\,\%$ per token, against $0.7\,\%$.
 # (For a bound below −5, `ling3` halves its sub-chunks instead.)
 #
-# </details>
-#
-# **3.** Some models let $\beta$ go up to 2. What changes in the chunk form, and what in what the head can express?
-#
-# <details><summary>Answer</summary>
-#
-# Nothing in the algebra: $\beta$ only scales rows of $A$, $U$ and $W$. The eigenvalue $1-\beta$ can then be as low as
-# $-1$: a token may *flip* the sign of what is stored under a key, so the state can count modulo two (parity), which
-# eigenvalues in $[0, 1]$ cannot.
+# The first row is NaN. Its token is eight tokens from the midpoint, so its factors are $e^{8\cdot 12} = e^{96}$, which
+# is infinite in float32, and $e^{-96}$, which is rounded to zero; the other seven tokens before the midpoint stay below
+# $e^{88.7}$. `lower_bound` is a promise about $g$, which `chunk_kda` does not check: with $-5$ it takes the same
+# factors and returns NaN, with `None` the three indices of `decayed_products`, and is right.
 #
 # </details>
 #
-# **4.** How is a batch of prompts of different lengths padded?
+# **2.** Some models let $\beta$ go up to 2. What do tokens of $\beta = 2$, $v = 0$, $g = 0$ and one and the same key do
+# to what is stored under that key? Does the chunk form need a change?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
-# With $g = 0$ and $\beta = 0$: the state is multiplied by one and nothing is written. The cell below pads with garbage
-# in $q$, $k$ and $v$ and finds the state bit for bit as it was.
+# They flip its sign: $S^\top k \mapsto (1-\beta)\,S^\top k = -S^\top k$, so after $n$ of them it is $(-1)^n$ times what
+# it was. A state can then count modulo two (parity, notebook 6), which eigenvalues in $[0, 1]$ cannot. The algebra of
+# the chunk form stays as it is: $\beta$ only scales rows of $A$, $U$ and $W$.
+#
+# ```python
+# start, key = normal(8, 1, 1, 8, 6), unit(normal(6, 1, 1, 1, 8))
+# for n in (1, 2, 3, 4):
+#     same = jnp.broadcast_to(key, (1, n, 1, 8))
+#     nothing, none = jnp.zeros((1, n, 1, 6)), jnp.zeros((1, n, 1, 8))
+#     _, S = recurrent_kda(same, same, nothing, none, 2 * jnp.ones((1, n, 1)), start)
+#     np.testing.assert_allclose(S[0, 0].T @ key[0, 0, 0], (-1) ** n * start[0, 0].T @ key[0, 0, 0], rtol=1e-9)
+# ```
+#
+# </details>
+#
+# **3.** A batch has prompts of different lengths. Which $g$ and $\beta$ must its padding have, so that no state notices
+# it? Which of the two could be forgotten without changing what a state *answers* for a short while?
+#
+# <details><summary>Solution</summary>
+#
+# $g = 0$ and $\beta = 0$: the state is multiplied by one and nothing is written. Without $\beta = 0$ garbage is written
+# at once; without $g = 0$ the memory only fades, by little if the decay is slow, which is the bug that tests miss. The
+# cell below pads with garbage in $q$, $k$ and $v$ and finds the state bit for bit as it was.
 #
 # </details>
 
