@@ -13,9 +13,14 @@
 # which the keys and values of *all* heads follow by a matrix, and then arranges the arithmetic so that a decoding model
 # never forms those keys and values at all.
 #
-# This notebook rebuilds the layer from its equations, checks each step against `ling3.layers.mla`, and counts what it
-# costs. Sizes: $H$ heads, $N$ channels of a key that carry no position, $P$ that are rotated, $V$ of a value, $R$ of
-# the latent. Ling-3.0-tiny: $H = 16$, $N = 128$, $P = 64$, $V = 128$, $R = 512$.
+# This notebook rebuilds the layer from its equations and checks each step against `ling3.layers.mla`. Sizes: $H$ heads,
+# $N$ channels of a key that carry no position, $P$ that are rotated, $V$ of a value, $R$ of the latent. Ling-3.0-tiny:
+# $H = 16$, $N = 128$, $P = 64$, $V = 128$, $R = 512$.
+#
+# **You need**: multi-head attention with a KV cache, and RoPE; notebook 1 shows where the layer stands.
+#
+# **Afterwards you can** count the cache of MHA, GQA and MLA in bytes, move a matrix from the cached tokens to the query
+# (*absorption*) and say when that pays, and explain why the rotated key stands apart.
 
 # %%
 import jax
@@ -381,40 +386,60 @@ for i, gate in gates.items():
     assert jnp.min(gate) < 0.01 and jnp.max(gate) > 0.9 and at > 2 * elsewhere
 
 # %% [markdown]
-# ## Questions
+# ## Exercises
 #
-# **1.** Ling-3.0-flash has 32 heads and 7 MLA layers of the same $R$, $P$. How many bytes a token, and how many
-# operations per byte does absorbed decoding have?
+# **1.** A cache holds $L$ tokens and $n$ new ones come. From which $L$ on is the absorbed form the cheaper one, for
+# $n = 1$, 128, 160 and 512? Derive a formula with $n^*$ from the table of *Which form, when*, then check it with
+# `operations(n, L)`.
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
+#
+# Absorbed is cheaper if $n\cdot 2R(N+V) + nL\,p_a < L\cdot 2R(N+V) + nL\,p_e$, with the costs of a pair $p_a$ and
+# $p_e$. Divided by $2R(N+V)$, and with $n^* = 2R(N+V)/(p_a - p_e)$, that is
+#
+# $$L > \frac{n}{1 - n/n^*} .$$
+#
+# So from 2 tokens on for $n = 1$: decoding always absorbs. From 513 for $n = 128$, from 2,561 for $n = 160$, and never
+# for $n = 512 > n^* = 171$. (`ling3` expands whenever there is more than one token: its prompts come in chunks of up to
+# 512, and one program for all of them is simpler than two.)
+#
+# ```python
+# L = np.arange(1, 10_000)
+# for n in (1, 128, 160, 512):
+#     one, other = operations(n, L)
+#     print(n, L[other < one][:1])
+# ```
+#
+# </details>
+#
+# **2.** Ling-3.0-flash has 32 heads and 7 MLA layers of the same $R$ and $P$. How many bytes does a token leave in the
+# cache, and how many operations per byte does absorbed decoding do?
+#
+# <details><summary>Solution</summary>
 #
 # $7\cdot 2\cdot 576 = 8{,}064$ bytes: the heads do not enter. Operations per byte double with the heads, to 60.
 #
 # </details>
 #
-# **2.** Could the cache hold the latent *before* its RMSNorm?
+# **3.** Shuffle the cached entries of all earlier tokens and let the last token attend to them. What happens to its
+# output? What if you shuffle the latents alone, and leave the rotated keys where they are? And what would a KDA layer
+# make of earlier tokens in another order? Predict, then run:
 #
-# <details><summary>Answer</summary>
+# ```python
+# import dataclasses
 #
-# Yes, with the same results, but then every cached latent would be normed again at every step. After the norm nothing
-# is left to do per cached token.
+# order, flat = np.random.default_rng(0).permutation(T - 1), cache.entries.reshape(-1, R + P)
+# flat = flat.at[: T - 1, :].set(flat[order, :])  # for the latents alone: `:R` instead of `:`, twice
+# shuffled = dataclasses.replace(cache, entries=flat.reshape(cache.entries.shape))
+# out, _ = step(x[None, T - 1 :], shuffled, jnp.full(1, T - 1, jnp.int32))
+# print(jnp.linalg.norm(out[0, 0] - y[-1]) / jnp.linalg.norm(y[-1]))
+# ```
 #
-# </details>
+# <details><summary>Solution</summary>
 #
-# **3.** A prompt of 100 tokens arrives at a cache of 10,000. Which form is cheaper?
-#
-# <details><summary>Answer</summary>
-#
-# Absorbed: $100 < n^* = 171$. (`ling3` expands whenever there is more than one token: its prompts come in chunks of up
-# to 512, and one program for all of them is simpler than two.)
-#
-# </details>
-#
-# **4.** Why is there no gate per channel, as KDA has?
-#
-# <details><summary>Answer</summary>
-#
-# It would be $HV$ numbers a token from a matrix of $HV\times D$ (3.1 million weights in Ling-3.0-tiny) instead of $H$
-# numbers from $H\times D$ (25 thousand). Switching heads off is what softmax attention lacks, and $H$ numbers do that.
+# Nothing, up to rounding: softmax attention is a sum over a set, and an entry carries its position in its rotated key,
+# not in its place. With the latents alone each of them stands beside another token's rotated key, and the output is
+# 66 % off. A KDA state is no set: each token lets fade what came before and corrects what it finds, so the same tokens
+# in another order leave another state.
 #
 # </details>
