@@ -19,6 +19,11 @@
 # The two hybrids have experts after the first layer, as published, so they use two thirds of their parameters for a
 # token. The rules are those of notebook 6: predictions first, rates swept per model with a seed of its own, three fresh
 # seeds, every run shown. `experiments/` made the 23 runs in half an hour of a shared core.
+#
+# **You need**: the rules of such experiments (notebook 6) and the memory of a hybrid (notebook 7).
+#
+# **Afterwards you can** say what a hybrid of a given shape saves at a given context, set up a comparison of mechanisms
+# at equal parameters and tokens, and tell what its size can show from what it cannot.
 
 # %%
 import pathlib
@@ -367,19 +372,29 @@ assert 0.95 < without / geometric["Kimi-Linear"] < 1.05
 # - *Time elsewhere.* One sequence, float32, two cores, tiny layers. What carries over is the form: a part that does not
 #   grow, and a part that grows with the layers that keep a list. Notebook 7 has the same for Ling-3's own sizes.
 #
-# ## Questions
+# ## Exercises
 #
-# **1.** From which context on does a hybrid of 24 such layers, 18 of them KDA, need less memory than Qwen3 with 24?
+# **1.** From which context on does a hybrid of 24 such layers, 18 of them KDA, need less memory than Qwen3 with 24? And
+# nano's size in bfloat16, where KDA's matrices stay in float32? Predict, then put `jnp.bfloat16` in the place of
+# `jnp.float32` in the cell of *The models* and compute `crossing` anew.
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
-# At the same 37 tokens: states and entries are both six times as many.
+# At the same 37 tokens: states and entries are both six times as many. In bfloat16 at 65: what a token costs is halved,
+# 1,024 bytes against 160, and of the 62,976 bytes of a sequence only the convolutions' tails, so that 56,064 are left.
+# (The assertions of those cells state float32's numbers, and fail.)
+#
+# ```python
+# half = {name: report(experiment.config(name), jnp.bfloat16).memory for name in LOOKS}
+# saved = half["Qwen3"].cache_per_token - half["Ling-3"].cache_per_token
+# print(sum(half["Ling-3"].state_per_sequence.values()) / saved)
+# ```
 #
 # </details>
 #
 # **2.** Qwen3 has 46 to 51 % more active parameters. Is the comparison unfair to the hybrids, or to Qwen3?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # At equal total parameters a dense model computes more per token, so if anything the hybrids are the ones that were
 # given less. Equal *active* parameters, as in Kimi Linear's table, would give a sparse model more weights in all.
@@ -388,7 +403,7 @@ assert 0.95 < without / geometric["Kimi-Linear"] < 1.05
 #
 # **3.** The sweep chose 0.008 for Ling-3 by 0.012 nats, with one seed. How should one choose instead?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # By more than one seed, or by a rule that knows the sweep's noise: of the rates that cannot be told apart the lowest.
 # At 0.004 the sweep's run had 0.1 % of errors. But such a rule has to be written down before the runs, as the others.
