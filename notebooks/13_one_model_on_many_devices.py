@@ -15,9 +15,9 @@
 #
 # The devices are fake: one CPU that JAX takes for eight. They compile and exchange as real ones do, only not faster.
 #
-# *What you need to know:* the layers (notebook 1) and what they remember (notebook 7).
+# **You need**: the layers of the model (notebook 1) and what they remember (notebook 7).
 #
-# *What you will be able to do:* say of each weight which part a device has, count the bytes of a step from the shapes
+# **Afterwards you can** say of each weight which part a device has, count the bytes that a step sends from the shapes
 # alone, and tell which memory can be cut.
 
 # %%
@@ -308,6 +308,46 @@ assert 64 * a_token * 131072 > 32e9 > 64 / 4 * a_token * 131072
 # `data` is that each group needs its own copy of what `tensor` would have cut: experts excepted, which may lie along
 # both axes (`--ep`). What each choice costs for a model is `ling3 inspect config.json --tp 4 --dp 4 --ep 16 --plan`.
 #
-# *Exercises.* Why does an all-reduce cost twice an all-gather in a ring? Which of `q_a_proj`, `q_b_proj` and
-# `kv_a_proj` does a device have whole on two devices, and why? What would a step send if the sums of experts were added
-# over a token's choices first, and what would be lost?
+# ## Exercises
+#
+# **1.** In a ring each device sends to its right neighbour only. Show that an all-gather of an array in $n$ parts then
+# costs each device $(n - 1)/n$ of the array, and an all-reduce twice that.
+#
+# <details><summary>Solution</summary>
+#
+# All-gather: in each of $n - 1$ rounds a device passes on the part that it got last, an $n$-th of the array. All-reduce:
+# first each part goes round once and every device adds its own numbers to it, so that after $n - 1$ rounds each device
+# has the finished sum of one part (a *reduce-scatter*); then those are gathered, in $n - 1$ rounds more.
+#
+# </details>
+#
+# **2.** Which of nano's `q_a_proj` (64 outputs), `q_b_proj` (192), `kv_a_proj_with_mqa` (80) and `kv_b_proj` (256) does a
+# device have whole on two devices, and why? Does `Rules(sums=True)` change it? Predict, then ask `plan`:
+#
+# ```python
+# for rules in (Rules(), SUMS):
+#     for leaf, share in zip(leaves(nano), plan(nano, mesh(2), rules).shares, strict=True):
+#         if "layers.1.attention" in leaf.path and "_proj" in leaf.path:
+#             print(leaf.path, leaf.value.shape, share.spans or "whole")
+# ```
+#
+# <details><summary>Solution</summary>
+#
+# All but `kv_b_proj`. The outputs of `q_a_proj` and `kv_a_proj_with_mqa` are latents, which all heads share. `q_b_proj`
+# has heads, but two of them are 96 outputs, not a multiple of 64: every device computes all and keeps its own, so that
+# each product is summed as on one device. With `kv_b_proj` two heads are 128. `Rules(sums=True)` gives up the order of
+# sums, and cuts `q_b_proj` too; what has no heads it cannot cut either.
+#
+# </details>
+#
+# **3.** Suppose each device summed its experts' outputs over a token's choices before it sends them. How many bytes would
+# a device then send in a step on four devices? Change one factor in `by_hand`. What would be lost?
+#
+# <details><summary>Solution</summary>
+#
+# Without `config.num_experts_per_tok *` in `zeros`, 138,240 bytes instead of 175,104: the experts' rows are half as many,
+# and all else is as it was. (With 8 experts to a token it would be an eighth of the rows.) Lost would be the order of
+# the sum: a token's outputs would be added device by device, so the last bits would depend on where its experts lie,
+# and an answer on the number of devices.
+#
+# </details>
