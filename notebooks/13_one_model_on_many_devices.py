@@ -315,14 +315,14 @@ assert 64 * a_token * 131072 > 32e9 > 64 / 4 * a_token * 131072
 #
 # <details><summary>Solution</summary>
 #
-# All-gather: in each of $n - 1$ rounds a device passes on the part that it got last, an $n$-th of the array. All-reduce:
-# first each part goes round once and every device adds its own numbers to it, so that after $n - 1$ rounds each device
-# has the finished sum of one part (a *reduce-scatter*); then those are gathered, in $n - 1$ rounds more.
+# All-gather: in each of $n - 1$ rounds a device passes on the part that it got last, an $n$-th of the array.
+# All-reduce: first each part goes round once and every device adds its own numbers to it, so that after $n - 1$ rounds
+# each device has the finished sum of one part (a *reduce-scatter*); then those are gathered, in $n - 1$ rounds more.
 #
 # </details>
 #
-# **2.** Which of nano's `q_a_proj` (64 outputs), `q_b_proj` (192), `kv_a_proj_with_mqa` (80) and `kv_b_proj` (256) does a
-# device have whole on two devices, and why? Does `Rules(sums=True)` change it? Predict, then ask `plan`:
+# **2.** Which of nano's `q_a_proj` (64 outputs), `q_b_proj` (192), `kv_a_proj_with_mqa` (80) and `kv_b_proj` (256) does
+# a device have whole on two devices, and why? Does `Rules(sums=True)` change it? Predict, then ask `plan`:
 #
 # ```python
 # for rules in (Rules(), SUMS):
@@ -340,14 +340,14 @@ assert 64 * a_token * 131072 > 32e9 > 64 / 4 * a_token * 131072
 #
 # </details>
 #
-# **3.** Suppose each device summed its experts' outputs over a token's choices before it sends them. How many bytes would
-# a device then send in a step on four devices? Change one factor in `by_hand`. What would be lost?
+# **3.** Suppose each device summed its experts' outputs over a token's choices before it sends them. How many bytes
+# would a device then send in a step on four devices? Change one factor in `by_hand`. What would be lost?
 #
 # <details><summary>Solution</summary>
 #
-# Without `config.num_experts_per_tok *` in `zeros`, 138,240 bytes instead of 175,104: the experts' rows are half as many,
-# and all else is as it was. (With 8 experts to a token it would be an eighth of the rows.) Lost would be the order of
-# the sum: a token's outputs would be added device by device, so the last bits would depend on where its experts lie,
-# and an answer on the number of devices.
+# Without `config.num_experts_per_tok *` in `zeros`, 138,240 bytes instead of 175,104: the experts' rows are half as
+# many, and all else is as it was. (With 8 experts to a token they would be an eighth.) Lost would be the order of the
+# sum: a token's outputs would be added device by device, so its last bits would depend on where its experts lie, and
+# with them on the number of devices.
 #
 # </details>
