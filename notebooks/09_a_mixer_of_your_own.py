@@ -16,6 +16,11 @@
 # request's answer is the same to the last bit, whatever other requests run beside it.
 #
 # No file of the package is changed.
+#
+# **You need**: the delta rule (notebook 2), slots and pages (notebooks 7 and 8), and modules of Equinox.
+#
+# **Afterwards you can** write a sequence mixer of your own, say what a server has to rely on and test it, and train,
+# save and serve a model with it.
 
 # %%
 import dataclasses
@@ -488,30 +493,58 @@ assert right > 0.9
 # - *Ablations.* `ling3.ablate` can leave out what a module may be without: a field such as `g_proj: Linear | None`.
 #   Here that is the attention of a layer. `ling3.trace` and `ling3 inspect` work as they are.
 #
-# ## Questions
+# ## Exercises
 #
-# **1.** A mixer needs the position of each token (for rotary embeddings, say). Where does it get it?
+# **1.** KDA's decay is a number for each key channel instead of one for the head. Which line of `delta_step` changes,
+# and what in the layer around it? Check your step against `ling3.ops.kda.kda_step`.
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
-# `span.positions(seq)`: absolute, from 0, also in the middle of a sequence. A state need not count.
+# One `None` less: $g$ has an axis of key channels already, the rows of $S$. In the layer `a_proj` gets an output for
+# each channel, `[heads·key, hidden]`, and `dt_bias` likewise. The convolution, the four laws and the engine do not
+# notice.
+#
+# ```python
+# from ling3.ops.kda import kda_step
+#
+#
+# def channel_step(S, token):
+#     q, k, v, g, beta = token
+#     S = jnp.exp(g)[..., None] * S  # was [..., None, None]
+#     u = beta[..., None] * (v - jnp.sum(k[..., None] * S, axis=-2))
+#     S = S + k[..., None] * u[..., None, :]
+#     return S, jnp.sum(q[..., None] * S, axis=-2)
+#
+#
+# q, k, v, g = (normal(i, 3, 2, 8) for i in range(4))
+# g, beta, state = -jnp.abs(g), jax.nn.sigmoid(normal(4, 3, 2)), normal(5, 3, 2, 8, 8)
+# S, o = channel_step(state, (q, k, v, g, beta))
+# o_law, S_law = kda_step(q, k, v, g, beta, state)
+# np.testing.assert_allclose(S, S_law, atol=1e-5)
+# np.testing.assert_allclose(o, o_law, atol=1e-5)
+# ```
 #
 # </details>
 #
-# **2.** What breaks if $\beta$ is zero on padding, but $g$ is not?
+# **2.** What breaks if $\beta$ is zero on padding, but $g$ is not? Predict which of the four laws fail, then write
+# `beta = jnp.where(token, beta, 0.0)` in the place of the line that sets both, and run their cells.
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
-# The padding of a prompt makes it fade a little: $S\leftarrow e^g S$ for each column of padding. Answers then depend on
-# the width that a chunk was padded to. The cell of the second law fails.
+# The padding of a prompt makes it fade: $S\leftarrow e^g S$ for each column of padding. Only the cell of the second law
+# fails, since in the others every token is real. There twelve columns of padding leave less than a thousandth of one
+# head's $S$ in the row without tokens, and nothing tells of it but answers that depend on the width that a chunk was
+# padded to.
 #
 # </details>
 #
-# **3.** Attention over the last 64 tokens only (a sliding window): rows per slot, or pages?
+# **3.** Attention over the last 64 tokens only (a sliding window): rows per slot, or pages? And where does such a mixer
+# get the position of each token, for its rotary embedding?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # Rows per slot: `[slots, 64, …]`, a ring buffer indexed by the position modulo 64. It never grows, and pages are for
-# arrays that do.
+# arrays that do. Positions are `span.positions(seq)`: absolute, from 0, also in the middle of a sequence. A state need
+# not count.
 #
 # </details>
