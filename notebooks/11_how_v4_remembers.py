@@ -14,11 +14,11 @@
 # 4 or for 128 tokens. This notebook takes that memory apart: what is written when, who may read what, how an entry is
 # made and chosen, and what it all costs.
 #
-# *What you need to know:* softmax attention with a KV cache, and RoPE. MLA and the memory of KDA (notebooks 3 and 7)
-# are what it is compared with at the end.
+# **You need**: softmax attention with a KV cache, and RoPE. MLA and the memory of KDA (notebooks 3 and 7) are what it
+# is compared with at the end.
 #
-# *What you will be able to do:* say which bytes a token leaves behind and when, compute a compressed entry by hand,
-# predict which earlier tokens can influence an output, and size the cache of a long sequence.
+# **Afterwards you can** say which bytes a token leaves behind and when, compute a compressed entry by hand, predict
+# which earlier tokens can influence an output, and size the cache of a long sequence.
 
 # %%
 import dataclasses
@@ -715,12 +715,12 @@ assert 330 < equal < 331 and 12.8 < ratios["MLA"] < 12.9 and 34.0 < ratios["GQA"
 # The savings are not free: what is older than the window is seen through means of 4 or 128 tokens, and in CSA through
 # 512 of these at a time. In Ling-3, 6 layers see every token exactly, and 18 see a fixed-size state.
 #
-# ## Questions
+# ## Exercises
 #
 # **1.** Suppose HCA had $m = 16$ as here, but a window of 8. Which tokens does query 30 not see, neither in the window
 # nor in an entry?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # Entry 0 has tokens 0 to 15, and entry 1 is complete with token 31 only. The window has 23 to 30. So 16 to 22 are out
 # of sight, until one token later. Hence $W \ge m - 1$.
@@ -730,7 +730,7 @@ assert 330 < equal < 331 and 12.8 < ratios["MLA"] < 12.9 and 34.0 < ratios["GQA"
 # **2.** HCA's tail is the largest constant part: 520,192 bytes a layer. It has $kv$ and $s$ of up to 127 tokens. Can it
 # be smaller?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # Yes. The slots of an HCA entry do not overlap, so a running softmax will do, as in FlashAttention: per channel the
 # largest logit $M$, $S = \sum e^{s - M}$ and $P = \sum e^{s - M} kv$. That is $3\cdot512\cdot4 = 6{,}144$ bytes, and
@@ -741,7 +741,7 @@ assert 330 < equal < 331 and 12.8 < ratios["MLA"] < 12.9 and 34.0 < ratios["GQA"
 # **3.** A server wants to share the cache of a common prompt of $L$ tokens. The entries are shared by pointing to their
 # pages. What else must it have kept, and does it help if $L$ is a multiple of 128?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # The windows and the tails as they were after token $L$, 17.5 MB in bfloat16: the same need as with KDA's states. At a
 # multiple of 128 HCA's tail is not needed, since nothing is pending: 10.4 MB less. CSA's tail still is, because the
