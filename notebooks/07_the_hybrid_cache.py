@@ -402,10 +402,10 @@ np.testing.assert_allclose(together[0, : len(prompts[0])], alone[0], atol=1e-3)
 #
 # <details><summary>Solution</summary>
 #
-# 131,072 tokens: $19.5 + 131072\cdot 0.006912 = 925.5$ MB, so 64.2 GB hold 69. All MLA:
-# $131072\cdot0.027648 = 3{,}624$ MB, so 17. With 8,192 tokens they are 76.2 and 226.5 MB: 842 and 283. The entries alone
-# are in the ratio of the layers that have them, 24 to 6. The states take from that what they are of the whole: a
-# quarter of a sequence of 8,192 tokens, and 2 % of one of 131,072.
+# 131,072 tokens: $19.5 + 131072\cdot 0.006912 = 925.5$ MB, so 64.2 GB hold 69. All MLA: $131072\cdot0.027648 = 3{,}624$
+# MB, so 17. With 8,192 tokens they are 76.2 and 226.5 MB: 842 and 283. The entries alone are in the ratio of the layers
+# that have them, 24 to 6. The states take from that what they are of the whole: a quarter of a sequence of 8,192
+# tokens, and 2 % of one of 131,072.
 #
 # </details>
 #
