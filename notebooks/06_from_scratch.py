@@ -12,6 +12,12 @@
 # Here are four tasks, each of which tests one mechanism, and Ling-3s of 76,000 to 160,000 parameters trained on them:
 # 134 runs in an hour of one shared core.
 #
+# **You need**: KDA, its decay and its $\beta$ (notebook 2), MLA (notebook 3), and the difference between cutting a part
+# and training without it (notebook 5).
+#
+# **Afterwards you can** name a task that a mechanism makes possible, read a picture of runs with its sweep and its
+# seeds, and say which of your conclusions such a picture bears.
+#
 # Small experiments mislead easily, so there are rules, kept by `experiments/` (see its README):
 #
 # 1. Predictions are written, and committed, before the first run. They are quoted below; wrong ones are called wrong.
@@ -512,8 +518,22 @@ assert final["1:1"][1] < lookup[2]
 # config = ling3.Ling3Config(..., kda_allow_neg_eigval=True)
 # ```
 #
-# <details><summary>Question: with $\beta = 2$ and no decay, what do two equal keys in a row do to the state along
-# them?</summary>
+# ## Exercises
+#
+# **1.** In the parity by hand, one channel with $v = \tfrac12$, put `1 * bits` in the place of `2 * bits`. Predict the
+# outputs before you run the cell. Which question about the bits do they still answer?
+#
+# <details><summary>Solution</summary>
+#
+# 0 until the first one, and $\tfrac12$ from then on: with $\beta = 1$ a one takes $S$ to $S + (\tfrac12 - S) =
+# \tfrac12$, whatever it was. So the channel knows *whether* there was a one, and not how many. It has stored, where
+# $\beta = 2$ has counted. (The cell's assertion fails, as it should.)
+#
+# </details>
+#
+# **2.** With $\beta = 2$ and no decay, what do two equal keys in a row do to the state along them?
+#
+# <details><summary>Solution</summary>
 #
 # The first takes $s = S^\top k$ to $2v - s$, the second takes that to $2v' - (2v - s)$: with equal values back to $s$,
 # since a reflection undoes itself. So a model cannot use $\beta = 2$ to *store*: what it writes is always relative to
@@ -521,7 +541,9 @@ assert final["1:1"][1] < lookup[2]
 #
 # </details>
 #
-# <details><summary>Question: why is the sweep's own seed not among the reported ones?</summary>
+# **3.** Why is the sweep's own seed not among the reported ones?
+#
+# <details><summary>Solution</summary>
 #
 # The best of four runs is partly the luckiest of four. The mixture's 0.35 % of errors on palindromes chose its learning
 # rate; one fresh seed at that rate then ended at 41 %. Reported with the sweep's seed, variants whose runs scatter more
