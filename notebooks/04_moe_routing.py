@@ -17,6 +17,11 @@
 # which experts are chosen? Ling-3 answers as DeepSeek-V3 does (arXiv 2412.19437, §2.1.2): sigmoid scores, groups, and a
 # bias that keeps the experts evenly busy without a term in the loss. This notebook rebuilds the router in twelve lines,
 # shows what each of its parts is for, and then looks at what *nano*'s experts have specialised in.
+#
+# **You need**: sigmoid and top-k; notebook 1 shows where the experts stand in a layer.
+#
+# **Afterwards you can** route a token by hand, say what a bias changes and what it never changes, tell whether experts
+# are evenly busy and what it takes to keep them so, and test what routing is worth to a model.
 
 # %%
 import dataclasses
@@ -404,41 +409,48 @@ assert rows_of[". ? : and line ends"].max() < 0.25 and rows_of[". ? : and line e
 # model must say a number, while full stops go to all experts. Both at once are possible because the bias is added per
 # expert, not per token.
 #
-# ## Questions
+# ## Exercises
 #
-# **1.** Why does the shared expert have no weight and no bias?
+# **1.** Add 1 to the bias of expert 0 of nano's first mixture. Which share of the choices falls on it now, and what
+# becomes of the weight with which it is added up? Predict both, and then run:
 #
-# <details><summary>Answer</summary>
+# ```python
+# favoured = with_bias(moe, moe.gate.expert_bias.at[0].add(1.0))
+# for name, mixture in {"as trained": moe, "+1 on expert 0": favoured}.items():
+#     picks, w = (np.asarray(y) for y in mixture.gate(x))
+#     first = picks == 0
+#     print(f"{name}: {first.mean():.1%} of choices; mean weight {w[first].mean():.3f}, sum {w[0].sum():.2f}")
+# ```
 #
-# It is never chosen, so there is nothing to bias; and a factor in front of it could be taken into its down-projection.
+# <details><summary>Solution</summary>
+#
+# 50 % instead of 8.5 %, which is the most there can be: scores lie in $(0, 1)$, so with $+1$ its $c$ beats all others,
+# and each token takes it as one of its two. Its mean weight *falls*, from 1.20 to 0.74, and the sum stays 2.5. The bias
+# is not in the weight; but the expert now gets tokens that score it at 0.37 on average, where those that chose it by
+# themselves gave it 0.65. These are 17 % of the tokens, and they keep their two experts, and both weights bit for bit.
+# The price of a large bias is not a wrong sum but a wrong expert: 83 % of the tokens give up one for it.
 #
 # </details>
 #
 # **2.** The weights of the chosen are normalised to sum to 1 and then multiplied by 2.5. What would a forgotten 2.5 do?
+# Predict the loss between those of the figure, then compute
+# `loss(changed(lambda moe: moe.experts.down_proj.weight, lambda w: w / 2.5))`.
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
-# The routed part would come out at 40 % of its size beside an unchanged shared expert. Text may stay fluent; only
-# logits against a reference show it.
+# The routed part comes out at 40 % of its size beside an unchanged shared expert. The loss goes from 2.8 to 3.1
+# thousandths of a nat, where it is 9.7 without routed experts: answers hardly tell. So a mistake like this one survives
+# until logits are held against a reference.
 #
 # </details>
 #
 # **3.** Why is the router computed in float32 in a bfloat16 model?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # bfloat16 has steps of $2^{-8}$ between 0.5 and 1. For the router of 128 experts above the eighth and the ninth best of
 # 128 scores lie closer together than that for nearly half of the tokens (last cell). There rounding would choose, and a
 # choice is not a small error: another expert computes.
-#
-# </details>
-#
-# **4.** A batch holds padding. What must the layer do with it?
-#
-# <details><summary>Answer</summary>
-#
-# It must not count padding as load in training, nor read experts for it when serving: `MoE` gives padded tokens an
-# index past the last expert, which costs nothing.
 #
 # </details>
 
