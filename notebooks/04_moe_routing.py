@@ -424,11 +424,11 @@ assert rows_of[". ? : and line ends"].max() < 0.25 and rows_of[". ? : and line e
 #
 # <details><summary>Solution</summary>
 #
-# 50 % instead of 8.5 %, which is the most there can be: scores lie in $(0, 1)$, so with $+1$ its $c$ beats all others,
-# and each token takes it as one of its two. Its mean weight *falls*, from 1.20 to 0.74, and the sum stays 2.5. The bias
-# is not in the weight; but the expert now gets tokens that score it at 0.37 on average, where those that chose it by
-# themselves gave it 0.65. These are 17 % of the tokens, and they keep their two experts, and both weights bit for bit.
-# The price of a large bias is not a wrong sum but a wrong expert: 83 % of the tokens give up one for it.
+# 50 % instead of 8.5 %, which is the most there can be: scores lie in $(0, 1)$, so $+1$ lifts its $c$ above nearly all
+# others, and here each token takes it as one of its two. Its mean weight *falls*, from 1.20 to 0.74, and the sum stays
+# 2.5. The bias is not in the weight; but the expert now gets tokens that score it at 0.37 on average, where those that
+# chose it by themselves gave it 0.65. These are 17 % of the tokens, and they keep their two experts, and both weights
+# bit for bit. The price of a large bias is not a wrong sum but a wrong expert: 83 % of the tokens give up one for it.
 #
 # </details>
 #

@@ -15,6 +15,12 @@
 #
 # Here it is slowed down until each turn can be seen: four slots and few pages, *nano* as the model, one `step()` at a
 # time.
+#
+# **You need**: the two memories of a hybrid (notebook 7), and that a prompt is read many tokens at a time (*prefill*)
+# and an answer written one by one (*decoding*).
+#
+# **Afterwards you can** read a timeline of slots and pages, say which setting makes requests wait, be preempted or
+# leave rows idle, and explain what it takes for an answer to have the same bits in any company.
 
 # %%
 import dataclasses
@@ -309,42 +315,41 @@ assert counted["continuous, ideal"] <= continuous < static and by_hand <= static
 # gap between continuous and its ideal is this loop's own: prompts are prefilled one after the other, a slot is refilled
 # a turn after its request has ended, and the last requests run with idle slots beside them.
 #
-# ## Questions
+# ## Exercises
 #
-# **1.** Why is the youngest preempted, and not the one that holds most pages?
+# **1.** Which setting makes preemption happen in the run above? Read off the picture how many pages the four slots
+# would have needed without it, and predict the smallest `num_pages` with which the same arrivals cause no preemption.
+# Would three slots instead of four have done as well? Then try:
 #
-# <details><summary>Answer</summary>
+# ```python
+# for changes in ({"num_pages": 64}, {"max_running_requests": 3}):
+#     other = ling3.Engine(nano, tok, engine.settings, **changes)
+#     seen, _ = watch(other, arrivals)
+#     held = max(sum(pages for _, _, pages in entry["running"].values()) for entry in seen)
+#     print(changes, f"{other.stats().preemptions} preemptions, {len(seen)} turns, at most {held} pages held")
+# ```
 #
-# Because then the oldest always makes progress, and every request becomes the oldest in time. If the largest were
-# preempted, two that grow could preempt each other in turn, and neither would finish.
+# <details><summary>Solution</summary>
+#
+# SOLUTION1
 #
 # </details>
 #
-# **2.** A transformer server may preempt by dropping the pages and reading prompt and answer again later. Why does this
+# **2.** What would `decode_steps=1` change? Which of turns, decode calls and answers stay the same?
+#
+# <details><summary>Solution</summary>
+#
+# SOLUTION2
+#
+# </details>
+#
+# **3.** A transformer server may preempt by dropping the pages and reading prompt and answer again later. Why does this
 # engine copy to the host instead?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # To keep the promise. A token that was decoded alone would be read again in a chunk, with sums in another order, and
 # the latents and states would differ in their last bits. A copy brings back every bit. For a hybrid it is cheap, too:
 # the states have the same size however long the text is.
-#
-# </details>
-#
-# **3.** What would `decode_steps=1` change?
-#
-# <details><summary>Answer</summary>
-#
-# The host would look four times as often: less waste after an end, quicker admission, and four times the overhead of
-# calls per token. The answers' bits stay the same, since each step computes what it did before.
-#
-# </details>
-#
-# **4.** In the picture a request is sometimes not admitted although a slot is free. Why?
-#
-# <details><summary>Answer</summary>
-#
-# It is the head of the queue, and there are not enough free pages for it yet. Later, smaller requests do not overtake
-# it: first come, first served means that no stream of small requests can starve a large one.
 #
 # </details>

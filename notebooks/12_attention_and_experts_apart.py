@@ -21,10 +21,10 @@
 # less than the promise: at times half as many tokens again, often none, and on equal devices never more than the best
 # undivided system gives.
 #
-# *What you need to know:* mixtures of experts (notebook 4) and what a sequence's memory costs (notebooks 7 and 11).
+# **You need**: mixtures of experts (notebook 4) and what a sequence's memory costs (notebooks 7 and 11).
 #
-# *What you will be able to do:* read a schedule of micro-batches, predict a step's time from bytes and rates, and say
-# for a model, a context and a network whether the two halves are better apart.
+# **Afterwards you can** read a schedule of micro-batches, predict a step's time from bytes and rates, and say for a
+# model, a context and a network whether the two halves are better apart.
 
 # %%
 import dataclasses
@@ -522,23 +522,47 @@ table(
 # they serve by themselves; four have room for V4's, and at 64k tokens the same holds. With another ratio, or where the
 # H800s alone would serve V4 much faster than the H20s can bring them rows, it loses again. So the ratio has to fit the
 # model *and* the context.
+
+# %% [markdown]
+# ## The real system
 #
-# ## Questions
+# All of this is what `ling3.afd.disaggregate` runs: sessions without routed experts, cards with a share of each
+# layer's, and the operators above between them. Here it is on *nano*, two of each on this machine's processor. The ids
+# are those of the whole model. (Nothing is faster here, of course: both groups share the same cores.)
+
+# %%
+whole = ling3.load("nano")
+prompts = [[1, 2, 3], [4, 5], [6]]
+together = ling3.generate(whole, prompts, max_tokens=8, temperature=0.0, ignore_eos=True)
+system = afd.disaggregate(whole, attention_workers=2, ffn_workers=2, micro_batches=2)
+answers = system.generate(prompts, max_tokens=8, temperature=0.0, ignore_eos=True)
+assert answers == together
+assert len(system.attention_workers) == len(system.ffn_workers) == 2
+print("rows that each card has computed:", list(system.stats().rows))
+
+# %% [markdown]
+# ## Exercises
 #
 # **1.** A session's link has a latency of 5 µs. In a layer of Ling-3.0-flash attention takes 40 µs a micro-batch, the
-# experts 30 µs, and the rows 10 µs each way. How many micro-batches keep the sessions busy, and how many more does a
-# latency of 50 µs need?
+# experts 30 µs, and the rows 10 µs each way. How many micro-batches keep the sessions busy? How many do with a latency
+# of 50 µs, and how many on a link of 5 µs that is half as fast?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # The round trip is 40 + 30 + 2·(10 + 5) = 100 µs, so $M \cdot 40 \ge 100$: three. With 50 µs it is 190 µs: five. Each
-# of them reads all the weights again.
+# of them reads all the weights again. On the slower link it is 40 + 30 + 2·(20 + 5) = 120 µs: still three, which now
+# leave no slack at all. (The link itself is busy for 20 of the 40 µs of a micro-batch, so it is not the limit.)
 #
 # </details>
 #
-# **2.** Why does a divided system with one micro-batch do so badly, although its peer waits for the rows as well?
+# **2.** In the cell of *Turning the ratios*, halve the link: `LINK = 50e9`. Predict who loses how much at its best
+# ratio, of the divided system with one and with three micro-batches, the synchronous peer and the overlapped one, for
+# both models. Who wins? And why does a divided system with one micro-batch do so badly at either speed, although its
+# synchronous peer waits for the rows as well?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
+#
+# SOLUTION2
 #
 # Both wait for the rows, but in the undivided system every device works in both halves of a layer. Divided, A devices
 # are idle while the cards work, and W while the sessions do.
@@ -547,7 +571,7 @@ table(
 #
 # **3.** All 512 experts of Ling are touched in every layer anyway. What does a card gain from more sessions then?
 #
-# <details><summary>Answer</summary>
+# <details><summary>Solution</summary>
 #
 # It reads the same bytes for more tokens: the time stays, and the time per token falls, until the operations take
 # longer than the reading, at 13 thousand tokens. Only after that are more sessions of no more use to a card.
@@ -573,20 +597,3 @@ times = [
     stages(ling, Work(0, batch, 1), Layout(1, 1, H200, H200))[1].experts[-1] for batch in (1024, 8192, 16_384, 32_768)
 ]
 assert np.isclose(times[0], times[1], rtol=1e-6) and np.isclose(times[3], 2 * times[2])
-
-# %% [markdown]
-# ## The real system
-#
-# All of this is what `ling3.afd.disaggregate` runs: sessions without routed experts, cards with a share of each
-# layer's, and the operators above between them. Here it is on *nano*, two of each on this machine's processor. The ids
-# are those of the whole model. (Nothing is faster here, of course: both groups share the same cores.)
-
-# %%
-whole = ling3.load("nano")
-prompts = [[1, 2, 3], [4, 5], [6]]
-together = ling3.generate(whole, prompts, max_tokens=8, temperature=0.0, ignore_eos=True)
-system = afd.disaggregate(whole, attention_workers=2, ffn_workers=2, micro_batches=2)
-answers = system.generate(prompts, max_tokens=8, temperature=0.0, ignore_eos=True)
-assert answers == together
-assert len(system.attention_workers) == len(system.ffn_workers) == 2
-print("rows that each card has computed:", list(system.stats().rows))
