@@ -623,13 +623,13 @@ for name in ("chunks of 16", "chunks of 64"):
 # </details>
 #
 # **3.** A batch has prompts of different lengths. Which $g$ and $\beta$ must its padding have, so that no state notices
-# it? Which of the two could be forgotten without changing what a state *answers* for a short while?
+# it? Which of the two is harder to miss when it is forgotten?
 #
 # <details><summary>Solution</summary>
 #
 # $g = 0$ and $\beta = 0$: the state is multiplied by one and nothing is written. Without $\beta = 0$ garbage is written
-# at once; without $g = 0$ the memory only fades, by little if the decay is slow, which is the bug that tests miss. The
-# cell below pads with garbage in $q$, $k$ and $v$ and finds the state bit for bit as it was.
+# at once, and answers tell. Without $g = 0$ the memory fades by a little more than it should, which a test of answers
+# may not notice. The cell below pads with garbage in $q$, $k$ and $v$ and finds the state bit for bit as it was.
 #
 # </details>
 

@@ -439,7 +439,7 @@ for i, gate in gates.items():
 #
 # Nothing, up to rounding: softmax attention is a sum over a set, and an entry carries its position in its rotated key,
 # not in its place. With the latents alone each of them stands beside another token's rotated key, and the output is
-# 66 % off. A KDA state is no set: each token lets fade what came before and corrects what it finds, so the same tokens
+# 66 % off. A KDA state is no set: each token decays what came before and corrects what it finds, so the same tokens
 # in another order leave another state.
 #
 # </details>
