@@ -256,7 +256,7 @@ assert broken["probe's w"] > 0.2 and broken["random"] > 0.2
 
 # %% [markdown]
 # Twice $d$ turns every operator, and nothing breaks. The vector $w$ turns a fifth at that length, and three times the
-# length of $d$ along $w$ costs as many prompts their operator as a random vector does. So **the direction that reads
+# length of $d$ along $w$ costs nearly as many prompts their operator as a random vector does. So **the direction that reads
 # best is not the one to write with**. (Marks & Tegmark, arXiv 2310.06824, found the same of truth and falsehood in
 # large models.)
 #
@@ -313,8 +313,8 @@ assert 0.7 < np.mean(told) < 0.9 and np.mean(later[choice]) > 0.35
 # number to add. In about half of the stories that have such a step it takes that step's number, and in a fifth of all a
 # number that is in no sentence. We have not turned a switch but pushed a computation that has other parts.
 #
-# What steering does not show: that the model itself uses this direction and no other. A push twice as long as the
-# difference between the classes is stronger than anything that occurs.
+# What steering does not show: that the model itself uses this direction and no other. A push of twice the difference
+# takes the stream far beyond the mean of the other class.
 #
 # ## Patching: through which layer does a number go?
 #
@@ -466,13 +466,14 @@ assert max(abs(x) for name, x in parts.items() if name not in ("attended 0", "he
 # ```python
 # def result(question, equation):
 #     story = f"Question: Anna has {question} eggs. Ben takes 11 of them. How many eggs does Anna have?\n"
-#     ids = tok.encode(f"{story}Answer: {equation} - 11 = ")
+#     ids = tok.encode(f"{story}Answer: {equation} - 11 = 0")[:-1]  # ` = ` is one token where a number follows
 #     return tok.decode([int(jnp.argmax(model(jnp.asarray([ids]))[0, -1]))])
 #
 # print(result(38, 38), result(45, 38), result(38, 45))
 # ```
 #
-# RESULT-EX2
+# 27, 27 and 34: from what it has written. So it is with every two of 25, 33, 41, 49 and 57 in the place of 38 and 45.
+# Once the equation is there the question's number is not asked for any more.
 # </details>
 #
 # **3. A direction from the gradient.** `model(…)` can be differentiated by a vector that an intervention adds. Take the
