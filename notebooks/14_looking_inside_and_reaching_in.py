@@ -256,9 +256,9 @@ assert broken["probe's w"] > 0.2 and broken["random"] > 0.2
 
 # %% [markdown]
 # Twice $d$ turns every operator, and nothing breaks. The vector $w$ turns a fifth at that length, and three times the
-# length of $d$ along $w$ costs nearly as many prompts their operator as a random vector does. So **the direction that reads
-# best is not the one to write with**. (Marks & Tegmark, arXiv 2310.06824, found the same of truth and falsehood in
-# large models.)
+# length of $d$ along $w$ costs nearly as many prompts their operator as a random vector does. So **the direction that
+# reads best is not the one to write with**. (Marks & Tegmark, arXiv 2310.06824, found the same of truth and falsehood
+# in large models.)
 #
 # Half of $d$ turns a quarter. Which? Those whose story has a step of the other kind too, so that there is something to
 # choose from:
