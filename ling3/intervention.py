@@ -13,7 +13,7 @@ A layer's modules name the arrays that a pass goes on with, its *sites* (`Span.s
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, no_type_check
+from typing import Any, SupportsIndex, no_type_check
 
 import equinox as eqx
 import jax
@@ -62,26 +62,26 @@ class Intervention(eqx.Module):
 
     @staticmethod
     def add(
-        layer: int | None,
+        layer: SupportsIndex | None,
         vector: Any,
         *,
         site: str = "residual",
-        head: int | None = None,
-        from_position: int = 0,
-        positions: Sequence[int] | None = None,
+        head: SupportsIndex | None = None,
+        from_position: SupportsIndex = 0,
+        positions: Sequence[SupportsIndex] | None = None,
     ) -> "Intervention":
         """x + vector: steers the residual stream after a layer, or another `site` (of all heads, or of one)."""
         return _made(layer, site, vector, head, from_position, positions, adds=True)
 
     @staticmethod
     def set(
-        layer: int | None,
+        layer: SupportsIndex | None,
         site: str,
         value: Any,
         *,
-        head: int | None = None,
-        from_position: int = 0,
-        positions: Sequence[int] | None = None,
+        head: SupportsIndex | None = None,
+        from_position: SupportsIndex = 0,
+        positions: Sequence[SupportsIndex] | None = None,
     ) -> "Intervention":
         """The value, a number or an array of the site's shape, in place of what the pass computed.
 
@@ -92,12 +92,12 @@ class Intervention(eqx.Module):
 
     @staticmethod
     def expert(
-        layer: int,
-        expert: int,
+        layer: SupportsIndex,
+        expert: SupportsIndex,
         weight: float,
         *,
-        from_position: int = 0,
-        positions: Sequence[int] | None = None,
+        from_position: SupportsIndex = 0,
+        positions: Sequence[SupportsIndex] | None = None,
     ) -> "Intervention":
         """The weight of an expert of a MoE layer, in place of the router's: 0 cuts it off.
 
@@ -110,12 +110,12 @@ class Intervention(eqx.Module):
 
     @staticmethod
     def patch(
-        layer: int | None,
+        layer: SupportsIndex | None,
         values: Any,
-        positions: Sequence[int] | None = None,
+        positions: Sequence[SupportsIndex] | None = None,
         *,
         site: str = "residual",
-        head: int | None = None,
+        head: SupportsIndex | None = None,
     ) -> "Intervention":
         """Activations of another run, `[positions, …]`, in place of this run's: causal tracing (arXiv 2202.05262, §2).
 

@@ -291,6 +291,18 @@ def test_what_does_not_hold_of_the_model_is_refused_before_any_work(model, chang
             ask()
 
 
+def test_numpys_whole_numbers_are_whole_numbers():
+    two, three = np.int64(2), np.int32(3)
+    for ours, theirs in (
+        (CHANGE.add(2, VECTOR, positions=[2, 3]), CHANGE.add(two, VECTOR, positions=[two, three])),
+        (CHANGE.add(2, VECTOR, from_position=3), CHANGE.add(two, VECTOR, from_position=three)),
+        (CHANGE.set(2, "heads", 0.0, head=3), CHANGE.set(two, "heads", 0.0, head=three)),
+        (CHANGE.expert(2, 3, 0.0), CHANGE.expert(two, three, 0.0)),
+        (CHANGE.patch(2, [VECTOR], [3]), CHANGE.patch(two, [VECTOR], [three])),
+    ):
+        assert eqx.tree_equal(ours, theirs)
+
+
 def test_every_site_of_every_layer_is_shown(model):
     found = sites(model)
     assert found["layers.0.attention.gate"] == (HEADS, VALUE) and found["layers.1.attention.gate"] == (HEADS,)

@@ -1,0 +1,499 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation: {extension: .py, format_name: percent}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
+# ---
+
+# %% [markdown]
+# # 14. Looking inside and reaching in
+#
+# Before *nano* writes `60 - 5`, something in it has settled on the minus. Where, and in what form? And if we change it
+# there, does the model do another sum? Three experiments answer that: a linear **probe** reads the operator from the
+# residual stream, a **steering** vector turns it into the other one, and **patching** from one run into another shows
+# which layer carries a number from the question to the answer. All three need two things: `ling3.Capture` brings arrays
+# out of a running model, `ling3.Intervention` puts others in.
+#
+# **You need**: the residual stream and the two kinds of layers (notebook 1), and least squares.
+#
+# **Afterwards you can** capture activations from a batch of requests; fit a probe and say what it does and does
+# not show; steer a request; and find by patching through which layer and head a fact travels.
+
+# %%
+import itertools
+import random
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import plots
+
+import ling3
+from ling3.train.nano.problems import OBJECTS, PEOPLE, ask, problems
+
+plots.use()
+model, tok = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
+kinds = [model.config.attention_kind(i).upper() for i in range(model.config.num_hidden_layers)]
+print(kinds)
+
+# %% [markdown]
+# ## Capture
+#
+# The prompts are 512 held-out word problems whose solution begins with a sum or a difference. Each prompt goes as far
+# as the first number of the solution: what comes next is the operator. One call to the engine answers them all and
+# brings along what each attention layer added to the residual stream, and the stream after each layer. Capturing
+# changes no answer: an engine without it gives the same.
+
+# %%
+FIT, ALL = 384, 512
+asked = list(itertools.islice((p for p in problems(14, "held_out") if p.steps[0].operator in "+-"), ALL))
+prompts = [tok.encode(f"{ask(p)} {p.steps[0].left}") for p in asked]
+print(f"{tok.decode(prompts[0])!r} … {asked[0].solution!r}")
+engine = ling3.Engine(
+    model, tok, max_model_len=128, page_size=16, chunked_prefill_size=64, token_paddings=(64,), decode_rows=64
+)
+inside = ling3.Capture(residual=True, attended=True, heads=[0])
+greedy = {"max_tokens": 6, "temperature": 0.0}
+answers = engine.generate(prompts, ling3.SamplingParams(**greedy, capture=inside))
+without = engine.generate(prompts, ling3.SamplingParams(**greedy))
+assert [a.text for a in answers] == [a.text for a in without]
+
+plus = np.array([p.steps[0].operator == "+" for p in asked])
+wrote = np.array([a.text.split()[0] for a in answers])
+right = np.mean(wrote == np.where(plus, "+", "-"))
+first = answers[0].captured.residual[0]
+print(f"operators right: {right:.1%}; a residual stream: {first.shape}, [prompt and answer, hidden]")
+assert right > 0.99
+
+# %% [markdown]
+# ## A probe
+#
+# A linear probe (Alain & Bengio, arXiv 1610.01644) is a linear classifier on activations. Ours is a ridge regression of
+# $y = \pm1$ (plus or minus) on the stream $x$ at one token, in closed form:
+#
+# $$w = (X^\top X + \lambda I)^{-1}X^\top y, \qquad X, y \text{ centred}.$$
+#
+# It is fitted on 384 problems, and judged on the other 128. Two baselines belong to it. The *majority* says what
+# guessing gets. The *embeddings* say what the token alone gives away: whatever a probe finds beyond that, the model has
+# brought to this token from others.
+
+# %%
+token_vectors = np.asarray(model.model.word_embeddings.weight)
+sign = np.where(plus, 1.0, -1.0)
+
+
+def stages(back):
+    """The stream at the prompt's last token but `back`, through the model: [problems, hidden] by stage."""
+    at = [len(ids) - 1 - back for ids in prompts]
+    found = {"token": np.stack([token_vectors[ids[t]] for ids, t in zip(prompts, at, strict=True)])}
+    for i in range(len(kinds)):
+        before = list(found.values())[-1]
+        attended = np.stack([a.captured.attended[i][t] for a, t in zip(answers, at, strict=True)])
+        found[f"{i} attn"] = before + attended
+        found[f"{i}"] = np.stack([a.captured.residual[i][t] for a, t in zip(answers, at, strict=True)])
+    return {name: x.astype(np.float64) for name, x in found.items()}
+
+
+def probe(x, y, ridge=10.0):
+    """The weights and the two means of a ridge regression; `ridge` in units of the mean variance of a channel."""
+    centre, level = x.mean(0), y.mean()
+    x = x - centre
+    penalty = ridge * max(np.mean(x**2), 1e-9) * np.eye(x.shape[1])  # 1e-9: a stream may be the same in all problems
+    return np.linalg.solve(x.T @ x + penalty, x.T @ (y - level)), centre, level
+
+
+def accuracy(x):
+    """On the held-out problems, of a probe fitted on the others."""
+    w, centre, level = probe(x[:FIT], sign[:FIT])
+    return np.mean(np.sign((x[FIT:] - centre) @ w + level) == sign[FIT:])
+
+
+places = {"the number": 0, "the space before it": 1, "Answer:": 2}
+streams = {name: stages(back) for name, back in places.items()}
+read = {name: {stage: accuracy(x) for stage, x in found.items()} for name, found in streams.items()}
+majority = max(np.mean(plus[FIT:]), 1 - np.mean(plus[FIT:]))
+
+figure, ax = plt.subplots(figsize=(7.5, 3.6))
+for name, found in read.items():
+    ax.plot(range(len(found)), found.values(), label=f"at “{name}”" if name.endswith(":") else f"at {name}")
+ax.axhline(majority, color=plots.BLACK, ls=":", marker="", label="majority")
+labels = ["token"] + [f"{kind}\n{i}" if part else f"FF\n{i}" for i, kind in enumerate(kinds) for part in (1, 0)]
+ax.set_xticks(range(len(labels)), labels)
+ax.set(xlabel="the residual stream after …", ylabel="operator read correctly", ylim=(0.45, 1.03))
+ax.legend(fontsize=8, loc="lower right")
+plt.show()
+number = read["the number"]
+print(f"majority {majority:.3f}", {stage: round(float(share), 3) for stage, share in number.items()})
+
+# %% [markdown]
+# The number itself does not tell: the probe on the embeddings is no better than the majority. But after the first
+# layer's attention the operator can be read in 93 % of problems that the probe was not fitted on (with 128 problems a
+# standard error is two points). The layers between add nothing to that, and the last MLA brings the rest. It can also
+# be read at `Answer:`, two tokens earlier, but hardly at the space between, after which comes a number.
+
+# %%
+assert number["token"] < majority + 0.05 and number["0 attn"] > 0.88
+assert max(number["1"], number["2"]) < 0.97 and number["3 attn"] > 0.98
+
+# %% [markdown]
+# ### Does the model use what a probe reads?
+#
+# A probe shows what *can* be read, not what *is*. So take away what a layer's attention adds, at this one token, and
+# see which operator follows. Everything else stays as it is.
+#
+# Interventions are pytrees whose arrays have a row for each sequence. Concatenated, those of many prompts are one, and
+# each row of a batch undergoes its own, as in the engine. And at a position that a sequence does not have an
+# intervention does nothing: so those of several sites run in one compiled program, of which we switch on one at a time.
+
+# %%
+NOWHERE = 10_000
+PLUS, MINUS = (tok.encode(f"3 {sign} 4")[1] for sign in "+-")
+held = prompts[FIT:]
+last = [len(ids) - 1 for ids in held]
+rows = np.zeros((len(held), 64), np.int32)
+for row, ids in zip(rows, held, strict=True):
+    row[: len(ids)] = ids
+
+
+def together(interventions):
+    """One intervention for a batch, of one for each row."""
+    return jax.tree.map(lambda *each: np.concatenate(each), *interventions)
+
+
+def operators(*changes):
+    """What the model writes after the held-out prompts, each an intervention for the batch."""
+    logits = model(jnp.asarray(rows), interventions=changes)
+    return np.asarray(jnp.argmax(logits[np.arange(len(held)), np.array(last)], axis=-1))
+
+
+own = np.where(plus[FIT:], PLUS, MINUS)
+cut = {}
+for chosen in range(len(kinds)):
+    off = [
+        together([ling3.Intervention.set(i, "attended", 0.0, positions=[t if i == chosen else NOWHERE]) for t in last])
+        for i in range(len(kinds))
+    ]
+    cut[chosen] = np.mean(operators(*off) == own)
+    print(f"without layer {chosen}'s {kinds[chosen]} at this token: {cut[chosen]:.1%} right")
+assert cut[0] < 0.75 and cut[1] > 0.98 and cut[2] > 0.98 and 0.8 < cut[3] < 0.96
+
+# %% [markdown]
+# The cuts say what the probes said. The operator comes from layer 0. The two layers in the middle do nothing for it.
+# The last MLA settles the doubtful cases: without it 90 % are right, about as many as could be read before it.
+#
+# ## Steering
+#
+# Now the other way: we write the decision into the stream. The obvious vector is the probe's $w$. The other candidate
+# is the difference $d$ of the mean streams before a plus and before a minus. They are not the same, though each follows
+# from the other: $X^\top y$ is $d$ times a number, so
+#
+# $$w \propto (X^\top X + \lambda I)^{-1} d .$$
+#
+# $w$ is the direction that *reads* best: it avoids the channels in which streams vary for other reasons. $d$ is the
+# direction in which the streams *differ*, the probe's *pattern* (Haufe et al., NeuroImage 87, 2014).
+
+# %%
+RIDGE = 10.0
+x = streams["the number"]["0"]
+w, centre, _ = probe(x[:FIT], sign[:FIT], RIDGE)
+d = x[:FIT][plus[:FIT]].mean(0) - x[:FIT][~plus[:FIT]].mean(0)
+spread = x[:FIT] - centre
+pattern = (spread.T @ spread + RIDGE * np.mean(spread**2) * np.eye(len(w))) @ w
+
+
+def cosine(a, b):
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+print(f"cosine of w and d: {cosine(w, d):.2f}; length of d: {np.linalg.norm(d):.0f}, of a stream: "
+      f"{np.mean(np.linalg.norm(x, axis=1)):.0f}")  # fmt: skip
+assert np.isclose(cosine(pattern, d), 1) and cosine(w, d) < 0.4
+
+# %% [markdown]
+# We add multiples of $d$ after layer 0 at the prompt's last token, towards plus where the answer is a minus and the
+# other way round, then $w$ and a random vector, scaled to the same length.
+
+# %%
+DOSES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+noise = np.random.default_rng(0).standard_normal(len(d))
+directions = {
+    name: v * np.linalg.norm(d) / np.linalg.norm(v)
+    for name, v in {"difference d": d, "probe's w": w, "random": noise}.items()
+}
+other = np.where(plus[FIT:], MINUS, PLUS)
+towards = -sign[FIT:]
+
+
+def pushed(vector):
+    """For each held-out prompt, the vector added after layer 0 at the last token, towards the other operator."""
+    return [
+        ling3.Intervention.add(0, (s * vector).astype(np.float32), positions=[t])
+        for s, t in zip(towards, last, strict=True)
+    ]
+
+
+steered = {name: np.stack([operators(together(pushed(dose * v))) for dose in DOSES]) for name, v in directions.items()}
+figure, (turned, lost) = plt.subplots(1, 2, figsize=(9.5, 3.3), sharey=True)
+for name, found in steered.items():
+    turned.plot(DOSES, np.mean(found == other, axis=1), label=name)
+    lost.plot(DOSES, np.mean((found != other) & (found != own), axis=1), label=name)
+turned.set(
+    title="writes the other operator", ylabel="share of problems", xlabel="length of the vector, in lengths of d"
+)
+lost.set(title="writes no operator", xlabel="length of the vector, in lengths of d")
+turned.legend(fontsize=8)
+plt.show()
+flipped = {name: dict(zip(DOSES, np.mean(found == other, axis=1), strict=True)) for name, found in steered.items()}
+broken = {name: np.mean((found[-1] != other) & (found[-1] != own)) for name, found in steered.items()}
+for name, share in flipped.items():
+    print(f"{name}: {share[1.0]:.0%} turned at 1, {share[2.0]:.0%} at 2; {broken[name]:.0%} without an operator at 3")
+assert flipped["difference d"][2.0] > 0.98 and broken["difference d"] < 0.02
+assert flipped["probe's w"][2.0] < 0.4 and flipped["random"][3.0] < 0.1
+assert broken["probe's w"] > 0.2 and broken["random"] > 0.2
+
+# %% [markdown]
+# Twice $d$ turns every operator, and nothing breaks. The vector $w$ turns a fifth at that length, and three times the
+# length of $d$ along $w$ costs nearly as many prompts their operator as a random vector does. So **the direction that
+# reads best is not the one to write with**. (Marks & Tegmark, arXiv 2310.06824, found the same of truth and falsehood
+# in large models.)
+#
+# Half of $d$ turns a quarter. Which? Those whose story has a step of the other kind too, so that there is something to
+# choose from:
+
+# %%
+choice = np.array(
+    [any(step.operator == ("-" if p.steps[0].operator == "+" else "+") for step in p.steps[1:]) for p in asked[FIT:]]
+)
+half = steered["difference d"][DOSES.index(0.5)] == other
+print(f"flipped by d/2: {np.mean(half[choice]):.0%} of the {sum(choice)} stories with a later step of the other kind, "
+      f"{np.mean(half[~choice]):.0%} of the others")  # fmt: skip
+assert np.mean(half[choice]) > 0.3 and np.mean(half[~choice]) < 0.12
+
+# %% [markdown]
+# ### The sum that follows
+#
+# Does the rest of the solution go along? `SamplingParams(interventions=…)` steers a request of the engine, each with a
+# vector and positions of its own. Ours hold at a position of the prompt alone: what is generated afterwards is
+# generated by the model as it is, with what the steered token has left in its caches.
+
+# %%
+params = [ling3.SamplingParams(**greedy, interventions=[change]) for change in pushed(2 * d)]
+texts = [out.text for out in engine.generate(held, params)]
+equations = [re.match(r" ([+-]) (\d+) = (\d+)\.", text) for text in texts]
+for p, text in list(zip(asked[FIT:], texts, strict=True))[:4]:
+    print(f"{p.question}\n   own: {p.steps[0]}   steered: {p.steps[0].left}{text.split('.')[0]}.")
+
+assert all(equations)
+LIMIT = 60  # of every number that nano has been trained on
+left_operand = np.array([p.steps[0].left for p in asked[FIT:]])
+operand, result = (np.array([int(e[group]) for e in equations]) for group in (2, 3))
+truth = left_operand + operand * np.array([1 if e[1] == "+" else -1 for e in equations])
+fits, holds = (truth >= 0) & (truth <= LIMIT), truth == result
+print(f"the equation holds in {np.mean(holds[fits]):.0%} of the {sum(fits)} problems whose result is in 0..{LIMIT}, "
+      f"and in {np.mean(holds[~fits]):.0%} of the {sum(~fits)} others")  # fmt: skip
+told = np.array([str(n) in re.findall(r"\d+", p.question) for n, p in zip(operand, asked[FIT:], strict=True)])
+later = np.array(
+    [
+        next((step.right for step in p.steps[1:] if step.operator == e[1]), None) == n
+        for n, e, p in zip(operand, equations, asked[FIT:], strict=True)
+    ]
+)
+print(f"the second number is in the story in {np.mean(told):.0%}; "
+      f"it is that of the later step of this kind in {np.mean(later[choice]):.0%} of the stories with one")  # fmt: skip
+assert np.mean(holds[fits]) > 0.95 and np.mean(holds[~fits]) < 0.2
+assert 0.7 < np.mean(told) < 0.9 and np.mean(later[choice]) > 0.35
+
+# %% [markdown]
+# One vector at one token, and the model does another sum, correctly, as long as the result is a number that it knows; a
+# difference below 0 it has never seen, and gets it wrong. But more has changed than the sign. `6 + 11` in the first
+# story takes the eleven of a *later* sentence, in which something is gained: the vector makes the model look for a
+# number to add. In about half of the stories that have such a step it takes that step's number, and in a fifth of all a
+# number that is in no sentence. We have not turned a switch but pushed a computation that has other parts.
+#
+# What steering does not show: that the model itself uses this direction and no other. A push of twice the difference
+# takes the stream far beyond the mean of the other class.
+#
+# ## Patching: through which layer does a number go?
+#
+# Steering shows that a place matters; *causal tracing* (Meng et al., arXiv 2202.05262) shows which places matter. Take
+# two prompts that differ in one number, a clean and a corrupted one. Run the corrupted prompt, but put in the clean
+# run's array at one site and one position. If the clean number comes back, it has gone through there. The measure is
+# the difference of the two numbers' logits where the first number of the solution is written: 0 is the corrupted run, 1
+# the clean one.
+
+# %%
+rng = random.Random(14)
+
+
+def pair():
+    """A clean and a corrupted prompt, and the two numbers' tokens."""
+    (hero, _), (friend, _), things = *rng.sample(PEOPLE, 2), rng.choice(OBJECTS)
+    numbers, taken = rng.sample(range(21, 61), 2), rng.randint(2, 20)
+    story = "Question: {} has {} {}. {} takes {} of them. How many {} does {} have?\nAnswer: "
+    both = [tok.encode(story.format(hero, n, things, friend, taken, things, hero)) for n in numbers]
+    return *both, *(tok.encode(f"{n}")[0] for n in numbers)
+
+
+clean, corrupted, good, bad = zip(*(pair() for _ in range(12)), strict=True)
+SEQ = len(clean[0])
+(differs,) = {t for a, b in zip(clean, corrupted, strict=True) for t in range(SEQ) if a[t] != b[t]}
+assert {len(ids) for ids in (*clean, *corrupted)} == {SEQ}
+words = [tok.decode([i]) for i in clean[0]]
+print(words, "differ at", differs)
+
+runs = engine.generate(list(clean), ling3.SamplingParams(max_tokens=0, capture=inside))
+SITES = {"embeddings": (None, "embeddings", None)}
+SITES |= {f"residual {i}": (i, "residual", None) for i in range(len(kinds))}
+SITES |= {f"attended {i}": (i, "attended", None) for i in range(len(kinds))}
+SITES |= {f"head {h}": (0, "heads", h) for h in range(model.config.num_attention_heads)}
+
+
+def values(ids, seen, name):
+    """What a clean run has at a site, [positions, …]."""
+    layer, site, head = SITES[name]
+    if site == "embeddings":
+        return token_vectors[ids]
+    array = getattr(seen, site)[layer]
+    return array if head is None else array[:, head]
+
+
+def patched(ids, donor, seen, cells):
+    """The last logits of `ids` once for each cell, a site and the positions at which it gets the donor's arrays."""
+    changes = []
+    for name, (layer, site, head) in SITES.items():
+        patch = ling3.Intervention.patch(layer, values(donor, seen, name), site=site, head=head)
+        where = np.array([[t if (name, t) in cell else NOWHERE + t for t in range(SEQ)] for cell in cells], np.int32)
+        patch = jax.tree.map(lambda x: np.repeat(x, len(cells), axis=0), patch)
+        changes.append(eqx.tree_at(lambda p: p.positions, patch, where))
+    return np.asarray(model(jnp.asarray([ids] * len(cells)), interventions=changes)[:, -1])
+
+
+# The cells of the experiment, all in one program: nothing; two laws; each stage and position of the stream alone; and
+# at the last position what each attention layer adds, and each head of layer 0.
+STREAM = ["embeddings", *(f"residual {i}" for i in range(len(kinds)))]
+PARTS = [name for name in SITES if name not in STREAM]
+nothing, laws = frozenset(), [frozenset({("embeddings", differs)})]
+laws += [frozenset((name, t) for t in range(SEQ)) for name in STREAM[1:]]
+single = [frozenset({(name, t)}) for name in STREAM for t in range(SEQ)]
+single += [frozenset({(name, SEQ - 1)}) for name in PARTS]
+cells = [nothing, *laws, *single]
+logits = [patched(*each[:2], each[2].captured, cells) for each in zip(corrupted, clean, runs, strict=True)]
+
+# %% [markdown]
+# First the laws. The clean embedding at the position where the prompts differ makes the corrupted run the clean one,
+# bit for bit. And a layer's whole output taken from the clean run leaves nothing of the corrupted one: the logits are
+# the clean ones, but for rounding, since the engine has captured in another program.
+
+# %%
+truth = patched(clean[0], clean[0], runs[0].captured, [nothing] * len(cells))[0]
+errors = np.max(np.abs(logits[0][1 : 1 + len(laws)] - truth), axis=1)
+print("largest difference of a logit:", dict(zip(STREAM, errors.tolist(), strict=True)))
+assert errors[0] == 0 and np.max(errors) < 1e-3
+assert np.max(np.abs(logits[0][0] - truth)) > 1  # without a patch
+
+# %% [markdown]
+# Now the map, the mean over twelve pairs.
+
+# %%
+difference = np.stack([own[:, g] - own[:, b] for own, g, b in zip(logits, good, bad, strict=True)])
+none, whole, each = difference[:, :1], difference[:, len(laws) : len(laws) + 1], difference[:, 1 + len(laws) :]
+share = np.mean((each - none) / (whole - none), axis=0)
+grid, parts = share[: len(STREAM) * SEQ].reshape(len(STREAM), SEQ), share[len(STREAM) * SEQ :]
+parts = dict(zip(PARTS, parts, strict=True))
+
+figure, (stream, last_token) = plt.subplots(1, 2, figsize=(11, 3.4), width_ratios=(3, 1.2))
+image = stream.imshow(grid, aspect="auto", vmin=0, vmax=1)
+stream.set_xticks(range(SEQ), [word.replace("\n", "\\n").replace(" ", "␣") for word in words], rotation=70, fontsize=8)
+stream.set_yticks(range(len(STREAM)), ["embeddings", *(f"after layer {i}, {kind}" for i, kind in enumerate(kinds))])
+stream.set(title="the stream from the clean run, at one position")
+stream.grid(visible=False)
+figure.colorbar(image, ax=stream, label="share of the clean answer")
+names = [f"{kinds[int(name[-1])]}, layer {name[-1]}" if name.startswith("attended") else name for name in parts]
+colours = [
+    plots.MLA if name.startswith("MLA") else plots.KDA if name.startswith("KDA") else plots.SKY for name in names
+]
+last_token.barh(names, parts.values(), color=colours)
+last_token.set(title="attention, at the last position", xlabel="share of the clean answer", xlim=(-0.05, 1.05))
+last_token.invert_yaxis()
+plt.show()
+print({name: round(float(x), 3) for name, x in parts.items()})
+assert grid[0, differs] > 0.99 and np.all(grid[1:, -1] > 0.98)
+elsewhere = np.delete(grid[1:], SEQ - 1, axis=1)
+assert np.max(np.abs(elsewhere)) < 0.05
+assert parts["attended 0"] > 0.98 and parts["head 2"] > 0.95
+assert max(abs(x) for name, x in parts.items() if name not in ("attended 0", "head 2")) < 0.05
+
+# %% [markdown]
+# One jump. In the embeddings the number is where it was written. After layer 0 the stream at that position matters no
+# more, and the one at the last position has all of it. What carries it is KDA, the recurrent layer, and of its four
+# heads number 2: the state that this head has built up over the prompt gives the number back twenty tokens later. The
+# two MLA layers, which could look at every token, take no part in it.
+#
+# That is nano, whose first layer does nearly all of the work (notebooks 1 and 5). In a large model expect maps that are
+# less clean, and read them with care: a patch shows that a site is *enough* to bring the answer back, not that there is
+# no other way.
+#
+# ## Exercises
+#
+# **1.** *Do not stop pushing.* We added $2d$ at one token. Add it at every token from there on (`from_position=` in place
+# of `positions=`). What becomes of the equations, and why?
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# for scale in (1, 2, 3):
+#     changes = [
+#         ling3.Intervention.add(0, (scale * s * d).astype(np.float32), from_position=t)
+#         for s, t in zip(towards, last, strict=True)
+#     ]
+#     params = [ling3.SamplingParams(**greedy, interventions=[change]) for change in changes]
+#     texts = [out.text for out in engine.generate(held, params)]
+#     print(scale, np.mean([re.match(r" [+-] \d+ = \d+\.", text) is not None for text in texts]), texts[0])
+# ```
+#
+# 98 % still write an equation at $d$, 80 % at $2d$, 10 % at $3d$: then the push is there at every later token too, and
+# each of them gets an operator, as in ` + 11 +  +  +  + `. Steer where the decision is made, not everywhere.
+#
+# </details>
+#
+# **2.** *Which number does the result follow?* In `… Answer: 38 - 11 = ` the 38 is there twice, in the question and in
+# the equation. Change one of them at a time. Does nano compute from the story or from what it has written?
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def result(question, equation):
+#     story = f"Question: Anna has {question} eggs. Ben takes 11 of them. How many eggs does Anna have?\n"
+#     ids = tok.encode(f"{story}Answer: {equation} - 11 = 0")[:-1]  # ` = ` is one token where a number follows
+#     return tok.decode([int(jnp.argmax(model(jnp.asarray([ids]))[0, -1]))])
+#
+# print(result(38, 38), result(45, 38), result(38, 45))
+# ```
+#
+# 27, 27 and 34: from what it has written. So it is with every two of 25, 33, 41, 49 and 57 in the place of 38 and 45.
+# Once the equation is there the question's number is not asked for any more.
+#
+# </details>
+#
+# **3.** *A direction from the gradient.* `model(…)` can be differentiated by a vector that an intervention adds. Take the
+# gradient of the mean difference of the two operators' logits, at the vector 0. Is it nearer to $d$ or to $w$?
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def margin(vector):
+#     logits = model(jnp.asarray(rows), interventions=[ling3.Intervention.add(0, vector)])
+#     logits = logits[np.arange(len(held)), np.array(last)]
+#     return jnp.mean(logits[:, PLUS] - logits[:, MINUS])
+#
+# gradient = np.asarray(jax.grad(margin)(jnp.zeros(len(d))))
+# print(cosine(gradient, d), cosine(gradient, w))
+# ```
+#
+# To $d$: 0.69 against 0.25. What the later layers listen to is where the streams do differ. (This vector is added at
+# all tokens of the prompt; at the last token alone each row needs positions of its own, by `together`.)
+#
+# </details>
