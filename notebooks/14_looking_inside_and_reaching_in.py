@@ -438,8 +438,8 @@ assert max(abs(x) for name, x in parts.items() if name not in ("attended 0", "he
 #
 # ## Exercises
 #
-# **1.** *Do not stop pushing.* We added $2d$ at one token. Add it at every token from there on (`from_position=` in place
-# of `positions=`). What becomes of the equations, and why?
+# **1.** *Do not stop pushing.* We added $2d$ at one token. Add it at every token from there on (`from_position=` in
+# place of `positions=`). What becomes of the equations, and why?
 #
 # <details><summary>Solution</summary>
 #
@@ -478,8 +478,8 @@ assert max(abs(x) for name, x in parts.items() if name not in ("attended 0", "he
 #
 # </details>
 #
-# **3.** *A direction from the gradient.* `model(…)` can be differentiated by a vector that an intervention adds. Take the
-# gradient of the mean difference of the two operators' logits, at the vector 0. Is it nearer to $d$ or to $w$?
+# **3.** *A direction from the gradient.* `model(…)` can be differentiated by a vector that an intervention adds. Take
+# the gradient of the mean difference of the two operators' logits, at the vector 0. Is it nearer to $d$ or to $w$?
 #
 # <details><summary>Solution</summary>
 #
