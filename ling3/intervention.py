@@ -259,7 +259,7 @@ def _made(
 
 
 def _is_place(number: Any) -> bool:
-    return is_whole(number) and 0 <= number < 2**31
+    return is_whole(number) and 0 <= int(number) < 2**31
 
 
 def _problems_of_site(site: Any, part: Any) -> list[str]:
