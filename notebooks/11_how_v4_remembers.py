@@ -509,7 +509,7 @@ def not_turned_back(o, start):
 moved = {int(shift): watched(swa, x, jnp.asarray(shift, jnp.int32)) for shift in shifts}
 still = passes["SWA"]
 with_it = [difference(moved[s]["y"], still["y"]) for s in moved]
-without = [difference(not_turned_back(moved[s]["o"], s), not_turned_back(still["o"], 0)) for s in moved]
+without = [difference(not_turned_back(moved[s]["heads"], s), not_turned_back(still["heads"], 0)) for s in moved]
 assert max(with_it) < 1e-4 and min(without) > 0.05
 
 fig, ax = plt.subplots(figsize=(7, 3))
