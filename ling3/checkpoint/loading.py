@@ -9,9 +9,8 @@ import itertools
 import math
 import os
 import pathlib
-import re
 from collections.abc import Iterator, Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,9 @@ from jaxtyping import DTypeLike
 
 from ling3 import families
 from ling3.checkpoint import hub, shards
-from ling3.checkpoint.copying import BLOCK, Copier, Copy
-from ling3.checkpoint.dequantizing import QUANTIZED, Quantized, misfit, scales_of
+from ling3.checkpoint.accounting import account, kind_of, stored_as
+from ling3.checkpoint.copying import Copier, Copy
+from ling3.checkpoint.dequantizing import QUANTIZED, Quantized, scales_of
 from ling3.checkpoint.names import Leaf, Parts, Weight, stored_parts, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import save
@@ -31,7 +31,7 @@ from ling3.layers.linear import Linear, Matrix
 from ling3.layers.quantized import QuantizedMatrix
 from ling3.mesh.agreement import Together
 from ling3.mesh.rules import WHOLE, Rules, Share
-from ling3.mesh.sharding import Layout, check, place, plan, processes
+from ling3.mesh.sharding import Layout, check, place, plan
 from ling3.model import CausalLM
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.progress import progress
@@ -191,133 +191,13 @@ def _version(directory: pathlib.Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def account(
-    directory: pathlib.Path,
-    config: Any,
-    parts: Parts,
-    files: dict[str, SafetensorsFile],
-    wanted: np.dtype | None = None,
-    mesh: Mesh | None = None,
-) -> None:
-    """Every name, shape and dtype in the headers against what the configuration asks for, in both directions.
-
-    Then copies of tensors (a tied `lm_head`) against their originals, of which each process of a mesh compares a part.
-    """
-    missing, shapes, dtypes, mixed, quantized = [], [], [], [], []
-    expected, family = set(), families.family_of(config)
-    for leaf, weights in parts:
-        stored, known, fitting = {}, _stored_as(leaf), []
-        for weight in weights:
-            expected.add(weight.name)
-            if (file := files.get(weight.name)) is None:
-                missing.append(f"{weight.name} {list(weight.shape)}")
-                continue
-            info = file.tensors[weight.name]
-            if family.dequantizes and info.dtype in QUANTIZED and known == FLOATS:
-                if (scales := scales_of(weight.name, files)) is None:
-                    quantized.append(f"{_at(weight, files)}: found no scales; expected them beside it")
-                    continue
-                expected.add(scales)
-                own = files[scales].tensors[scales]
-                if problem := misfit(weight.shape, info.dtype, info.shape, (own.dtype, own.shape)):
-                    quantized.append(f"{_at(weight, files)}: {problem}")
-            elif info.shape not in ((weight.shape, *weight.also) if weight.whole is None else (weight.whole,)):
-                wanted_shape = weight.shape if weight.whole is None else weight.whole
-                shapes.append(f"{_at(weight, files)}: found {list(info.shape)}; expected {list(wanted_shape)}")
-            elif info.dtype not in known:
-                dtypes.append(f"{_at(weight, files)}: found {info.dtype}; expected {', '.join(known)}")
-            else:
-                fitting.append(weight)
-            stored.setdefault(info.dtype, weight.name)
-        quantized += _wrong_shapes(leaf, fitting, files)
-        if len(stored) > 1 and (wanted is None or isinstance(leaf.module, QuantizedMatrix)):
-            mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
-    others = [name for name in files if name not in expected and not family.skips(name, config)]
-    copies = {name: original for name in others if (original := family.copies(name, config)) is not None}
-    left = [f"{name}, in {files[name].path.name}" for name in others if name not in copies]
-    if missing or left or shapes or dtypes or mixed or quantized:
-        kinds = [
-            ("tensors that the configuration asks for and no file has", missing),
-            ("tensors that the configuration has no place for", left),
-            ("tensors of another shape than the configuration's", shapes),
-            ("tensors of a type that ling3 does not compute with here; use another checkpoint", dtypes),
-            ("quantized tensors that cannot be read", quantized),
-            ("experts of one layer in several types; load with dtype=jnp.float32 or jnp.bfloat16", mixed),
-        ]
-        raise CheckpointError(shards.complaint(directory, kinds) + _hint(missing, left))
-    if differing := [
-        f"{name}, in {files[name].path.name}: differs from {original}"
-        for name, original in copies.items()
-        if not _equal(files[name], name, files[original], original, mesh)
-    ]:
-        kind = "tensors that the configuration ties to another one and that differ from it; correct tie_word_embeddings"
-        raise CheckpointError(shards.complaint(directory, [(kind, differing)]))
-
-
-def _wrong_shapes(leaf: Leaf, weights: Sequence[Weight], files: dict[str, SafetensorsFile]) -> Iterator[str]:
-    """If the leaf is one of `weight_shape`, the problem of each that is not its matrix's shape."""
-    if leaf.field != "weight_shape" or not isinstance(leaf.module, QuantizedMatrix):
-        return
-    shape = leaf.module.shape[-2:]
-    for (file, stored), group in itertools.groupby(weights, lambda weight: _kind(weight, files)):
-        own = list(group)
-        found = np.empty((len(own), 2), DTYPES[stored])
-        file.read_stack([weight.name for weight in own], 0, found)
-        for i in np.flatnonzero((found != shape).any(axis=1)):
-            yield f"{_at(own[i], files)}: found {found[i].tolist()}; expected {list(shape)}"
-
-
-def _at(weight: Weight, files: dict[str, SafetensorsFile]) -> str:
-    """A tensor and its file, for messages."""
-    return f"{weight.name}, in {files[weight.name].path.name}"
-
-
-def _equal(file: SafetensorsFile, name: str, other_file: SafetensorsFile, other: str, mesh: Mesh | None) -> bool:
-    """True if two tensors are of one shape and dtype, and have the same bytes, of which each process compares some."""
-    info, known = file.tensors[name], other_file.tensors[other]
-    if (info.dtype, info.shape) != (known.dtype, known.shape):
-        return False
-    mine, theirs = np.empty((2, 1, BLOCK), DTYPES[info.dtype])
-    sharers = [0] if mesh is None else processes(mesh)
-    size, own = math.prod(info.shape), 0 if mesh is None else sharers.index(jax.process_index())
-    end = size * (own + 1) // len(sharers)
-    for start in range(size * own // len(sharers), end, BLOCK):
-        here, there = mine[:, : end - start], theirs[:, : end - start]
-        file.read(name, start, here, size)
-        other_file.read(other, start, there, size)
-        if not np.array_equal(here.view(np.uint8), there.view(np.uint8)):
-            return False
-    return True
-
-
-def _hint(missing: list[str], left: list[str]) -> str:
-    stored = {name.partition(",")[0].rpartition(".")[0]: name for name in left}
-    for name in missing:
-        module, _, field = name.partition(" ")[0].rpartition(".")
-        if field in ("weight_packed", "weight_scale", "weight_scale_inv") and module in stored:
-            return f"\n  quantization_config names {module}, which is stored in floats: add it to the modules to ignore"
-        if field == "weight" and re.search(r"\.weight_(packed|scale\w*)$", stored.get(module, "").partition(",")[0]):
-            return f"\n  {module} is quantized, and quantization_config does not say so: correct it"
-    if any(".attention.dense." in name for name in left) and any(".attention.o_proj." in name for name in missing):
-        return "\n  transformers 5 writes KDA's o_proj under the name dense: rename those tensors"
-    return ""
-
-
-def _stored_as(leaf: Leaf) -> tuple[str, ...]:
-    """The types in which files may have a leaf: any float for a float, and for integers wider ones too."""
-    if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
-        return leaf.module.STORED[leaf.field]
-    own = next(name for name, dtype in DTYPES.items() if dtype == leaf.value.dtype)
-    return FLOATS if own in FLOATS else ("I64", "I32") if own == "I32" else (own,)
-
-
 def _target_dtype(
     leaf: Leaf, weights: tuple[Weight, ...], files: dict[str, SafetensorsFile], wanted: np.dtype | None
 ) -> np.dtype:
     stored = files[weights[0].name].tensors[weights[0].name].dtype
     if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
         return np.dtype(np.int32) if stored == "I64" else DTYPES[stored]
-    if _stored_as(leaf) != FLOATS:
+    if stored_as(leaf) != FLOATS:
         return np.dtype(leaf.value.dtype)
     if wanted is None:
         return np.dtype(ml_dtypes.bfloat16) if stored in QUANTIZED else DTYPES[stored]
@@ -353,7 +233,7 @@ def _whole(weights: Sequence[Weight], files: dict[str, SafetensorsFile], array: 
     if weights and weights[0].expert is None:
         yield from _rows(weights[0], files, array)
         return
-    for (file, stored), group in itertools.groupby(enumerate(weights), lambda item: _kind(item[1], files)):
+    for (file, stored), group in itertools.groupby(enumerate(weights), lambda item: kind_of(item[1], files)):
         numbers, own = zip(*group, strict=True)
         if own[0].whole is not None or (stored in QUANTIZED and array.dtype != DTYPES[stored]):
             for number, weight in zip(numbers, own, strict=True):
@@ -361,12 +241,6 @@ def _whole(weights: Sequence[Weight], files: dict[str, SafetensorsFile], array: 
             continue
         target, names = array[numbers[0] : numbers[-1] + 1].reshape(1, -1), [weight.name for weight in own]
         yield Copy(file, names[0], target, 0, target.size, stack=names)
-
-
-@no_type_check
-def _kind(weight: Weight, files: dict[str, SafetensorsFile]) -> tuple[SafetensorsFile, str]:
-    file = files[weight.name]
-    return file, file.tensors[weight.name].dtype
 
 
 def _rows(

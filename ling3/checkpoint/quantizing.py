@@ -14,7 +14,8 @@ from jaxtyping import Float, Float32, Shaped
 
 from ling3 import families
 from ling3.checkpoint import hub, replacing, shards
-from ling3.checkpoint.loading import PATTERNS, account
+from ling3.checkpoint.accounting import account
+from ling3.checkpoint.loading import PATTERNS
 from ling3.checkpoint.names import Leaf, Weight, leaves, stored_parts, structure
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import plan_files, replace, replaced, tokenizer_files

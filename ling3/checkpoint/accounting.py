@@ -1,0 +1,148 @@
+"""The tensors of a checkpoint's files against those that its configuration asks for, before any of them is read."""
+
+import itertools
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, no_type_check
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ling3 import families
+from ling3.checkpoint import shards
+from ling3.checkpoint.copying import BLOCK
+from ling3.checkpoint.dequantizing import QUANTIZED, misfit, scales_of
+from ling3.checkpoint.names import Leaf, Parts, Weight
+from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
+from ling3.layers.quantized import QuantizedMatrix
+from ling3.mesh.sharding import processes
+
+
+def account(
+    directory: pathlib.Path,
+    config: Any,
+    parts: Parts,
+    files: dict[str, SafetensorsFile],
+    wanted: np.dtype | None = None,
+    mesh: Mesh | None = None,
+) -> None:
+    """Every name, shape and dtype in the headers against what the configuration asks for, in both directions.
+
+    Then copies of tensors (a tied `lm_head`) against their originals, of which each process of a mesh compares a part.
+    """
+    missing, shapes, dtypes, mixed, quantized = [], [], [], [], []
+    expected, family = set(), families.family_of(config)
+    for leaf, weights in parts:
+        stored, known, fitting = {}, stored_as(leaf), []
+        for weight in weights:
+            expected.add(weight.name)
+            if (file := files.get(weight.name)) is None:
+                missing.append(f"{weight.name} {list(weight.shape)}")
+                continue
+            info = file.tensors[weight.name]
+            if family.dequantizes and info.dtype in QUANTIZED and known == FLOATS:
+                if (scales := scales_of(weight.name, files)) is None:
+                    quantized.append(f"{_at(weight, files)}: found no scales; expected them beside it")
+                    continue
+                expected.add(scales)
+                own = files[scales].tensors[scales]
+                if problem := misfit(weight.shape, info.dtype, info.shape, (own.dtype, own.shape)):
+                    quantized.append(f"{_at(weight, files)}: {problem}")
+            elif info.shape not in ((weight.shape, *weight.also) if weight.whole is None else (weight.whole,)):
+                wanted_shape = weight.shape if weight.whole is None else weight.whole
+                shapes.append(f"{_at(weight, files)}: found {list(info.shape)}; expected {list(wanted_shape)}")
+            elif info.dtype not in known:
+                dtypes.append(f"{_at(weight, files)}: found {info.dtype}; expected {', '.join(known)}")
+            else:
+                fitting.append(weight)
+            stored.setdefault(info.dtype, weight.name)
+        quantized += _wrong_shapes(leaf, fitting, files)
+        if len(stored) > 1 and (wanted is None or isinstance(leaf.module, QuantizedMatrix)):
+            mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
+    others = [name for name in files if name not in expected and not family.skips(name, config)]
+    copies = {name: original for name in others if (original := family.copies(name, config)) is not None}
+    left = [f"{name}, in {files[name].path.name}" for name in others if name not in copies]
+    if missing or left or shapes or dtypes or mixed or quantized:
+        kinds = [
+            ("tensors that the configuration asks for and no file has", missing),
+            ("tensors that the configuration has no place for", left),
+            ("tensors of another shape than the configuration's", shapes),
+            ("tensors of a type that ling3 does not compute with here; use another checkpoint", dtypes),
+            ("quantized tensors that cannot be read", quantized),
+            ("experts of one layer in several types; load with dtype=jnp.float32 or jnp.bfloat16", mixed),
+        ]
+        raise CheckpointError(shards.complaint(directory, kinds) + _hint(missing, left))
+    if differing := [
+        f"{name}, in {files[name].path.name}: differs from {original}"
+        for name, original in copies.items()
+        if not _equal(files[name], name, files[original], original, mesh)
+    ]:
+        kind = "tensors that the configuration ties to another one and that differ from it; correct tie_word_embeddings"
+        raise CheckpointError(shards.complaint(directory, [(kind, differing)]))
+
+
+def _wrong_shapes(leaf: Leaf, weights: Sequence[Weight], files: dict[str, SafetensorsFile]) -> Iterator[str]:
+    """If the leaf is one of `weight_shape`, the problem of each that is not its matrix's shape."""
+    if leaf.field != "weight_shape" or not isinstance(leaf.module, QuantizedMatrix):
+        return
+    shape = leaf.module.shape[-2:]
+    for (file, stored), group in itertools.groupby(weights, lambda weight: kind_of(weight, files)):
+        own = list(group)
+        found = np.empty((len(own), 2), DTYPES[stored])
+        file.read_stack([weight.name for weight in own], 0, found)
+        for i in np.flatnonzero((found != shape).any(axis=1)):
+            yield f"{_at(own[i], files)}: found {found[i].tolist()}; expected {list(shape)}"
+
+
+def _at(weight: Weight, files: dict[str, SafetensorsFile]) -> str:
+    """A tensor and its file, for messages."""
+    return f"{weight.name}, in {files[weight.name].path.name}"
+
+
+def _equal(file: SafetensorsFile, name: str, other_file: SafetensorsFile, other: str, mesh: Mesh | None) -> bool:
+    """True if two tensors are of one shape and dtype, and have the same bytes, of which each process compares some."""
+    info, known = file.tensors[name], other_file.tensors[other]
+    if (info.dtype, info.shape) != (known.dtype, known.shape):
+        return False
+    mine, theirs = np.empty((2, 1, BLOCK), DTYPES[info.dtype])
+    sharers = [0] if mesh is None else processes(mesh)
+    size, own = math.prod(info.shape), 0 if mesh is None else sharers.index(jax.process_index())
+    end = size * (own + 1) // len(sharers)
+    for start in range(size * own // len(sharers), end, BLOCK):
+        here, there = mine[:, : end - start], theirs[:, : end - start]
+        file.read(name, start, here, size)
+        other_file.read(other, start, there, size)
+        if not np.array_equal(here.view(np.uint8), there.view(np.uint8)):
+            return False
+    return True
+
+
+def _hint(missing: list[str], left: list[str]) -> str:
+    stored = {name.partition(",")[0].rpartition(".")[0]: name for name in left}
+    for name in missing:
+        module, _, field = name.partition(" ")[0].rpartition(".")
+        if field in ("weight_packed", "weight_scale", "weight_scale_inv") and module in stored:
+            return f"\n  quantization_config names {module}, which is stored in floats: add it to the modules to ignore"
+        if field == "weight" and re.search(r"\.weight_(packed|scale\w*)$", stored.get(module, "").partition(",")[0]):
+            return f"\n  {module} is quantized, and quantization_config does not say so: correct it"
+    if any(".attention.dense." in name for name in left) and any(".attention.o_proj." in name for name in missing):
+        return "\n  transformers 5 writes KDA's o_proj under the name dense: rename those tensors"
+    return ""
+
+
+def stored_as(leaf: Leaf) -> tuple[str, ...]:
+    """The types in which files may have a leaf: any float for a float, and for integers wider ones too."""
+    if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
+        return leaf.module.STORED[leaf.field]
+    own = next(name for name, dtype in DTYPES.items() if dtype == leaf.value.dtype)
+    return FLOATS if own in FLOATS else ("I64", "I32") if own == "I32" else (own,)
+
+
+@no_type_check
+def kind_of(weight: Weight, files: dict[str, SafetensorsFile]) -> tuple[SafetensorsFile, str]:
+    """A tensor's file and its type there."""
+    file = files[weight.name]
+    return file, file.tensors[weight.name].dtype
