@@ -71,7 +71,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class SecondEdition:
-    """Everything that determines the model; the defaults are those of the checkpoint."""
+    """Everything that determines the model; no checkpoint has been made with the defaults yet."""
 
     seed: int = 0
     steps: int = 4000
@@ -179,7 +179,7 @@ def main(out: Path, recipe: SecondEdition = EDITION, questions: int = 500, every
 
     Args:
         out: the new checkpoint's directory.
-        recipe: by default that of the checkpoint.
+        recipe: what determines the model.
         questions: how many held-out texts of each skill to ask in the end.
         every: steps between two points of the curve.
     """
