@@ -25,16 +25,9 @@ from jaxtyping import Array, Bool, Float, Int32
 from ling3.cache import Span
 from ling3.ops.precision import wide
 from ling3.runtime.quoting import shown
-from ling3.runtime.recorder import SILENT, Recorder
+from ling3.runtime.recorder import SILENT, SITES, Recorder
 from ling3.runtime.scalars import is_real, is_whole
 
-PATHS: dict[str, str] = {
-    "embeddings": "embeddings",
-    **{name: f"layers.{{}}.{name}" for name in ("attended", "added", "residual")},
-    **{name: f"layers.{{}}.attention.{name}" for name in ("gate", "decay", "beta", "heads")},
-    "router": "layers.{}.mlp.router",
-}
-"""Where a recorder finds each site."""
 OF_HEADS = ("gate", "decay", "beta", "heads")
 """Sites whose first axis counts heads."""
 ALL = -1
@@ -133,7 +126,7 @@ class Intervention(eqx.Module):
     @property
     def path(self) -> str:
         """Where a recorder finds the site."""
-        return PATHS[self.site].format(self.layer)
+        return SITES[self.site].format(self.layer)
 
     def settled(self, shapes: Mapping[str, tuple[int, ...]]) -> "Intervention":
         """The same for a model that shows these sites, with values of the site's whole shape.
@@ -159,7 +152,7 @@ class Intervention(eqx.Module):
             layers = sum(path.endswith(".residual") for path in shapes)
             if self.layer >= layers:
                 raise ValueError(f"intervention: layer is {self.layer}, expected one in [0, {layers})")
-            having = [i for i in range(layers) if PATHS[self.site].format(i) in shapes]
+            having = [i for i in range(layers) if SITES[self.site].format(i) in shapes]
             where = f"those that have: {', '.join(map(str, having))}" if having else "none has"
             raise ValueError(f"intervention: layer {self.layer} has no {self.site}; {where}")
         if isinstance(self.part, Tracer):
@@ -263,8 +256,8 @@ def _is_place(number: Any) -> bool:
 
 
 def _problems_of_site(site: Any, part: Any) -> list[str]:
-    if site not in PATHS:
-        return [f"site is {shown(site)}, expected one of {', '.join(PATHS)}"]
+    if site not in SITES:
+        return [f"site is {shown(site)}, expected one of {', '.join(SITES)}"]
     if site == "router" and part is None:
         return ["site is 'router', expected another: Intervention.expert sets the weight of an expert"]
     if part is not None and site not in (*OF_HEADS, "router"):

@@ -13,6 +13,8 @@ import numpy as np
 import safetensors.numpy
 from reference import Array
 
+from ling3.families.deepseek_v4_config import HEAVY, SPARSE
+
 SMALL: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "attention_bias": False,
@@ -70,6 +72,24 @@ SMALL: dict[str, Any] = {
 Three entries are chosen of up to 75, the limits of SwiGLU bite, and YaRN keeps, mixes and divides the frequencies of
 the four pairs. With fewer index heads, entries whose scores are all cut to zero would tie.
 """
+
+WIDE: dict[str, Any] = {name: value for name, value in SMALL.items() if name != "compress_ratios"} | {
+    "compress_rates": {SPARSE: 4, HEAVY: 8},
+    "hc_mult": 1,
+    "head_dim": 512,
+    "hidden_size": 32,
+    "index_head_dim": 128,
+    "initializer_range": 0.2,
+    "layer_types": [SPARSE, HEAVY],
+    "max_position_embeddings": 512,
+    "n_routed_experts": 4,
+    "num_hash_layers": 0,
+    "num_hidden_layers": 2,
+    "qk_rope_head_dim": 64,
+    "sliding_window": 5,
+    "vocab_size": 64,
+}
+"""Every kind of packed entry, in a model as small as they permit."""
 
 REAL_HEADS = SMALL | {
     "compress_rope_theta": 160000.0,

@@ -8,18 +8,14 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 from ling3.runtime.quoting import shown
+from ling3.runtime.recorder import SITES
 from ling3.runtime.scalars import is_whole
 
 PATHS = {
-    "residual": "layers.{}.residual",
-    "attended": "layers.{}.attended",
-    "added": "layers.{}.added",
-    "heads": "layers.{}.attention.heads",
-    "gates": "layers.{}.attention.gate",
-    "decays": "layers.{}.attention.decay",
-    "betas": "layers.{}.attention.beta",
+    **{name: SITES[name] for name in ("residual", "attended", "added", "heads")},
+    **{f"{name}s": SITES[name] for name in ("gate", "decay", "beta")},
     "state_norms": "layers.{}.attention.state_norm",
-    "router": "layers.{}.mlp.router",
+    "router": SITES["router"],
 }
 """Where a recorder finds what each field asks for."""
 

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from deepseek_v4_checkpoint import SMALL
+from deepseek_v4_checkpoint import WIDE
 from small_engine import CONFIG, PAGES, SETTINGS, SLOTS, answer, engine, idle, model, reciter, tokenizer
 from tiny import open_model
 
 import ling3
 from ling3.engine.origins import checksum
 from ling3.engine.scheduler import Scheduler
-from ling3.families.deepseek_v4_config import HEAVY, SPARSE, DeepseekV4Config
+from ling3.families.deepseek_v4_config import DeepseekV4Config
 from ling3.families.mistral import MistralConfig
 from ling3.families.qwen2 import Qwen2Config
 
@@ -43,22 +43,7 @@ SIZES = {
     "initializer_range": 0.2,
     "hidden_act": "silu",
 }
-V4 = {name: value for name, value in SMALL.items() if name != "compress_ratios"} | {
-    "compress_rates": {SPARSE: 4, HEAVY: 8},
-    "hc_mult": 1,
-    "head_dim": 512,
-    "hidden_size": 32,
-    "index_head_dim": 128,
-    "initializer_range": 0.2,
-    "layer_types": [SPARSE, HEAVY],
-    "max_position_embeddings": 256,
-    "n_routed_experts": 4,
-    "num_hash_layers": 0,
-    "num_hidden_layers": 2,
-    "qk_rope_head_dim": 64,
-    "sliding_window": 5,
-    "vocab_size": 400,
-}
+V4 = WIDE | {"max_position_embeddings": 256, "vocab_size": 400}
 
 
 def initialized(config, sizes):

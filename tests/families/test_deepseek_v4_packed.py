@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from deepseek_v4_checkpoint import SMALL
+from deepseek_v4_checkpoint import WIDE
 from family_laws import answers_in_company_and_alone, prompts
 
 import ling3
@@ -15,23 +15,6 @@ from ling3.engine import memory
 from ling3.families.deepseek_v4_config import HEAVY, SPARSE, DeepseekV4Config
 from ling3.ops.packed_kv import ENTRIES, KEYS, hadamard
 
-WIDE = {name: value for name, value in SMALL.items() if name != "compress_ratios"} | {
-    "compress_rates": {SPARSE: 4, HEAVY: 8},
-    "hc_mult": 1,
-    "head_dim": 512,
-    "hidden_size": 32,
-    "index_head_dim": 128,
-    "initializer_range": 0.2,
-    "layer_types": [SPARSE, HEAVY],
-    "max_position_embeddings": 512,
-    "n_routed_experts": 4,
-    "num_hash_layers": 0,
-    "num_hidden_layers": 2,
-    "qk_rope_head_dim": 64,
-    "sliding_window": 5,
-    "vocab_size": 64,
-}
-"""Every kind of packed entry, in a model as small as they permit."""
 FEW = ling3.EngineSettings(max_running_requests=2, num_pages=4, page_size=8)
 
 
