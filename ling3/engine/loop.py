@@ -21,19 +21,16 @@ import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, no_type_check
+from typing import no_type_check
 
-from ling3.engine import plans
 from ling3.engine.calls import Call
+from ling3.engine.dispatch import Dispatcher
 from ling3.engine.journal import Journal, told
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
 from ling3.engine.request import Request, TokenSequence
 from ling3.engine.runner import Extra, Runner
-from ling3.engine.sampling import Choice
 from ling3.engine.scheduler import Scheduler
-from ling3.engine.settings import DECODE_STEPS
-from ling3.engine.shapes import Shapes, smallest
-from ling3.intervention import structure
+from ling3.engine.shapes import Shapes
 
 
 class QueueFull(RuntimeError):
@@ -60,9 +57,7 @@ class Loop:
         journal: Journal | None = None,
     ):
         self.journal, self._broken = journal, None
-        self.runner, self.chunk, self.decode_steps = runner, chunk, decode_steps
-        self.max_queue, self.overlap = max_queue, overlap
-        self.scheduler = _scheduler(runner.shapes)
+        self.runner, self.max_queue, self.overlap = runner, max_queue, overlap
         self.requests: dict[int, Request] = {}
         self.in_flight: list[Call] = []
         self._backlog: deque[Request] = deque()
@@ -70,7 +65,13 @@ class Loop:
         self._programs: Generator[str, None, None] = (name for name in ())
         self._order = itertools.count()
         self._counts: Counter[str] = Counter()
+        self.dispatcher = Dispatcher(runner, _scheduler(runner.shapes), chunk, decode_steps, self._counts)
         self._finished: Counter[str] = Counter()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Which sequences wait and run, and in which memory."""
+        return self.dispatcher.scheduler
 
     @property
     def has_work(self) -> bool:
@@ -148,18 +149,18 @@ class Loop:
         self._refill()
         self._make_room()
         self._admit()
-        calls = self._first_tokens() + self._prefill()
+        calls = self.dispatcher.first_tokens() + self.dispatcher.prefill()
         # A sequence whose prompt has just been completed goes on at once if there is room.
         ready = [sequence for sequence in self.scheduler.running if sequence.decoding and sequence.left > 0]
         ready = [sequence for sequence in ready if not (sequence.stepwise and sequence.ahead)]
-        ready = [sequence for sequence in ready if self.scheduler.reserve(sequence, self._goal(sequence))]
+        ready = [sequence for sequence in ready if self.scheduler.reserve(sequence, self.dispatcher.goal(sequence))]
         before, self.in_flight = self.in_flight, calls
         at_once: list[Call] = []
         if not (self.runner.decode_waits and (before or calls)):
-            at_once = self._constrained([sequence for sequence in ready if sequence.constrained])
+            at_once = self.dispatcher.constrained([sequence for sequence in ready if sequence.constrained])
             others = [sequence for sequence in ready if not sequence.constrained]
-            at_once += self._decode([sequence for sequence in others if sequence.stepwise], 1)
-            self.in_flight = calls + self._decode([sequence for sequence in others if not sequence.stepwise])
+            at_once += self.dispatcher.decode([sequence for sequence in others if sequence.stepwise], 1)
+            self.in_flight = calls + self.dispatcher.decode([sequence for sequence in others if not sequence.stepwise])
         if any(sequence.constrained and sequence.scored for call in calls for sequence in call.sequences):
             # Its answer may be whole in its first call, and the prompt's scores have to be there before.
             at_once, self.in_flight = calls + at_once, self.in_flight[len(calls) :]
@@ -188,7 +189,7 @@ class Loop:
         requests = [*self.requests.values(), *self._backlog]
         self.requests, self.in_flight = {}, []
         self._backlog.clear()
-        self.scheduler = _scheduler(self.runner.shapes)
+        self.dispatcher.scheduler = _scheduler(self.runner.shapes)
         for request in requests:
             request.fault = error
             for sequence in request.sequences:
@@ -257,11 +258,6 @@ class Loop:
             **{name: self._counts[name] for name in (*counts, *turns)},
         )
 
-    def _goal(self, sequence: TokenSequence) -> int:
-        """Tokens that the sequence's caches may have to hold after the next decode call."""
-        known = len(sequence.prompt) + len(sequence.token_ids) + sequence.ahead
-        return known - 1 + max(min(self.decode_steps, sequence.left), 1)
-
     def _refill(self) -> None:
         """Moves requests from the backlog into the queue while there is room."""
         while self._backlog and (self._backlog[0].finished or self.has_room(self._backlog[0])):
@@ -273,7 +269,7 @@ class Loop:
         """Gives every decoding sequence pages for its next call, the oldest first, by preempting the youngest."""
         for sequence in list(self.scheduler.running):
             while sequence.slot is not None and sequence.decoding and sequence.left > 0:
-                if self.scheduler.reserve(sequence, self._goal(sequence)):
+                if self.scheduler.reserve(sequence, self.dispatcher.goal(sequence)):
                     break
                 if self.in_flight:  # some may have finished, and a sequence is swapped out with all its tokens
                     calls, self.in_flight = self.in_flight, []
@@ -293,89 +289,11 @@ class Loop:
     def _admit(self) -> None:
         while (head := self.scheduler.head()) is not None:
             known = head.cached
-            if self.scheduler.admit(self._goal(head)) is None:
+            if self.scheduler.admit(self.dispatcher.goal(head)) is None:
                 return
             self._counts["cached_tokens"] += 0 if head.preemptions else known  # of a snapshot
             head.admitted()
-            self._fill(head, known)
-
-    def _fill(self, sequence: TokenSequence, known: int) -> None:
-        """Fills a sequence's slot; of its prompt, so many tokens were in known prefixes before."""
-        self.runner.swap_in(sequence)
-        prefixes = self.scheduler.group_of(sequence).prefixes
-        if prefixes is not None and sequence.cached > known:
-            prefixes.settled(sequence)
-            self._counts["cached_tokens"] += sequence.cached - known
-
-    def _first_tokens(self) -> list[Call]:
-        """Those of sequences that go on right after a snapshot's prompt, whose logits are known."""
-        calls = []
-        for sequence in self.scheduler.running:
-            if sequence.logits is not None and sequence.left > 0:
-                choice, rows = self.runner.first_token(sequence)
-                sequence.ahead += 1
-                calls.append(Call(choice, [sequence], rows, [1]))
-        return calls
-
-    def _prefill(self) -> list[Call]:
-        """The next chunks, the oldest sequence's first, up to `chunk` padded tokens in all.
-
-        Each group of devices has a row of a call: a chunk that is padded alike goes along with another group's.
-        """
-        calls, spent = [], 0
-        while heads := self._next_in_groups():
-            width = self._width(heads[0])
-            spent += width
-            if calls and spent > self.chunk:
-                break
-            calls += self._prefill_together([head for head in heads if self._width(head) == width])
-        return calls
-
-    def _next_in_groups(self) -> list[TokenSequence]:
-        """The oldest sequence of each group whose prompt is not done, the oldest of all first."""
-        found = {}
-        for sequence in self.scheduler.running:
-            if sequence.decoding or sequence.group in found:
-                continue
-            known, prefixes = sequence.cached, self.scheduler.group_of(sequence).prefixes
-            # Prompts before it may have brought more of it since it was admitted.
-            if prefixes is not None and not sequence.begun and prefixes.adopt(sequence):
-                self._fill(sequence, known)
-            if not sequence.decoding:
-                found[sequence.group] = sequence
-        return list(found.values())
-
-    def _chunk(self, sequence: TokenSequence) -> int:
-        """Tokens of the next chunk of a sequence's prompt."""
-        return min(self.chunk - sequence.prefilled % self.chunk, sequence.prefill_end - sequence.prefilled)
-
-    def _width(self, sequence: TokenSequence) -> int:
-        """What that is padded to."""
-        return smallest(self.runner.shapes.buckets, self._chunk(sequence))
-
-    def _prefill_together(self, sequences: list[TokenSequence]) -> list[Call]:
-        """The next chunks of sequences of different groups, in one call, and one more if any of them are scored."""
-        chunks = []
-        for sequence in sequences:
-            reserved = self.scheduler.reserve(sequence, self._goal(sequence))
-            assert reserved, "a sequence is admitted with the pages for any one of its chunks"
-            chunks.append(sequence.prompt[sequence.prefilled : sequence.prefilled + self._chunk(sequence)])
-        if sequences[0].watched is not None:
-            return [self._watch(*each) for each in zip(sequences, chunks, strict=True)]
-        calls, found = [], list(zip(sequences, chunks, strict=True))
-        if scored := [(sequence, tokens) for sequence, tokens in found if sequence.scored]:
-            some, own = map(list, zip(*scored, strict=True))
-            choice, rows = self.runner.score(some, own)
-            calls.append(Call(choice, some, rows, [0] * len(some), [len(tokens) for tokens in own]))
-        if going_on := [(sequence, tokens) for sequence, tokens in found if not self._only_score(sequence, tokens)]:
-            calls.append(self._fill_caches(*map(list, zip(*going_on, strict=True))))
-        return calls
-
-    def _watch(self, sequence: TokenSequence, tokens: Sequence[int]) -> Call:
-        """The next chunk of a watcher."""
-        seen, rows = self.runner.watch(sequence, tokens)
-        sequence.prefilled += len(tokens)
-        return Call(None, [sequence], rows, [0], [len(tokens)], seen)
+            self.dispatcher.fill(head, known)
 
     def _take_chunks(self, call: Call) -> None:
         """Gives watchers what was seen of their chunks, and ends the sequences of which all has been."""
@@ -383,89 +301,6 @@ class Loop:
             sequence, delta = watcher.watched, watcher.saw(length, chunk)
             if sequence is not None and delta is not None:
                 self._settle(sequence, delta)
-
-    def _only_score(self, sequence: TokenSequence, tokens: Sequence[int]) -> bool:
-        """True, and noted, if nothing is to follow a chunk: it need not be in the caches."""
-        if sequence.params.max_tokens or sequence.remembers or sequence.prefilled + len(tokens) < len(sequence.prompt):
-            return False
-        sequence.prefilled, sequence.only_scored = len(sequence.prompt), len(tokens)
-        self._counts["prompt_tokens"] += len(tokens)
-        return True
-
-    def _fill_caches(self, sequences: list[TokenSequence], chunks: list[Sequence[int]]) -> Call:
-        """Those chunks, in one call."""
-        ends = sequences[0].prefilled + len(chunks[0]) == len(sequences[0].prompt)
-        if sequences[0].remembers and ends:  # and no other, as on a mesh there are no snapshots
-            choice, rows = self.runner.prompt_end(sequences[0], chunks[0])
-        else:
-            choice, rows = self.runner.prefill(sequences, chunks)
-        self._counts["prefill_calls"] += 1
-        ended = []
-        for sequence, tokens in zip(sequences, chunks, strict=True):
-            sequence.prefilled += len(tokens)
-            prefixes = self.scheduler.group_of(sequence).prefixes
-            if prefixes is not None and prefixes.wants(sequence):
-                prefixes.keep(sequence, self.runner.snapshot(sequence) if prefixes.grid.snapshot else None)
-            self._counts["prompt_tokens"] += len(tokens)
-            ended.append(int(sequence.prefilled == len(sequence.prompt)))
-            sequence.ahead += ended[-1]
-        return Call(choice, sequences, rows, ended)
-
-    def _constrained(self, sequences: Sequence[TokenSequence]) -> list[Call]:
-        """The next tokens of sequences with grammars, of which no call is in flight."""
-        calls = []
-        for some in self._calls(sequences):
-            steps = plans.common_steps(some, self.decode_steps)
-            planned = [plans.planned(sequence, steps) for sequence in some]
-            choice, places = self.runner.constrained(some, planned, steps)
-            calls.append(self._decoding(choice, some, places, [plans.tokens(plan) for plan in planned]))
-        return calls
-
-    def _decode(self, sequences: Sequence[TokenSequence], most_steps: int = DECODE_STEPS) -> list[Call]:
-        """The next tokens of the sequences, in each call as many of a group as it has rows."""
-        calls = []
-        for some in self._calls(sequences):
-            steps = min(self._steps(some), most_steps)
-            most = [min(steps, sequence.left) for sequence in some]
-            choice, places = self.runner.decode(some, steps)
-            calls.append(self._decoding(choice, some, places, most))
-        return calls
-
-    def _calls(self, sequences: Sequence[TokenSequence]) -> Iterable[list[TokenSequence]]:
-        """Those of each decode call: sequences with interventions go beside those that have the like alone."""
-        alike: dict[Any, list[TokenSequence]] = {}
-        for sequence in sequences:
-            later = sequence.later
-            alike.setdefault(structure(later) if later else None, []).append(sequence)
-        return itertools.chain.from_iterable(map(self._dealt, alike.values()))
-
-    def _dealt(self, sequences: Sequence[TokenSequence]) -> Iterable[list[TokenSequence]]:
-        """Those of each decode call."""
-        rows = self.runner.shapes.rows[-1]
-        groups = [[each for each in sequences if each.group == group.number] for group in self.scheduler.groups]
-        for start in range(0, max(map(len, groups)), rows):
-            yield [sequence for group in groups for sequence in group[start : start + rows]]
-
-    def _decoding(
-        self, choice: Choice, sequences: Sequence[TokenSequence], rows: Sequence[int], most: Sequence[int]
-    ) -> Call:
-        """A decode call that is dispatched."""
-        self._counts["decode_calls"] += 1
-        for sequence, tokens in zip(sequences, most, strict=True):
-            sequence.ahead += tokens
-        return Call(choice, sequences, rows, most)
-
-    def _steps(self, sequences: Sequence[TokenSequence]) -> int:
-        """Steps of a decode call: as many as leave at most an eighth of its rows idle."""
-        if not all(sequence.decoding for sequence in self.scheduler.running):
-            return 1
-        beside = any(sequence.constrained for sequence in self.scheduler.running)
-        most = min(plans.BESIDE, self.decode_steps) if beside else self.decode_steps
-        steps = min(most, max(sequence.left for sequence in sequences))
-        ending = [sequence.left for sequence in sequences if sequence.left < steps]
-        while 8 * sum(max(0, steps - left) for left in ending) > steps * len(sequences):
-            steps -= 1
-        return steps
 
     def _take(self, call: Call) -> None:
         """Gives each sequence of a call its tokens, and settles those that end with them."""

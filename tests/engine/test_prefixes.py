@@ -68,7 +68,7 @@ def fresh(kind, pages=PAGES, snapshots=100):
     shapes = served._loop.runner.shapes
     grid = Grid(STEP, shapes.grid.snapshot, snapshots * shapes.grid.snapshot)
     slots = SETTINGS["max_running_requests"]
-    served._loop.scheduler = Scheduler(slots, pages, PAGE, shapes.window, shapes.most_pages, grid)
+    served._loop.dispatcher.scheduler = Scheduler(slots, pages, PAGE, shapes.window, shapes.most_pages, grid)
     return served
 
 

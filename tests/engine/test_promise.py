@@ -70,7 +70,7 @@ def requests():
 def alone(which, chunk):
     """The answers to one request in an engine that serves nothing else."""
     lonely = idle_engine()
-    lonely._loop.chunk = chunk
+    lonely._loop.dispatcher.chunk = chunk
     return answers([requests()[which]], lonely)[0]
 
 
@@ -107,7 +107,7 @@ class Company(RuleBasedStateMachine):
     )
     def begin(self, slots, pages, chunk, snapshots):
         self.engine = busy_engine()
-        self.engine._loop.chunk = self.chunk = chunk
+        self.engine._loop.dispatcher.chunk = self.chunk = chunk
         size, page_size = self.engine._loop.runner.shapes.grid.snapshot, SETTINGS["page_size"]
         grid = Grid(math.lcm(page_size, chunk), size, snapshots * size) if snapshots else None
         self.engine._loop.scheduler = Scheduler(slots, pages, page_size, grid=grid)
@@ -249,7 +249,7 @@ def test_constant_preemption_changes_nothing():
         ([5 + i], ling3.SamplingParams(max_tokens=120, temperature=i % 2, seed=i, logprobs=0)) for i in range(12)
     ]
     crowded = busy_engine()
-    crowded._loop.chunk = 32
+    crowded._loop.dispatcher.chunk = 32
     crowded._loop.scheduler = Scheduler(SLOTS, FEWEST_PAGES, SETTINGS["page_size"])
     before = crowded.stats().preemptions
     expected = [answers([request], idle_engine())[0] for request in growing]
@@ -267,7 +267,7 @@ def poisoned_at(x, places):
 def test_poisoned_pools_change_nothing():
     """NaN in every free page and slot before every step, and in every position that a request has not yet reached."""
     poisoned = busy_engine()
-    poisoned._loop.chunk = 32
+    poisoned._loop.dispatcher.chunk = 32
     poisoned._loop.scheduler = Scheduler(SLOTS, 20, SETTINGS["page_size"])
     asked = {poisoned.submit(*request): which for which, request in enumerate(requests())}
     while poisoned.has_work:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from native_kernels import needs_compiler
 
 import ling3
-from ling3.engine.loop import Loop
+from ling3.engine.dispatch import Dispatcher
 from ling3.engine.shapes import FINE_WIDTHS, WIDTHS, settle
 from ling3.execution import PLAIN, Execution
 from ling3.families.llama import LlamaConfig
@@ -58,8 +58,8 @@ def test_large_models_are_padded_to_finer_widths(monkeypatch):
 def steps(lefts, running=()):
     """The steps of a decode call of at most eight."""
     sequences = [SimpleNamespace(left=left, decoding=True, constrained=False) for left in lefts]
-    loop = SimpleNamespace(decode_steps=8, scheduler=SimpleNamespace(running=[*sequences, *running]))
-    return Loop._steps(loop, sequences)
+    dispatcher = Dispatcher(None, SimpleNamespace(running=[*sequences, *running]), 16, 8, None)
+    return dispatcher._steps(sequences)
 
 
 def test_a_decode_call_ends_before_many_rows_are_idle():

@@ -200,7 +200,7 @@ def test_different_grammars_in_one_batch_and_rows_without(served, alone):
 def test_preemption_changes_nothing(alone):
     """Pages for two long sequences; a sequence with a grammar is swapped out and goes on where it was."""
     crowded = engine()
-    crowded._loop.scheduler = Scheduler(SLOTS, 12, SETTINGS["page_size"])
+    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, 12, SETTINGS["page_size"])
     long = [(prompt, ling3.SamplingParams(max_tokens=100, ignore_eos=True)) for prompt in PROMPTS[:2]]
     swapped, swap_out = [], crowded._loop.runner.swap_out
 
