@@ -131,7 +131,7 @@ def test_it_is_the_same_in_any_company(served, alone):
 
 def test_preemption_changes_nothing(alone):
     crowded = engine()
-    crowded._loop.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
+    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
     outputs = crowded.generate([*PROMPTS[:2], *TEXTS, *TEXTS], [LONG, LONG, *[SEEN] * (2 * len(TEXTS))])
     assert all(same(one.captured, other.captured) for one, other in zip(outputs[2:], [*alone, *alone], strict=True))
     assert crowded.stats().preemptions > 0

@@ -110,7 +110,7 @@ class Company(RuleBasedStateMachine):
         self.engine._loop.dispatcher.chunk = self.chunk = chunk
         size, page_size = self.engine._loop.runner.shapes.grid.snapshot, SETTINGS["page_size"]
         grid = Grid(math.lcm(page_size, chunk), size, snapshots * size) if snapshots else None
-        self.engine._loop.scheduler = Scheduler(slots, pages, page_size, grid=grid)
+        self.engine._loop.dispatcher.scheduler = Scheduler(slots, pages, page_size, grid=grid)
         self.before = self.engine.stats()
         self.asked, self.finished, self.aborted = {}, {}, set()
         self.begun, self.first = {}, {}
@@ -250,7 +250,7 @@ def test_constant_preemption_changes_nothing():
     ]
     crowded = busy_engine()
     crowded._loop.dispatcher.chunk = 32
-    crowded._loop.scheduler = Scheduler(SLOTS, FEWEST_PAGES, SETTINGS["page_size"])
+    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, FEWEST_PAGES, SETTINGS["page_size"])
     before = crowded.stats().preemptions
     expected = [answers([request], idle_engine())[0] for request in growing]
     assert answers(growing, crowded) == expected
@@ -268,7 +268,7 @@ def test_poisoned_pools_change_nothing():
     """NaN in every free page and slot before every step, and in every position that a request has not yet reached."""
     poisoned = busy_engine()
     poisoned._loop.dispatcher.chunk = 32
-    poisoned._loop.scheduler = Scheduler(SLOTS, 20, SETTINGS["page_size"])
+    poisoned._loop.dispatcher.scheduler = Scheduler(SLOTS, 20, SETTINGS["page_size"])
     asked = {poisoned.submit(*request): which for which, request in enumerate(requests())}
     while poisoned.has_work:
         scheduler, runner = poisoned._loop.scheduler, poisoned._loop.runner

@@ -126,7 +126,7 @@ def test_others_go_on_from_what_such_a_prompt_left(served):
 
 def test_preemption_and_waiting_change_nothing(alone):
     crowded = engine()
-    crowded._loop.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
+    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
     params = [LONG, LONG, *[SamplingParams(max_tokens=60, prompt_logprobs=3, ignore_eos=True)] * len(TEXTS)]
     outputs = crowded.generate([*PROMPTS[:2], *TEXTS], params)
     assert [output.prompt_logprobs for output in outputs[2:]] == alone

@@ -272,13 +272,13 @@ def test_resumed_in_a_crowd_and_preempted():
     crowded = engine()
     contexts = [ask(crowded, ids(n), KEEP).snapshot for n in (40, 65, 90)]
     mid = [ask(crowded, ids(n), params(5, keep=True)).snapshot for n in (40, 65, 90)]
-    crowded._loop.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
+    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
     drawn = [params(100, temperature=1.0, seed=i, frequency_penalty=0.1) for i in range(12)]
     prompts = [[*contexts, *mid, *(one.then([9, 8, 7]) for one in contexts), *mid][i] for i in range(12)]
     before = crowded.stats().preemptions
     together = [bits(one) for one in crowded.generate(prompts, drawn)]
     assert crowded.stats().preemptions - before > 10
-    crowded._loop.scheduler = Scheduler(SLOTS, PAGES, SETTINGS["page_size"])
+    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, PAGES, SETTINGS["page_size"])
     assert together == [bits(ask(crowded, one, own)) for one, own in zip(prompts, drawn, strict=True)]
     crowded._loop.scheduler.check()
 
