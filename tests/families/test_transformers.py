@@ -322,7 +322,7 @@ def test_biases_that_no_field_promises_are_left_over(tmp_path):
 @pytest.mark.parametrize("block", [7, 2**18])
 @pytest.mark.parametrize("raw", [LLAMA_32_1B, QWEN3_06B], ids=lambda raw: raw["model_type"])
 def test_a_tied_head_that_is_stored_equals_the_embedding(tmp_path, monkeypatch, raw, block):
-    monkeypatch.setattr("ling3.checkpoint.loading.BLOCK", block)
+    monkeypatch.setattr("ling3.checkpoint.accounting.BLOCK", block)
     plain = ling3.load(checkpoint(tmp_path, raw))
     model = ling3.load(checkpoint(tmp_path, raw, lambda t: t.update({HEAD: t[EMBEDDING]})))
     assert model.lm_head is None and model.config == plain.config
