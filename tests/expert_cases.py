@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ling3.layers.moe import NOBODY
 from ling3.ops.experts import block_experts, dense_experts
 
 
@@ -37,17 +38,20 @@ def by_hand(x, chosen, weights, gate, up, down, limit, absolute=False, limit_fir
 
 
 def check_gradients(form=block_experts):
-    """Those of a form are the dense form's."""
+    """Those of a form are the dense form's: for any choice, for one that all tokens share, and where some have none."""
     x, chosen, *rest = case(20, 6, 2)
 
-    def scalar(form, x, *rest):
-        return jnp.sum(jnp.sin(form(x, chosen, *rest, 0.5)))
+    def gradients(form, chosen):
+        def scalar(x, *rest):
+            return jnp.sum(jnp.sin(form(x, chosen, *rest, 0.5)))
 
-    fast = jax.jit(jax.grad(lambda *a: scalar(form, *a), argnums=tuple(range(5))))(x, *rest)
-    slow = jax.jit(jax.grad(lambda *a: scalar(dense_experts, *a), argnums=tuple(range(5))))(x, *rest)
-    for a, b in zip(fast, slow, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-        assert np.any(np.asarray(b))
+        return jax.jit(jax.grad(scalar, argnums=tuple(range(5))))(x, *rest)
+
+    shared = jnp.broadcast_to(jnp.asarray([3, 0], jnp.int32), chosen.shape)
+    for choice in (chosen, shared, chosen.at[::3, 0].set(NOBODY).at[5].set(-1)):
+        for a, b in zip(gradients(form, choice), gradients(dense_experts, choice), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+            assert np.any(np.asarray(b))
 
 
 def check_no_expert(form, outside):

@@ -1,16 +1,15 @@
 """The experts' feed-forward, in which each row goes through its own expert: two forms of one function.
 
-`dense_experts` runs every expert on every token; it is the specification, and the form that is differentiated.
-`block_experts` sorts the rows by expert and runs only the experts that were chosen, each on its own rows; its gradient
-is that of the dense form. On a CPU with a C++ compiler a kernel (`products_cpu`) takes its place where it is faster.
-Each stack is an array, or a `Quantized` stack, of which a block decodes its expert's matrices alone. A row goes through
-`down(silu(gate x) · up x)`, or with a limit L > 0 through
+`dense_experts` runs every expert on every token; it is the specification. `block_experts` sorts the rows by expert and
+runs only the experts that were chosen, each on its own rows; its gradient does the same. On a CPU with a C++ compiler a
+kernel (`products_cpu`) takes its place where it is faster. Each stack is an array, or a `Quantized` stack, of which a
+block decodes its expert's matrices alone. A row goes through `down(silu(gate x) · up x)`, or with a limit L > 0 through
 `down(min(silu(gate x), L) · clip(up x, -L, L))` (Ling-3.0-flash), where the limit comes first through
 `down(silu(min(gate x, L)) · clip(up x, -L, L))` (DeepSeek-V4).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -80,7 +79,10 @@ def dense_experts(
 
 
 def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A faster form of `dense_experts`, with its gradient; TypeError where that is one of quantized stacks."""
+    """A faster form of `dense_experts`, with its gradient; TypeError where that is one of quantized stacks.
+
+    The gradient costs the chosen experts alone, or all where stacks are quantized or devices share them.
+    """
 
     def forward(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
         y = form(x, chosen, weights, gate_proj, up_proj, down_proj, *statics)
@@ -89,6 +91,9 @@ def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax
     def backward(limit, lowering, limit_first, spread, inputs, dy):
         x, chosen, weights, *stacks = inputs
         floats = {i: stack for i, stack in enumerate(stacks) if not isinstance(stack, Quantized)}
+        if spread is None and len(floats) == len(stacks):
+            dx, dweights, *dstacks = _gradient(x, chosen, weights, stacks, dy, limit, lowering, limit_first)
+            return dx, None, dweights, *dstacks
 
         def dense(x, weights, floats):
             gate_proj, up_proj, down_proj = (floats.get(i, stack) for i, stack in enumerate(stacks))
@@ -207,6 +212,46 @@ def native_experts(
     gate, up, down = (arrays_of(stack) if isinstance(stack, Quantized) else (stack, None) for stack in stacks)
     rows = products_cpu.expert_rows(x, *groups, gate, up, down, limit, limit_first)
     return _weighted(weights, rows if spread is None else spread.together(rows))
+
+
+def _gradient(
+    x: Float[Array, "tokens hidden"],
+    chosen: Int32[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    stacks: Sequence[Float[Array, "experts _ _"]],
+    dy: Float[Array, "tokens hidden"],
+    limit: float,
+    lowering: Lowering,
+    limit_first: bool,
+) -> tuple[Float[Array, "..."], ...]:
+    """The gradients of x, of the weights and of each stack: a round takes every expert's next rows, their average."""
+    tokens, top_k = chosen.shape
+    experts, dtype = stacks[0].shape[0], wide(x.dtype)
+    groups, every = Groups.of(chosen, experts), jnp.arange(experts, dtype=jnp.int32)
+    block = -(-tokens * top_k // experts)
+
+    def expert(taken, gate, up, down):
+        gate, up = (matmul_transposed(taken, w, lowering) for w in (gate, up))
+        return matmul_transposed(swiglu(gate, up, limit, limit_first).astype(x.dtype), down, lowering).astype(dtype)
+
+    def turn(i, sums):
+        dx, dweights, dstacks = sums
+        rows = groups.rows(every, jnp.full(experts, i, jnp.int32), block)
+        taken, dtaken = (a.at[rows // top_k].get(mode="fill", fill_value=0) for a in (x, dy.astype(dtype)))
+        share = weights.reshape(-1).at[rows].get(mode="fill", fill_value=0).astype(dtype)
+        y, pullback = jax.vjp(expert, taken, *stacks)
+        down, *own = pullback(dtaken * share[..., None])
+        dx = dx.at[rows // top_k].add(down.astype(dtype), mode="drop")
+        dweights = dweights.at[rows].set(jnp.sum(y * dtaken, axis=-1), mode="drop")
+        return dx, dweights, [total + part.astype(dtype) for total, part in zip(dstacks, own, strict=True)]
+
+    zeros = jnp.zeros(x.shape, dtype), jnp.zeros(chosen.size, dtype), [jnp.zeros(w.shape, dtype) for w in stacks]
+    dx, dweights, dstacks = lax.fori_loop(0, jnp.max(-(-groups.counts // block)), turn, zeros)
+    return (
+        dx.astype(x.dtype),
+        dweights.reshape(weights.shape).astype(weights.dtype),
+        *(total.astype(w.dtype) for total, w in zip(dstacks, stacks, strict=True)),
+    )
 
 
 def _is_native(
