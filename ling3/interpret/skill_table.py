@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 from rich.table import Table
 
 from ling3.bench.report import check_plot, machine
@@ -85,14 +86,21 @@ class SkillTable:
         losses = np.array([[self.loss(row, skill) for skill in skills] for row in cuts])
         losses = losses.reshape(len(cuts), len(skills))
         figure = Figure(figsize=(3.2 + 0.75 * len(skills), 1.6 + 0.27 * len(cuts)), layout="constrained")
-        axes = figure.subplots()
-        image = axes.imshow(losses, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-        for (i, j), loss in np.ndenumerate(losses):
-            axes.text(j, i, f"{100 * loss:.0f}", ha="center", va="center", color="white" if loss > 0.5 else "black")
-        axes.set_xticks(range(len(skills)), skills, rotation=45, ha="right")
-        axes.set_yticks(range(len(cuts)), [row.name for row in cuts])
+        image = draw_losses(figure.subplots(), [row.name for row in cuts], skills, losses)
         figure.colorbar(image, label="answers lost, as a share of all")
         figure.savefig(pathlib.Path(path), dpi=160)
+
+
+def draw_losses(axes: Any, rows: Sequence[str], skills: Sequence[str], losses: Float[np.ndarray, "rows skills"]) -> Any:
+    """Draws losses as a map, in points of a hundred, into matplotlib's `axes`; NaN is left grey. Returns the image."""
+    image = axes.imshow(np.ma.masked_invalid(losses), vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    axes.set_facecolor("0.93")
+    for (i, j), loss in np.ndenumerate(losses):
+        if np.isfinite(loss):
+            axes.text(j, i, round(100 * loss), ha="center", va="center", color="white" if loss > 0.5 else "black")
+    axes.set_xticks(range(len(skills)), skills, rotation=45, ha="right")
+    axes.set_yticks(range(len(rows)), rows)
+    return image
 
 
 def compare_skills(

@@ -1,0 +1,142 @@
+"""Mechanisms against skills: what nano's second edition relies on, beside what training needs.
+
+    ling3 ablate MODEL --skills all --questions 500 --json experiments/results/nano_relied_on.json
+    python -m experiments.nano_probes --probe whole --steps 1000 --seeds 0 1 2
+    python -m experiments.nano_tables
+
+A cell is the share of right answers that is lost: on the left where the mechanism is cut from the trained model, on the
+right in models trained without it, a mean over seeds. The picture goes to `docs/which_part.png`, the two tables in
+Markdown to standard output.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import tyro
+
+from experiments.__main__ import RESULTS
+from ling3.interpret.skill_table import draw_losses
+from ling3.train.nano.skills import SKILLS
+
+ROOT = Path(__file__).parent.parent
+
+
+class Mechanism(NamedTuple):
+    """A row of both tables: the ablation that cuts it, and the key of `WITHOUT` that trains without it, if there is."""
+
+    name: str
+    cut: str | None
+    without: str | None
+
+
+MECHANISMS = (
+    Mechanism("KDA output gate", "KDA: no output gate", "KDA output gate"),
+    Mechanism("MLA output gate", "MLA: no output gate", "MLA output gate"),
+    Mechanism("decay", "KDA: no decay", "decay"),
+    Mechanism("lower_bound -10", "KDA: lower_bound -10", None),
+    Mechanism("lower_bound -1", "KDA: lower_bound -1", "bound -1"),
+    Mechanism("lower_bound -0.1", "KDA: lower_bound -0.1", "bound -0.1"),
+    Mechanism("no bound: softplus", "KDA: softplus law", "bound"),
+    Mechanism("beta = 1", "KDA: beta 1", "beta"),
+    Mechanism("short convolution", "KDA: no short convolution", "short convolution"),
+    Mechanism("RoPE", "MLA: no RoPE", "RoPE"),
+    Mechanism("KDA of layer 0", "layer 0: no KDA", None),
+    Mechanism("KDA of layer 1", "layer 1: no KDA", None),
+    Mechanism("KDA of layer 2", "layer 2: no KDA", None),
+    Mechanism("MLA of layer 3", "layer 3: no MLA", None),
+    Mechanism("KDA in no layer", None, "KDA"),
+    Mechanism("MLA in no layer", None, "MLA"),
+    Mechanism("routed experts", "experts: none but the shared", "routed experts"),
+    Mechanism("fewer experts a token", "experts: top 2", "several experts"),
+    Mechanism("routing bias", "experts: no routing bias", "routing bias"),
+    Mechanism("shared expert", "experts: no shared one", "shared expert"),
+)
+"""In the order of the rows. Fewer experts: two of four where it is cut, one in training."""
+
+Losses = Mapping[str, Mapping[str, float]]
+"""The loss in each skill, by mechanism."""
+
+
+def relied_on(report: Mapping[str, Any]) -> Losses:
+    """Of the JSON of `ling3 ablate MODEL --skills all`."""
+    shares = {row["name"]: {name: s["accuracy"] for name, s in row["scores"].items()} for row in report["rows"]}
+    whole = shares["whole"]
+    return {
+        mechanism.name: {skill: whole[skill] - share for skill, share in shares[mechanism.cut].items()}
+        for mechanism in MECHANISMS
+        if mechanism.cut in shares
+    }
+
+
+def needed(runs: list[dict[str, Any]]) -> Losses:
+    """Of finished runs of the probe `whole` of one budget: each seed against the same seed's whole model."""
+    shares = {(run["recipe"]["without"], run["recipe"]["seed"]): run["right"] for run in runs}
+    losses: dict[str, dict[str, float]] = {}
+    for mechanism in MECHANISMS:
+        seeds = [seed for lacking, seed in shares if lacking == mechanism.without and ("nothing", seed) in shares]
+        if seeds:
+            losses[mechanism.name] = {
+                skill: fmean(shares["nothing", seed][skill] - shares[mechanism.without, seed][skill] for seed in seeds)
+                for skill in shares["nothing", seeds[0]]
+            }
+    return losses
+
+
+def markdown(losses: Losses) -> str:
+    """The table in points of a hundred; a loss of ten points is bold."""
+    skills = list(next(iter(losses.values())))
+    lines = ["| | " + " | ".join(skills) + " |", "|---" * (len(skills) + 1) + "|"]
+    for name, row in losses.items():
+        points = [(round(100 * row[skill]), row[skill] >= 0.1) for skill in skills]
+        cells = [f"**{lost}**" if much else str(lost) for lost, much in points]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(tables: Mapping[str, Losses], path: Path) -> None:
+    """Maps of the losses side by side, with the same rows."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
+
+    rows = [m.name for m in MECHANISMS if any(m.name in losses for losses in tables.values())]
+    figure = Figure(figsize=(3 + 5.2 * len(tables), 1.8 + 0.28 * len(rows)), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(tables), sharey=True))
+    images = []
+    for axes, (title, losses) in zip(panels, tables.items(), strict=True):
+        skills = [name for name in SKILLS if any(name in row for row in losses.values())]
+        cells = np.array([[losses.get(row, {}).get(skill, np.nan) for skill in skills] for row in rows])
+        images.append(draw_losses(axes, rows, skills, cells))
+        axes.set_title(title, fontsize=10)
+    figure.colorbar(images[0], ax=list(panels), label="answers lost, as a share of all")
+    figure.savefig(path, dpi=160)
+
+
+def main(
+    relied: Path = RESULTS / "nano_relied_on.json",
+    probes: Path = RESULTS / "nano_probes.jsonl",
+    steps: int = 1000,
+    out: Path = ROOT / "docs" / "which_part.png",
+) -> None:
+    """Draw both tables and print them.
+
+    Args:
+        relied: what `ling3 ablate MODEL --skills all --json` wrote.
+        probes: the runs of `experiments.nano_probes`.
+        steps: the budget of the runs that are taken.
+        out: the picture.
+    """
+    runs = [json.loads(line) for line in probes.read_text(encoding="utf-8").splitlines()]
+    runs = [run for run in runs if run["probe"] == "whole" and run["recipe"]["steps"] == steps]
+    tables = {"cut from the trained model": relied_on(json.loads(relied.read_text(encoding="utf-8")))}
+    if losses := needed(runs):
+        tables["trained without"] = losses
+    draw(tables, out)
+    for title, losses in tables.items():
+        print(f"{title}\n\n{markdown(losses)}\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,69 @@
+"""The tables of nano's second edition: what is lost, from stored results, and the picture of it."""
+
+import json
+
+import jax
+import pytest
+
+from experiments import nano_tables
+from experiments.nano_tables import MECHANISMS, markdown, needed, relied_on
+from ling3.families import init
+from ling3.interpret.ablations import ablations
+from ling3.train.nano.mixture import corpus
+from ling3.train.nano.second_edition import EDITION, WITHOUT
+from ling3.train.tokenizer import train_tokenizer
+
+REPORT = {
+    "rows": [
+        {"name": "whole", "scores": {"recall": {"accuracy": 0.9}, "facts": {"accuracy": 0.8}}},
+        {"name": "KDA: no decay", "scores": {"recall": {"accuracy": 0.4}, "facts": {"accuracy": 0.75}}},
+        {"name": "not in the table", "scores": {"recall": {"accuracy": 0.0}, "facts": {"accuracy": 0.0}}},
+    ]
+}
+
+
+def trained(without, seed, recall, facts, steps=10, probe="whole"):
+    recipe = {"without": without, "seed": seed, "steps": steps}
+    return {"probe": probe, "recipe": recipe, "right": {"recall": recall, "facts": facts}}
+
+
+RUNS = [
+    trained("nothing", 0, 1.0, 0.5),
+    trained("nothing", 1, 0.8, 0.5),
+    trained("decay", 0, 0.7, 0.5),
+    trained("decay", 1, 0.4, 0.6),
+    trained("RoPE", 2, 0.0, 0.0),  # its whole model is not there yet
+]
+
+
+def test_every_row_is_an_ablation_and_every_model_without_something_is_in_a_row():
+    model = init(EDITION.config(train_tokenizer(corpus(0, size=20), 700)), key=jax.random.key(0))
+    cuts = {each.name for each in ablations(model)}
+    assert {m.cut for m in MECHANISMS} - {None} <= cuts
+    assert {m.without for m in MECHANISMS} - {None} == set(WITHOUT) - {"nothing"}
+
+
+def test_what_a_trained_model_relies_on():
+    assert relied_on(REPORT) == {"decay": {"recall": pytest.approx(0.5), "facts": pytest.approx(0.05)}}
+
+
+def test_what_training_needs_is_a_mean_over_seeds_of_the_loss_against_the_same_seed():
+    assert needed(RUNS) == {"decay": {"recall": pytest.approx(0.35), "facts": pytest.approx(-0.05)}}
+
+
+def test_a_loss_of_ten_points_is_bold():
+    assert markdown({"decay": {"recall": 0.35, "facts": -0.05}}) == (
+        "| | recall | facts |\n|---|---|---|\n| decay | **35** | -5 |"
+    )
+
+
+def test_the_command_draws_both(tmp_path, capsys):
+    relied, probes, out = tmp_path / "relied.json", tmp_path / "probes.jsonl", tmp_path / "tables.png"
+    relied.write_text(json.dumps(REPORT))
+    others = [trained("nothing", 0, 0.0, 0.0, steps=5), trained("nothing", 0, 0.0, 0.0, probe="short")]
+    probes.write_text("".join(json.dumps(run) + "\n" for run in [*RUNS, *others]))
+    nano_tables.main(relied, probes, 10, out)
+    printed = capsys.readouterr().out
+    assert printed.index("cut from the trained model") < printed.index("trained without")
+    assert "| decay | **50** | 5 |" in printed and "| decay | **35** | -5 |" in printed
+    assert out.read_bytes().startswith(b"\x89PNG")
