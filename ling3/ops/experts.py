@@ -81,7 +81,7 @@ def dense_experts(
 def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """A faster form of `dense_experts`, with its gradient; TypeError where that is one of quantized stacks.
 
-    The gradient costs the chosen experts alone, or all where stacks are quantized or devices share them.
+    The gradient costs the chosen experts alone, or all of them where stacks are quantized or devices share them.
     """
 
     def forward(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
@@ -224,7 +224,11 @@ def _gradient(
     lowering: Lowering,
     limit_first: bool,
 ) -> tuple[Float[Array, "..."], ...]:
-    """The gradients of x, of the weights and of each stack: a round takes every expert's next rows, their average."""
+    """The gradients of x, of the weights and of each stack.
+
+    A round takes the next rows of every expert, as many as they have on average. As a token chooses an expert once at
+    most, all rounds together never have more rows than the dense form.
+    """
     tokens, top_k = chosen.shape
     experts, dtype = stacks[0].shape[0], wide(x.dtype)
     groups, every = Groups.of(chosen, experts), jnp.arange(experts, dtype=jnp.int32)
