@@ -227,7 +227,7 @@ def _gradient(
     """The gradients of x, of the weights and of each stack.
 
     A round takes the next rows of every expert, as many as they have on average. As a token chooses an expert once at
-    most, all rounds together never have more rows than the dense form.
+    most, all rounds together have the rows of the dense form and of one round more at most.
     """
     tokens, top_k = chosen.shape
     experts, dtype = stacks[0].shape[0], wide(x.dtype)
