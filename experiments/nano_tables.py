@@ -20,6 +20,7 @@ import tyro
 
 from experiments.__main__ import RESULTS
 from ling3.interpret.skill_table import draw_losses
+from ling3.train.nano.second_edition import EDITION
 from ling3.train.nano.skills import SKILLS
 
 ROOT = Path(__file__).parent.parent
@@ -73,8 +74,10 @@ def relied_on(report: Mapping[str, Any]) -> Losses:
 
 
 def needed(runs: list[dict[str, Any]]) -> Losses:
-    """Of finished runs of the probe `whole` of one budget: each seed against the same seed's whole model."""
+    """Of finished runs of one budget: each seed against the same seed's whole model; ValueError for one run twice."""
     shares = {(run["recipe"]["without"], run["recipe"]["seed"]): run["right"] for run in runs}
+    if len(shares) < len(runs):
+        raise ValueError("runs: two of one seed without the same mechanism, expected those of one learning rate alone")
     losses: dict[str, dict[str, float]] = {}
     for mechanism in MECHANISMS:
         seeds = [seed for lacking, seed in shares if lacking == mechanism.without and ("nothing", seed) in shares]
@@ -118,6 +121,7 @@ def main(
     relied: Path = RESULTS / "nano_relied_on.json",
     probes: Path = RESULTS / "nano_probes.jsonl",
     steps: int = 1000,
+    learning_rate: float = EDITION.learning_rate,
     out: Path = ROOT / "docs" / "which_part.png",
 ) -> None:
     """Draw both tables and print them.
@@ -126,10 +130,12 @@ def main(
         relied: what `ling3 ablate MODEL --skills all --json` wrote.
         probes: the runs of `experiments.nano_probes`.
         steps: the budget of the runs that are taken.
+        learning_rate: their rate.
         out: the picture.
     """
     runs = [json.loads(line) for line in probes.read_text(encoding="utf-8").splitlines()]
-    runs = [run for run in runs if run["probe"] == "whole" and run["recipe"]["steps"] == steps]
+    own = {"steps": steps, "learning_rate": learning_rate}
+    runs = [run for run in runs if run["probe"] == "whole" and own.items() <= run["recipe"].items()]
     tables = {"cut from the trained model": relied_on(json.loads(relied.read_text(encoding="utf-8")))}
     if losses := needed(runs):
         tables["trained without"] = losses

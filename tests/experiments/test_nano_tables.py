@@ -22,8 +22,8 @@ REPORT = {
 }
 
 
-def trained(without, seed, recall, facts, steps=10, probe="whole"):
-    recipe = {"without": without, "seed": seed, "steps": steps}
+def trained(without, seed, recall, facts, steps=10, probe="whole", learning_rate=0.01):
+    recipe = {"without": without, "seed": seed, "steps": steps, "learning_rate": learning_rate}
     return {"probe": probe, "recipe": recipe, "right": {"recall": recall, "facts": facts}}
 
 
@@ -51,6 +51,11 @@ def test_what_training_needs_is_a_mean_over_seeds_of_the_loss_against_the_same_s
     assert needed(RUNS) == {"decay": {"recall": pytest.approx(0.35), "facts": pytest.approx(-0.05)}}
 
 
+def test_two_runs_of_one_seed_are_not_mixed():
+    with pytest.raises(ValueError, match="two of one seed without the same mechanism"):
+        needed([*RUNS, trained("decay", 1, 0.0, 0.0, learning_rate=0.02)])
+
+
 def test_a_loss_of_ten_points_is_bold():
     assert markdown({"decay": {"recall": 0.35, "facts": -0.05}}) == (
         "| | recall | facts |\n|---|---|---|\n| decay | **35** | -5 |"
@@ -60,9 +65,10 @@ def test_a_loss_of_ten_points_is_bold():
 def test_the_command_draws_both(tmp_path, capsys):
     relied, probes, out = tmp_path / "relied.json", tmp_path / "probes.jsonl", tmp_path / "tables.png"
     relied.write_text(json.dumps(REPORT))
-    others = [trained("nothing", 0, 0.0, 0.0, steps=5), trained("nothing", 0, 0.0, 0.0, probe="short")]
+    changed = ({"steps": 5}, {"probe": "short"}, {"learning_rate": 0.02})
+    others = [trained("nothing", 0, 0.0, 0.0, **change) for change in changed]
     probes.write_text("".join(json.dumps(run) + "\n" for run in [*RUNS, *others]))
-    nano_tables.main(relied, probes, 10, out)
+    nano_tables.main(relied, probes, 10, 0.01, out)
     printed = capsys.readouterr().out
     assert printed.index("cut from the trained model") < printed.index("trained without")
     assert "| decay | **50** | 5 |" in printed and "| decay | **35** | -5 |" in printed
