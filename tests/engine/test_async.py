@@ -183,9 +183,17 @@ def test_one_event_loop_after_the_other_and_two_at_once(served):
 def test_a_fault_reaches_every_reader(served, monkeypatch, where):
     """Each sees its request end in `error`, and then the fault itself; new requests are answered."""
     (expected,) = alone(served, [PROMPTS[0]], SHORT)
+    runner, begun, waiting = served._loop.runner, threading.Event(), threading.Event()
+    decode = runner.decode
 
     def broken(*_):
         raise Fault("out of memory")
+
+    def held(*arguments):
+        """Decodes once the last readers wait; until then nothing can end."""
+        begun.set()
+        assert waiting.wait(60)
+        return decode(*arguments) if where == "prefill" else broken()
 
     async def reading(prompt):
         last = None
@@ -197,13 +205,14 @@ def test_a_fault_reaches_every_reader(served, monkeypatch, where):
 
     async def main():
         with monkeypatch.context() as patch:
-            readers = [asyncio.create_task(reading(prompt)) for prompt in PROMPTS]
-            await asyncio.sleep(0.005)
-            patch.setattr(served._loop.runner, where, broken)
-            while not all(reader.done() for reader in readers):
-                if len(readers) < 30:  # a slow machine would never be done with them
-                    readers.append(asyncio.create_task(reading(PROMPTS[0])))
-                await asyncio.sleep(0.005)
+            patch.setattr(runner, "decode", held)
+            readers = [asyncio.create_task(reading(prompt)) for prompt in PROMPTS[:3]]
+            assert await asyncio.to_thread(begun.wait, 60)
+            if where == "prefill":
+                patch.setattr(runner, "prefill", broken)
+            readers += [asyncio.create_task(reading(prompt)) for prompt in PROMPTS[3:]]
+            await asyncio.sleep(0)  # each submits its request
+            waiting.set()
             await asyncio.gather(*readers)
         return await read(served, PROMPTS[0], SHORT)
 
