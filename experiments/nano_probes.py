@@ -68,6 +68,8 @@ def main(
     without: tuple[str, ...] = tuple(WITHOUT),
     steps: int = 600,
     learning_rate: float = EDITION.learning_rate,
+    weight_decay: float = EDITION.weight_decay,
+    quiet: bool = EDITION.quiet,
     seeds: tuple[int, ...] = (0,),
     out: Path = RESULTS,
 ) -> None:
@@ -78,6 +80,8 @@ def main(
         without: what the models lack, keys of `ling3.train.nano.second_edition.WITHOUT`; all of them by default.
         steps: batches of 3,072 tokens.
         learning_rate: at its peak.
+        weight_decay: of matrices.
+        quiet: whether KDA's lasting heads begin silent, the others local.
         seeds: of weights and texts.
         out: the directory of the results.
     """
@@ -86,7 +90,8 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     file = out / "nano_probes.jsonl"
     for seed, lacking in ((seed, lacking) for seed in seeds for lacking in without):
-        own = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "without": lacking}
+        own = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "weight_decay": weight_decay}
+        own |= {"quiet": quiet, "without": lacking}
         if any(line["probe"] == probe and own.items() <= line["recipe"].items() for line in _stored(file)):
             continue
         print(f"{probe} without {lacking}, seed {seed}", file=sys.stderr)

@@ -134,7 +134,7 @@ def main(
         out: the picture.
     """
     runs = [json.loads(line) for line in probes.read_text(encoding="utf-8").splitlines()]
-    own = {"steps": steps, "learning_rate": learning_rate}
+    own = {"steps": steps, "learning_rate": learning_rate, "weight_decay": EDITION.weight_decay, "quiet": EDITION.quiet}
     runs = [run for run in runs if run["probe"] == "whole" and own.items() <= run["recipe"].items()]
     tables = {"cut from the trained model": relied_on(json.loads(relied.read_text(encoding="utf-8")))}
     if losses := needed(runs):

@@ -22,8 +22,9 @@ REPORT = {
 }
 
 
-def trained(without, seed, recall, facts, steps=10, probe="whole", learning_rate=0.01):
+def trained(without, seed, recall, facts, steps=10, probe="whole", learning_rate=0.01, quiet=True):
     recipe = {"without": without, "seed": seed, "steps": steps, "learning_rate": learning_rate}
+    recipe |= {"weight_decay": EDITION.weight_decay, "quiet": quiet}
     return {"probe": probe, "recipe": recipe, "right": {"recall": recall, "facts": facts}}
 
 
@@ -65,7 +66,7 @@ def test_a_loss_of_ten_points_is_bold():
 def test_the_command_draws_both(tmp_path, capsys):
     relied, probes, out = tmp_path / "relied.json", tmp_path / "probes.jsonl", tmp_path / "tables.png"
     relied.write_text(json.dumps(REPORT))
-    changed = ({"steps": 5}, {"probe": "short"}, {"learning_rate": 0.02})
+    changed = ({"steps": 5}, {"probe": "short"}, {"learning_rate": 0.02}, {"quiet": False})
     others = [trained("nothing", 0, 0.0, 0.0, **change) for change in changed]
     probes.write_text("".join(json.dumps(run) + "\n" for run in [*RUNS, *others]))
     nano_tables.main(relied, probes, 10, 0.01, out)

@@ -9,9 +9,11 @@ import pytest
 
 import ling3
 from experiments import nano_probes
+from ling3.cache import Span
 from ling3.families import init
+from ling3.layers.kda import KDA
 from ling3.train.nano.mixture import DRILLS, Rows, corpus
-from ling3.train.nano.second_edition import EDITION, LONG, SHORT, WITHOUT, SecondEdition, make
+from ling3.train.nano.second_edition import EDITION, LONG, SHORT, WITHOUT, SecondEdition, make, quiet_memories
 from ling3.train.nano.skills import SKILLS
 from ling3.train.tokenizer import train_tokenizer
 
@@ -39,9 +41,9 @@ def shapes(config):
 def test_it_has_ling_3s_pattern_and_fits_eight_mebibytes(tokenizer):
     config = EDITION.config(tokenizer)
     kinds = [(config.attention_kind(layer), config.mlp_kind(layer)) for layer in range(config.num_hidden_layers)]
-    assert kinds == [("kda", "dense"), ("kda", "moe"), ("kda", "moe"), ("mla", "moe")]
+    assert kinds == [("kda", "moe"), ("kda", "moe"), ("kda", "moe"), ("mla", "moe")]
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(config)))
-    assert 6 * 2**20 < nbytes < 8 * 2**20 - 200_000  # room for the file's header and a tokenizer of all words
+    assert 2 * 2**20 < nbytes < 8 * 2**20 - 200_000  # room for the file's header and a tokenizer of all words
     longest = max(rows.length for rows in EDITION.cycle)
     assert longest <= config.max_position_embeddings
 
@@ -70,6 +72,28 @@ def test_every_skill_has_a_share_and_room():
         assert all(SKILLS[name].longest < rows.length for name in rows.shares if name != DRILLS)
 
 
+@pytest.mark.parametrize("without", ["nothing", "KDA", "decay", "bound", "beta"])
+def test_memories_begin_quiet(without, tokenizer):
+    """What a token leaves behind is not heard six tokens later, and half of the channels keep it all the same."""
+    config = SecondEdition(without=without, changes=TINY).config(tokenizer)
+    model = init(config, key=jax.random.key(1))
+    quiet = quiet_memories(model)
+    assert jax.tree.structure(quiet) == jax.tree.structure(model)
+    changed = 0
+    for before, after in zip(model.model.layers, quiet.model.layers, strict=True):
+        if without in ("KDA", "decay") or not isinstance(after.attention, KDA):
+            assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after))
+            continue
+        x = jax.random.normal(jax.random.key(2), (1, 12, config.hidden_size))
+        span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, 12, jnp.int32))
+        mixers = (before.attention, after.attention)
+        told = [mixer(x, None, span)[0] - mixer(x.at[:, 0].add(1.0), None, span)[0] for mixer in mixers]
+        loud, silent = (float(jnp.abs(change[:, 6:]).max()) for change in told)
+        assert silent < loud / 20
+        changed += 1
+    assert changed == (0 if without in ("KDA", "decay") else 3)
+
+
 @pytest.mark.slow
 def test_two_steps_write_a_checkpoint_and_a_record(tmp_path):
     cycle = (Rows(2, 128, {"recall": 0.5, "facts": 0.5}),)
@@ -87,7 +111,10 @@ def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):
 
     def fake(out, recipe, questions, every):
         made.append(recipe)
-        own = {name: getattr(recipe, name) for name in ("seed", "steps", "learning_rate", "without")}
+        own = {
+            name: getattr(recipe, name)
+            for name in ("seed", "steps", "learning_rate", "weight_decay", "quiet", "without")
+        }
         return {"recipe": own, "curve": [], "right": {}}
 
     monkeypatch.setattr(nano_probes, "make", fake)

@@ -10,6 +10,7 @@ import ling3
 from ling3.train.nano.mixture import DRILLS, Rows, corpus, packed
 from ling3.train.nano.problems import SYSTEM_TURN
 from ling3.train.nano.skills import SKILLS, encode
+from ling3.train.nano.skills.chains import CHAINS, HOPS, ends
 from ling3.train.nano.skills.copying import COPYING
 from ling3.train.nano.skills.exam import right_answers
 from ling3.train.nano.skills.facts import ATTRIBUTES, FACTS, fact, never_first, subjects
@@ -62,8 +63,18 @@ def repeated(prompt):
     return " ".join(words.split()[-int(period) :])
 
 
+def chained(prompt):
+    """The word at the end of as many pairs as the question says."""
+    bound = prompt.removeprefix("Chain:").split(" ?")[0].split()
+    pairs = dict(zip(bound[::2], bound[1::2], strict=True))
+    *_, hops, word = prompt.split()
+    for _ in range(int(hops)):
+        word = pairs[word]
+    return word
+
+
 SOLVERS = [(RECALL, recalled), (LONG_RECALL, recalled), (RESETS, reset), (TRACKING, tracked), (COPYING, copied)]
-SOLVERS += [(POSITIONS, repeated)]
+SOLVERS += [(POSITIONS, repeated), (CHAINS, chained)]
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -123,6 +134,22 @@ def test_each_key_has_its_share_of_values_held_out():
 def test_a_string_to_copy_is_of_one_split():
     for split in SPLITS:
         assert all(split_of(f"copy{text.answer}") == split for text in take(COPYING, split, 200))
+
+
+def test_two_words_tell_where_in_a_string_one_is_and_one_does_not():
+    strings = [text.answer.split() for text in take(COPYING, "train", 300)]
+    pairs = [list(itertools.pairwise(words)) for words in strings]
+    assert all(len(set(own)) == len(own) for own in pairs)
+    assert sum(len(set(words)) < len(words) for words in strings) > 150
+
+
+def test_a_chain_that_an_exam_asks_for_is_in_no_training_text_and_is_asked_for_once():
+    for split in SPLITS:
+        for text in take(CHAINS, split, 300):
+            start = text.prompt.split()[-1]
+            assert ends(start, text.answer.strip()) == split
+            questions = re.findall(r"(\d) (\w+)", text.prompt)
+            assert len(set(questions)) == len(questions) == 18 and questions[-1] == (str(HOPS), start)
 
 
 def test_a_pattern_is_of_one_split_under_any_words():

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import tyro
 from tokenizers import Tokenizer
 
@@ -22,6 +23,7 @@ from ling3.checkpoint import load
 from ling3.checkpoint.saving import save
 from ling3.families import init
 from ling3.families.ling3_config import Ling3Config
+from ling3.layers.kda import KDA
 from ling3.model import CausalLM
 from ling3.text.tokenizer import load_tokenizer
 from ling3.train.loop import Optimization, Progress, train
@@ -35,15 +37,16 @@ SHORT = Rows(
     count=12,
     length=256,
     shares={
-        "problems": 0.14,
-        "chat": 0.06,
-        "drills": 0.22,
+        "problems": 0.17,
+        "chat": 0.07,
+        "drills": 0.12,
         "recall": 0.10,
-        "resets": 0.12,
-        "copying": 0.06,
+        "resets": 0.08,
+        "chains": 0.10,
+        "copying": 0.08,
         "facts": 0.12,
-        "tracking": 0.12,
-        "positions": 0.06,
+        "tracking": 0.08,
+        "positions": 0.08,
     },
 )
 LONG = Rows(count=2, length=1536, shares={"long_recall": 0.75, "examples": 0.25})
@@ -75,11 +78,14 @@ class SecondEdition:
 
     seed: int = 0
     steps: int = 4000
-    learning_rate: float = 6e-3
+    learning_rate: float = 0.012
+    weight_decay: float = 0.5
     warmup: int = 100
     vocab_size: int = 1280
     without: str = "nothing"
     """What the model lacks, a key of `WITHOUT`: KDA, MLA, "KDA output gate", decay, "bound -1", RoPE, …"""
+    quiet: bool = True
+    """Whether KDA begins as `quiet_memories` has it."""
     cycle: Annotated[tuple[Rows, ...], tyro.conf.Fixed] = (SHORT, SHORT, SHORT, LONG)
     """The kinds of batches, over and over."""
     changes: Annotated[Mapping[str, Any], tyro.conf.Fixed] = dataclasses.field(default_factory=dict)
@@ -94,11 +100,12 @@ class SecondEdition:
         end_of_text, end_of_turn = tokenizer.encode(END_OF_TEXT + END_OF_TURN).ids
         fields: dict[str, Any] = {
             "vocab_size": tokenizer.get_vocab_size(),
-            "hidden_size": 192,
-            "intermediate_size": 384,
+            "hidden_size": 128,
+            "intermediate_size": 256,
             "num_hidden_layers": 4,
             "layer_group_size": 4,
-            "num_attention_heads": 6,
+            "first_k_dense_replace": 0,
+            "num_attention_heads": 4,
             "head_dim": 32,
             "q_lora_rank": 64,
             "kv_lora_rank": 64,
@@ -107,10 +114,10 @@ class SecondEdition:
             "v_head_dim": 32,
             "rope_theta": 10000.0,
             "max_position_embeddings": 2048,
-            "num_experts": 32,
+            "num_experts": 16,
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 32,
             "n_group": 4,
             "topk_group": 2,
             "routed_scaling_factor": 2.5,
@@ -122,6 +129,31 @@ class SecondEdition:
         if self.without == "routed experts":  # what stays is the shared one
             changes = changes | {"intermediate_size": fields["moe_shared_expert_intermediate_size"]}
         return Ling3Config(**{**fields, **changes, **self.changes})
+
+
+LOCAL, LASTING = (0.0, 2.0), (-8.5, -4.0)
+"""The `dt_bias` of channels whose state forgets within a token, and of those that keep it for 8 to 700 tokens."""
+
+
+def quiet_memories(model: CausalLM) -> CausalLM:
+    """The model with KDA layers in which half of the heads are local, and the others say nothing yet.
+
+    A state that lasts says from the first step something random about all tokens so far, as loud as anything else, and
+    in this noise no layer above it learns. So the heads whose memory lasts begin with zeros in `o_proj`.
+    """
+    for i, layer in enumerate(model.model.layers):
+        if not isinstance(layer.attention, KDA) or layer.attention.dt_bias is None:
+            continue
+
+        def parts(model: CausalLM, i: int = i) -> tuple[Any, Any]:
+            attention = model.model.layers[i].attention
+            return attention.dt_bias, attention.o_proj.weight
+
+        dt_bias, weight = parts(model)
+        lasting = dt_bias.size // 2
+        biases = jnp.concatenate([jnp.linspace(*LASTING, lasting), jnp.linspace(*LOCAL, dt_bias.size - lasting)])
+        model = eqx.tree_at(parts, model, (biases, weight.at[:, :lasting].set(0)))
+    return model
 
 
 def shares_right(model: CausalLM, tokenizer: Any, names: list[str], count: int) -> dict[str, float]:
@@ -143,6 +175,7 @@ def make(out: Path, recipe: SecondEdition, questions: int = 500, every: int = 20
     record: dict[str, Any] = {"recipe": json.loads(json.dumps(dataclasses.asdict(recipe))), "curve": []}
     trained = train_tokenizer(corpus(recipe.seed), recipe.vocab_size)
     model = init(recipe.config(trained), key=jax.random.key(recipe.seed))
+    model = quiet_memories(model) if recipe.quiet else model
     record["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
 
     def write(model: CausalLM) -> None:
@@ -163,7 +196,12 @@ def make(out: Path, recipe: SecondEdition, questions: int = 500, every: int = 20
         if progress.step % 1000 == 0 or progress.step == recipe.steps:
             write(model)
 
-    optimization = Optimization(recipe.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup)
+    optimization = Optimization(
+        recipe.steps,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        warmup=recipe.warmup,
+    )
     train(model, batches(trained, recipe.cycle, recipe.seed + 1), optimization, every=every, report=report)
     record["minutes"] = round((time.monotonic() - start) / 60, 1)
     record["right"] = shares_right(load(out), tokenizer, names, questions)

@@ -37,18 +37,19 @@ def _short(rng: np.random.Generator, split: Split) -> Text:
     return _recall(rng, split, pairs, pairs)
 
 
-PROBLEMS, QUESTIONS = 15, 48
-"""The most worked problems of a long text, and its questions."""
+LEAST, PROBLEMS, QUESTIONS = 32, 13, 96
+"""Of a long text: the fewest pairs in training, and the most worked problems and questions."""
 
 
 def _long(rng: np.random.Generator, split: Split) -> Text:
-    """All keys, up to `PROBLEMS` worked problems, `QUESTIONS` questions."""
+    """All keys, in training `LEAST` or more; up to `PROBLEMS` worked problems; up to `QUESTIONS` questions."""
+    pairs = len(KEYS) if split == "held_out" else int(rng.integers(LEAST, len(KEYS) + 1))
     stream = problems(int(rng.integers(2**31)), "train")
     between: list[Segment] = []
     for _ in range(rng.integers(PROBLEMS + 1)):
         problem = next(stream)
         between += [(f"\n\n{ask(problem)}", False), (f" {problem.solution}", True)]
-    return _recall(rng, split, len(KEYS), QUESTIONS, [*between, *([("\n\n", False)] if between else [])])
+    return _recall(rng, split, pairs, min(pairs, QUESTIONS), [*between, *([("\n\n", False)] if between else [])])
 
 
 RECALL = Skill("recall", _short, longest=131, pulls=("short convolution", "writing strength"))
