@@ -5,7 +5,8 @@
 
 Each run appends its curve and its last scores as a line to `results/nano_probes.jsonl`; a stored run is not repeated.
 `short`, or a skill's name, is a dense model of 64 channels on some skills or on this one, some minutes of one core;
-`whole` is the edition itself with fewer steps: run without each mechanism, it is the table of what is needed.
+`context` is the edition on three skills whose answers stand in the text, `whole` the edition with fewer steps: run
+without each mechanism, it is the table of what is needed.
 """
 
 import dataclasses
@@ -43,6 +44,7 @@ class Probe:
     changes: Mapping[str, Any]
 
 
+CONTEXT = {"recall": 0.3, "copying": 0.3, "positions": 0.4}
 SOME = {"recall": 0.2, "resets": 0.2, "copying": 0.15, "tracking": 0.2, "positions": 0.15, "facts": 0.1}
 
 
@@ -54,6 +56,7 @@ def _alone(skill: Skill) -> Probe:
 
 PROBES = {
     "whole": Probe(EDITION.cycle, {}),
+    "context": Probe((Rows(12, 256, CONTEXT),), {}),
     "short": Probe((Rows(12, 256, SOME),), SMALL),
     **{name: _alone(skill) for name, skill in SKILLS.items()},
 }

@@ -1,5 +1,6 @@
 """Nano's second edition: its size and pattern, what can be left out, and a run of two steps."""
 
+import itertools
 import json
 
 import equinox as eqx
@@ -13,7 +14,17 @@ from ling3.cache import Span
 from ling3.families import init
 from ling3.layers.kda import KDA
 from ling3.train.nano.mixture import DRILLS, Rows, corpus
-from ling3.train.nano.second_edition import EDITION, LONG, SHORT, WITHOUT, SecondEdition, make, quiet_memories
+from ling3.train.nano.second_edition import (
+    BEGINNING,
+    EDITION,
+    LONG,
+    SHORT,
+    WITHOUT,
+    SecondEdition,
+    make,
+    quiet_memories,
+    stream,
+)
 from ling3.train.nano.skills import SKILLS
 from ling3.train.tokenizer import train_tokenizer
 
@@ -67,9 +78,18 @@ def test_an_unknown_mechanism_is_an_error():
 def test_every_skill_has_a_share_and_room():
     shares = SHORT.shares | LONG.shares
     assert set(shares) == {*SKILLS, DRILLS}
-    for rows in (SHORT, LONG):
+    for rows in (BEGINNING, SHORT, LONG):
         assert sum(rows.shares.values()) == pytest.approx(1.0)
         assert all(SKILLS[name].longest < rows.length for name in rows.shares if name != DRILLS)
+
+
+def test_a_run_begins_with_answers_that_stand_in_the_text(tokenizer):
+    recipe = SecondEdition(beginning=3, cycle=(Rows(1, 64, {"facts": 1.0}),))
+    firsts = []
+    for batch in itertools.islice(stream(tokenizer, recipe), 5):
+        text = " ".join(tokenizer.decode(row.tolist()) for row in batch.tokens)
+        firsts.append((batch.tokens.shape, {name for name in ("Recall:", "Copy:", "Every", "About") if name in text}))
+    assert firsts == [((12, 256), {"Recall:", "Copy:", "Every"})] * 3 + [((1, 64), {"About"})] * 2
 
 
 @pytest.mark.parametrize("without", ["nothing", "KDA", "decay", "bound", "beta"])
@@ -97,7 +117,7 @@ def test_memories_begin_quiet(without, tokenizer):
 @pytest.mark.slow
 def test_two_steps_write_a_checkpoint_and_a_record(tmp_path):
     cycle = (Rows(2, 128, {"recall": 0.5, "facts": 0.5}),)
-    recipe = SecondEdition(steps=2, warmup=1, cycle=cycle, changes=TINY)
+    recipe = SecondEdition(steps=2, warmup=1, beginning=1, cycle=cycle, changes=TINY)
     record = make(tmp_path / "made", recipe, questions=8, every=1)
     assert record == json.loads((tmp_path / "made" / "training.json").read_text())
     assert [point["step"] for point in record["curve"]] == [1, 2]
