@@ -42,6 +42,8 @@ class Probe:
 
     cycle: tuple[Rows, ...]
     changes: Mapping[str, Any]
+    beginning: int = 0
+    """Steps on the edition's `BEGINNING` that come first."""
 
 
 CONTEXT = {"recall": 0.3, "copying": 0.3, "positions": 0.4}
@@ -55,7 +57,7 @@ def _alone(skill: Skill) -> Probe:
 
 
 PROBES = {
-    "whole": Probe(EDITION.cycle, {}),
+    "whole": Probe(EDITION.cycle, {}, EDITION.beginning),
     "context": Probe((Rows(12, 256, CONTEXT),), {}),
     "short": Probe((Rows(12, 256, SOME),), SMALL),
     **{name: _alone(skill) for name, skill in SKILLS.items()},
@@ -98,7 +100,8 @@ def main(
         if any(line["probe"] == probe and own.items() <= line["recipe"].items() for line in _stored(file)):
             continue
         print(f"{probe} without {lacking}, seed {seed}", file=sys.stderr)
-        recipe = SecondEdition(**own, warmup=40, cycle=PROBES[probe].cycle, changes=PROBES[probe].changes)
+        chosen = PROBES[probe]
+        recipe = SecondEdition(**own, warmup=40, beginning=chosen.beginning, cycle=chosen.cycle, changes=chosen.changes)
         with tempfile.TemporaryDirectory() as scratch:
             record = make(Path(scratch) / "probe", recipe, questions=200, every=max(1, steps // 6))
         with file.open("a", encoding="utf-8") as lines:

@@ -148,4 +148,7 @@ def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):
         ("decay", 1),
     ]
     nano_probes.main("recall", ("decay",), seeds=(1,), out=tmp_path)
+    assert {recipe.beginning for recipe in made} == {0}  # what a probe trains on is what it names
+    nano_probes.main("whole", ("nothing",), seeds=(1,), out=tmp_path / "whole")
+    assert made.pop().beginning == EDITION.beginning
     assert len(made) == 6 and len((tmp_path / "nano_probes.jsonl").read_text().splitlines()) == 6
