@@ -3,7 +3,7 @@
     Chain: elm owl fox elm owl gold … ? 1 fox elm 3 fox gold 2 fox owl …
 
 What is asked for after 2 is the value of the value, and nothing is said in between. Layers can look up one after the
-other; and the delta rule can do it alone, for it ties two keys to one value where it writes 0 at their difference.
+other; and the delta rule can tie two keys to one value, by writing 0 at their difference.
 """
 
 import itertools

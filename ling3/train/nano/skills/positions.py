@@ -3,7 +3,7 @@
     Every 8: owl elm owl owl fox elm owl fox  owl elm owl …
 
 A string has three words alone, so that most of its short pieces occur at several places; looking back exactly one
-period, which is further than the convolutions of a few layers reach, is what RoPE is for.
+period is what RoPE is for. Periods of 12 and 16 are further than the convolutions of three layers reach, which is 9.
 """
 
 import numpy as np
