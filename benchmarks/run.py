@@ -82,12 +82,12 @@ def _measured(trial: Trial, checked: list[dict[str, Any]], rounds: int, note: No
 
 
 def _ratios(trial: Trial, values: list[list[float]]) -> dict[str, Any]:
-    """How many times the first side's value each other side's is, round by round."""
+    """How many times the first side's value each other side's is, round by round; none to a value of zero."""
     mine, *others = values
     return {
         side.name: spread([y / x for x, y in zip(mine, other, strict=True)])
         for side, other in zip(trial.sides[1:], others, strict=True)
-        if mine and other
+        if mine and other and all(mine)
     }
 
 

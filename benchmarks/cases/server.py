@@ -41,7 +41,8 @@ def _race(setting: Setting, model: Model, streams: int, quantity: Quantity) -> T
     url = stack.enter_context(
         serving.served(*serving.ling3("serve", path, *ENGINE, *slots, "--served-model-name", "m"))
     )
-    lengths = setting.size(full=(128, 64), toy=(8, 4))
+    # Texts of several decode calls at any size: the tokens of one call arrive together, in no time.
+    lengths = setting.size(full=(128, 64), toy=(8, 64))
     # Three rounds of streams at least: at the end some have nothing left to do.
     workload = ("--num-prompts", setting.size(full=max(16, 4 * streams), toy=2), "--concurrency", streams)
     workload = (*workload, "--input-len", lengths[0], "--output-len", lengths[1])

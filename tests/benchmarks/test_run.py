@@ -59,6 +59,12 @@ def test_ratios_are_taken_within_a_round(toy):
     assert {"command", "machine", "question"} <= record.keys() and record["machine"]["jax"]
 
 
+def test_no_ratio_is_taken_to_zero(toy):
+    sides = [Side("ours", counting(9.0, 0.0, 2.0), lambda: "same"), Side("theirs", lambda: 3.0, lambda: "oracle")]
+    record = recorded(Trial(sides), toy, wanted=2.0)
+    assert record["sides"][0]["values"]["all"] == [0, 2] and record["times_faster_than"] == {}
+
+
 @pytest.mark.parametrize(
     ("wanted", "outcome"),
     [
