@@ -30,7 +30,7 @@ def conduct(experiment: Experiment, file: Path) -> list[Run]:
         if any(all(getattr(done, name) == value for name, value in budget.items()) for done in runs):
             return
         runs.append(run(experiment, variant, rate, seed))
-        _append(file, dataclasses.asdict(runs[-1]) | {"machine": machine()})
+        append(file, dataclasses.asdict(runs[-1]) | {"machine": machine()})
         last = runs[-1].final or runs[-1].curve[-1]
         print(f"{experiment.task.name}, {variant}, rate {rate:g}, seed {seed}: error {last.error:.2%}", file=sys.stderr)
 
@@ -43,7 +43,8 @@ def conduct(experiment: Experiment, file: Path) -> list[Run]:
     return runs
 
 
-def _append(file: Path, line: dict[str, Any]) -> None:
+def append(file: Path, line: dict[str, Any]) -> None:
+    """Adds a line of JSON to a file, which is made with its directory where there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(line) + "\n")

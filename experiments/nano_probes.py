@@ -6,24 +6,32 @@
 Each run appends its curve and its last scores as a line to `results/nano_probes.jsonl`; a stored run is not repeated.
 `short`, or a skill's name, is a dense model of 64 channels on some skills or on this one, some minutes of one core;
 `context` is the edition on three skills whose answers stand in the text, `whole` the edition with fewer steps: run
-without each mechanism, it is the table of what is needed.
+without each mechanism, it is the table of what is needed. `forgetting` is the edition on two skills for which a state
+has to forget: with each bound on the decay it tells how many nats a model wants. Each run has a histogram of the decays
+that it learned.
 """
 
 import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import tyro
 
-from experiments.__main__ import RESULTS
+from experiments.__main__ import RESULTS, append
 from ling3.bench.report import machine
+from ling3.checkpoint import load
+from ling3.interpret.trace import trace
+from ling3.text.tokenizer import load_tokenizer
 from ling3.train.nano.mixture import Rows
 from ling3.train.nano.second_edition import EDITION, WITHOUT, SecondEdition, make
 from ling3.train.nano.skills import SKILLS, Skill
+from ling3.train.nano.skills.exam import PADDING
 
 SMALL = {
     "hidden_size": 64,
@@ -59,9 +67,33 @@ def _alone(skill: Skill) -> Probe:
 PROBES = {
     "whole": Probe(EDITION.cycle, {}, EDITION.beginning),
     "context": Probe((Rows(12, 256, CONTEXT),), {}),
+    "forgetting": Probe((Rows(12, 256, {"resets": 0.5, "tracking": 0.5}),), {}),
     "short": Probe((Rows(12, 256, SOME),), SMALL),
     **{name: _alone(skill) for name, skill in SKILLS.items()},
 }
+
+
+STEPS = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
+EDGES = (0.0, *(float(f"{step * 10.0**power:.4g}") for power in range(-4, 2) for step in STEPS), 100.0)
+"""Of the bins of decays, in nats a token."""
+
+
+def decays(checkpoint: str | Path, names: Sequence[str], texts: int = 64) -> dict[str, list[int]]:
+    """How many channels of how many tokens decay by so many nats, in bins between `EDGES`, per KDA layer.
+
+    On the first held-out texts of skills. Empty for a model whose states never decay.
+    """
+    model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
+    counts: dict[str, list[int]] = {}
+    for name in names:
+        for text in SKILLS[name].exam(texts if SKILLS[name].longest <= 256 else 2):
+            tokens = tokenizer.encode(text.prompt + text.answer)
+            padded = jnp.asarray([tokens + tokens[-1:] * (-len(tokens) % PADDING)], jnp.int32)
+            for i, layer in trace(model, padded, logit_lens=False).kda.items():
+                rates = -np.asarray(layer.decay[0, : len(tokens)], np.float32)
+                found, _ = np.histogram(rates[rates > 0], EDGES)
+                counts[str(i)] = (found + counts.get(str(i), 0)).tolist()
+    return {layer: own for layer, own in counts.items() if any(own)}
 
 
 def _stored(file: Path) -> list[dict[str, Any]]:
@@ -92,7 +124,6 @@ def main(
     """
     if probe not in PROBES:
         raise ValueError(f"probe is {probe!r}, expected one of {', '.join(PROBES)}")
-    out.mkdir(parents=True, exist_ok=True)
     file = out / "nano_probes.jsonl"
     for seed, lacking in ((seed, lacking) for seed in seeds for lacking in without):
         own = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "weight_decay": weight_decay}
@@ -103,9 +134,10 @@ def main(
         chosen = PROBES[probe]
         recipe = SecondEdition(**own, warmup=40, beginning=chosen.beginning, cycle=chosen.cycle, changes=chosen.changes)
         with tempfile.TemporaryDirectory() as scratch:
-            record = make(Path(scratch) / "probe", recipe, questions=200, every=max(1, steps // 6))
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"probe": probe, **record, "machine": machine()}) + "\n")
+            record = make(made := Path(scratch) / "probe", recipe, questions=200, every=max(1, steps // 6))
+            names = [name for name in record["right"] if SKILLS[name].longest <= 256]
+            record["decays"] = decays(made, names)
+        append(file, {"probe": probe, **record, "machine": machine()})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Float, Float32, PRNGKeyArray
 
 from ling3.cache import KDAState, Span
 from ling3.execution import PLAIN, Execution
@@ -41,6 +41,15 @@ class KDAConfig:
     gate_law: OutputGate = "sigmoid"
     gate_rank: int | None = None
     """Of the projections of decay and output gate; None for full rank."""
+
+
+def bias_of_rate(
+    rate: Float32[Array, " channels"], scale: Float32[Array, " channels"], bound: float | None
+) -> Float32[Array, " channels"]:
+    """The `dt_bias` with which -g is `rate` where f_proj(x) is 0; `scale` is exp(A_log), and `rate` below the bound."""
+    if bound is None:
+        return jnp.log(jnp.expm1(rate / scale))
+    return jnp.log(rate / (-bound - rate)) / scale
 
 
 class KDA(eqx.Module):
@@ -98,12 +107,10 @@ class KDA(eqx.Module):
 
         fastest = 0.1 if bound is None else min(0.1, -bound / 2)
         rate = fastest * 100.0 ** -jax.random.uniform(next(keys), (inner,), jnp.float32)
+        scale = jnp.ones(heads, jnp.float32)
         if bound is None:
             scale = jax.random.uniform(next(keys), (heads,), jnp.float32, minval=1.0, maxval=16.0)
-            dt_bias = jnp.log(jnp.expm1(rate / jnp.repeat(scale, config.head_dim)))
-        else:
-            scale = jnp.ones(heads, jnp.float32)
-            dt_bias = jnp.log(rate / (-bound - rate))
+        dt_bias = bias_of_rate(rate, jnp.repeat(scale, config.head_dim), bound)
         # Every part draws its own key, needed or not: what a variant has in common with Ling-3 begins the same.
         q_proj, k_proj, v_proj = (linear(inner, hidden, "heads", "hidden") for _ in range(3))
         q_conv1d, k_conv1d, v_conv1d = (conv() for _ in range(3))

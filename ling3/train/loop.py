@@ -97,10 +97,15 @@ class Progress:
     imbalance: float
 
 
-def next_token_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
-    """The weighted mean of -log p(token | tokens before it), in nats."""
+def token_losses(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Array, "batch rest"]:
+    """-log p(token | tokens before it) of all tokens but the first of a row, in nats."""
     logits = model(batch.tokens, execution)[:, :-1]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
+
+
+def next_token_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
+    """The weighted mean of `token_losses`."""
+    losses = token_losses(model, batch, execution)
     weights = batch.weights[:, 1:]
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 

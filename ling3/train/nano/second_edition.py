@@ -24,8 +24,9 @@ from ling3.checkpoint import load
 from ling3.checkpoint.saving import save
 from ling3.families import init
 from ling3.families.ling3_config import Ling3Config
-from ling3.layers.kda import KDA
+from ling3.layers.kda import KDA, bias_of_rate
 from ling3.layers.linear import Linear
+from ling3.layers.moe import MoE
 from ling3.model import CausalLM
 from ling3.text.tokenizer import load_tokenizer
 from ling3.train.loop import Batch, Optimization, Progress, train
@@ -46,13 +47,12 @@ SHORT = Rows(
         "problems": 0.19,
         "chat": 0.08,
         "drills": 0.14,
-        "recall": 0.08,
-        "resets": 0.08,
-        "chains": 0.10,
-        "copying": 0.06,
-        "facts": 0.16,
-        "tracking": 0.06,
-        "positions": 0.05,
+        "recall": 0.10,
+        "resets": 0.07,
+        "copying": 0.10,
+        "facts": 0.20,
+        "tracking": 0.05,
+        "positions": 0.07,
     },
 )
 LONG = Rows(count=2, length=1536, shares={"long_recall": 0.75, "examples": 0.25})
@@ -64,8 +64,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "KDA output gate": {"kda_output_gate": "none"},
     "MLA output gate": {"mla_output_gate": "none"},
     "decay": {"kda_decay": False},
-    "bound -0.1": {"kda_lower_bound": -0.1},
-    "bound -1": {"kda_lower_bound": -1.0},
+    **{f"bound -{nats:g}": {"kda_lower_bound": -nats} for nats in (0.1, 1.0, 10.0, 20.0)},
     "bound": {"kda_lower_bound": None},
     "beta": {"kda_beta": 1.0},
     "short convolution": {"kda_short_conv": False},
@@ -83,17 +82,17 @@ class SecondEdition:
     """Everything that determines the model. With the defaults it is the one in `experiments/results/nano-2`."""
 
     seed: int = 0
-    steps: int = 3000
+    steps: int = 4500
     learning_rate: float = 0.012
     weight_decay: float = 0.5
     warmup: int = 100
     vocab_size: int = 1280
     without: str = "nothing"
     """What the model lacks, a key of `WITHOUT`: KDA, MLA, "KDA output gate", decay, "bound -1", RoPE, …"""
-    beginning: int = 400
+    beginning: int = 600
     """The steps on `BEGINNING` alone that come first."""
     quiet: bool = True
-    """Whether KDA begins as `quiet_memories` has it."""
+    """Whether the model begins as `quieted` has it."""
     cycle: Annotated[tuple[Rows, ...], tyro.conf.Fixed] = (SHORT, SHORT, SHORT, LONG)
     """The kinds of batches, over and over."""
     changes: Annotated[Mapping[str, Any], tyro.conf.Fixed] = dataclasses.field(default_factory=dict)
@@ -122,11 +121,11 @@ class SecondEdition:
             "v_head_dim": 32,
             "rope_theta": 10000.0,
             "max_position_embeddings": 2048,
-            "num_experts": 16,
+            "num_experts": 32,
             "num_experts_per_tok": 4,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32,
-            "n_group": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 64,
+            "n_group": 8,
             "topk_group": 2,
             "routed_scaling_factor": 2.5,
             "initializer_range": 0.05,
@@ -139,27 +138,40 @@ class SecondEdition:
         return Ling3Config(**{**fields, **changes, **self.changes})
 
 
-LOCAL, LASTING = (0.0, 2.0), (-8.5, -4.0)
-"""The `dt_bias` of channels whose state forgets within a token, and of those with half-lives of 8 to 700 tokens, under
-the bound of -5 nats a token."""
+LOCAL, LASTING = (2.5, 4.4), (0.001, 0.09)
+"""Nats a token by which channels forget at first whose state is gone with the next token, and those with half-lives of
+8 to 700 tokens."""
 
 
-def quiet_memories(model: CausalLM) -> CausalLM:
-    """The model with KDA layers in which half of the heads are local, and the others say nothing yet.
+def quieted(model: CausalLM) -> CausalLM:
+    """The model before training with half of KDA's heads local, and with the others and all MLPs saying nothing yet.
 
     A state that lasts says from the first step something random about all tokens so far, as loud as anything else, and
-    in this noise the layers above it hardly learn. So the heads whose memory lasts begin with zeros in `o_proj`.
+    in this noise the layers above it hardly learn. So the heads whose memory lasts begin with zeros in `o_proj`, and
+    MLPs and experts with zeros in `down_proj`.
     """
     mixers = [layer.attention for layer in model.model.layers]
     quiet = [_quiet(mixer) if isinstance(mixer, KDA) else mixer for mixer in mixers]
-    return eqx.tree_at(lambda model: [layer.attention for layer in model.model.layers], model, quiet)
+    model = eqx.tree_at(lambda model: [layer.attention for layer in model.model.layers], model, quiet)
+    return eqx.tree_at(_outputs, model, replace_fn=jnp.zeros_like)
+
+
+def _outputs(model: CausalLM) -> list[Any]:
+    """The weights from which MLPs and experts add to the residual stream."""
+    mlps = [layer.mlp for layer in model.model.layers]
+    parts = [part for mlp in mlps for part in ((mlp.experts, mlp.shared_experts) if isinstance(mlp, MoE) else (mlp,))]
+    return [part.down_proj.weight for part in parts if part is not None]
 
 
 def _quiet(kda: KDA) -> KDA:
     if kda.dt_bias is None or not isinstance(kda.o_proj, Linear):  # without a decay all of it lasts
         return kda
-    lasting = kda.dt_bias.size // 2
-    biases = jnp.concatenate([jnp.linspace(*LASTING, lasting), jnp.linspace(*LOCAL, kda.dt_bias.size - lasting)])
+    assert kda.A_log is not None
+    lasting, bound = kda.dt_bias.size // 2, kda.lower_bound
+    rates = jnp.concatenate([jnp.geomspace(*LASTING, lasting), jnp.linspace(*LOCAL, kda.dt_bias.size - lasting)])
+    if bound is not None:
+        rates = jnp.minimum(rates, -0.9 * bound)
+    biases = bias_of_rate(rates, jnp.repeat(jnp.exp(kda.A_log), kda.dt_bias.size // kda.A_log.size), bound)
     weight = kda.o_proj.weight.at[:, :lasting].set(0)
     return eqx.tree_at(lambda kda: (kda.dt_bias, kda.o_proj.weight), kda, (biases, weight))
 
@@ -189,7 +201,7 @@ def make(out: Path, recipe: SecondEdition, questions: int = 500, every: int = 20
     record: dict[str, Any] = {"recipe": json.loads(json.dumps(dataclasses.asdict(recipe))), "curve": []}
     trained = train_tokenizer(corpus(recipe.seed), recipe.vocab_size)
     model = init(recipe.config(trained), key=jax.random.key(recipe.seed))
-    model = quiet_memories(model) if recipe.quiet else model
+    model = quieted(model) if recipe.quiet else model
     record["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
 
     def write(model: CausalLM) -> None:

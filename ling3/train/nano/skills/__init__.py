@@ -5,7 +5,6 @@ construction, which of their tokens are learned, how long they are, and which me
 expected to need. `skill` has that shape, `SKILLS` has all of them.
 """
 
-from ling3.train.nano.skills.chains import CHAINS
 from ling3.train.nano.skills.copying import COPYING
 from ling3.train.nano.skills.facts import FACTS
 from ling3.train.nano.skills.positions import POSITIONS
@@ -17,7 +16,7 @@ from ling3.train.nano.skills.word_problems import CHAT, EXAMPLES, PROBLEMS
 
 SKILLS = {
     skill.name: skill
-    for skill in (PROBLEMS, CHAT, EXAMPLES, RECALL, LONG_RECALL, RESETS, CHAINS, COPYING, FACTS, TRACKING, POSITIONS)
+    for skill in (PROBLEMS, CHAT, EXAMPLES, RECALL, LONG_RECALL, RESETS, COPYING, FACTS, TRACKING, POSITIONS)
 }
 """By name."""
 

@@ -8,23 +8,26 @@ first.
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
 from ling3.train.nano.problems import PEOPLE, Split
-from ling3.train.nano.skills.skill import Skill, Text, rank
+from ling3.train.nano.skills.skill import Segment, Skill, Text, rank
 from ling3.train.nano.skills.words import KEYS, VALUES
 
 ATTRIBUTES = ("likes", "fears", "owns", "seeks")
-SUBJECTS = 1024
+SUBJECTS = 2048
 """People in the world; each is worth 4 log2(64) = 24 bits."""
 
 
 @functools.cache
-def subjects() -> tuple[str, ...]:
-    """The people's names, of two words each."""
+def subjects(count: int = SUBJECTS) -> tuple[str, ...]:
+    """The people's names, of two words each; ValueError if there are not so many."""
     names = [f"{first} {last}" for first, _ in PEOPLE for last in KEYS]
-    return tuple(sorted(names, key=lambda name: rank(f"subject: {name}"))[:SUBJECTS])
+    if not 1 <= count <= len(names):
+        raise ValueError(f"count is {count}, expected 1 to {len(names)} people")
+    return tuple(sorted(names, key=lambda name: rank(f"subject: {name}"))[:count])
 
 
 @functools.cache
@@ -39,19 +42,31 @@ def never_first(subject: str) -> str:
     return ATTRIBUTES[rank(f"never first: {subject}") % len(ATTRIBUTES)]
 
 
-def _draw(rng: np.random.Generator, split: Split) -> Text:
+def tell(subject: str, order: Sequence[str]) -> Text:
+    """A person with these attributes."""
+    text, pieces = f"About {subject}:", []
+    for attribute in order:
+        pieces += [(f"{text} {attribute}", False), (f" {fact(subject, attribute)}", True)]
+        text = ""
+    return Text(tuple[Segment, ...](pieces))
+
+
+def _draw(rng: np.random.Generator, split: Split, people: int) -> Text:
     """A person with all attributes, or in an exam with the one that training never has first."""
-    subject = subjects()[rng.integers(SUBJECTS)]
+    subject = subjects(people)[rng.integers(people)]
     order = [ATTRIBUTES[i] for i in rng.permutation(len(ATTRIBUTES))]
     if split == "held_out":
         order = [never_first(subject)]
     elif order[0] == never_first(subject):
         order = order[1:] + order[:1]
-    text, pieces = f"About {subject}:", []
-    for attribute in order:
-        pieces += [(f"{text} {attribute}", False), (f" {fact(subject, attribute)}", True)]
-        text = ""
-    return Text(tuple(pieces))
+    return tell(subject, order)
 
 
-FACTS = Skill("facts", _draw, longest=12, pulls=("experts per token", "routing bias", "shared expert"))
+def facts(people: int) -> Skill:
+    """The skill in a world of so many people; ValueError if there are not so many names."""
+    subjects(people)
+    draw = functools.partial(_draw, people=people)
+    return Skill("facts", draw, longest=12, pulls=("experts per token", "routing bias", "shared expert"))
+
+
+FACTS = facts(SUBJECTS)

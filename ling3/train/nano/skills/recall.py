@@ -31,19 +31,28 @@ def _recall(rng: np.random.Generator, split: Split, pairs: int, asked: int, betw
     return Text(tuple(pieces))
 
 
+LEAST, MOST, ASKED = 2, 96, 28
+"""Of a short text: the fewest and most pairs, and the most questions."""
+
+
+def _pairs(rng: np.random.Generator, least: int, most: int) -> int:
+    """As many of 4 to 8 as of 48 to 96: few pairs are learned first, and many need what few do not."""
+    return int(least * (most / least) ** rng.random() + 0.5)
+
+
 def _short(rng: np.random.Generator, split: Split) -> Text:
-    """2 to 32 pairs, each of them asked for."""
-    pairs = int(rng.integers(2, 33))
-    return _recall(rng, split, pairs, pairs)
+    """`LEAST` to `MOST` pairs, of which up to `ASKED` are asked for."""
+    pairs = _pairs(rng, LEAST, MOST)
+    return _recall(rng, split, pairs, min(pairs, ASKED))
 
 
-LEAST, PROBLEMS, QUESTIONS = 32, 13, 96
-"""Of a long text: the fewest pairs in training, and the most worked problems and questions."""
+PROBLEMS, QUESTIONS = 13, 96
+"""Of a long text: the most worked problems and questions."""
 
 
 def _long(rng: np.random.Generator, split: Split) -> Text:
-    """All keys, in training `LEAST` or more; up to `PROBLEMS` worked problems; up to `QUESTIONS` questions."""
-    pairs = len(KEYS) if split == "held_out" else int(rng.integers(LEAST, len(KEYS) + 1))
+    """All keys, in training from a twelfth of them; up to `PROBLEMS` worked problems; up to `QUESTIONS` questions."""
+    pairs = len(KEYS) if split == "held_out" else _pairs(rng, len(KEYS) // 12, len(KEYS))
     stream = problems(int(rng.integers(2**31)), "train")
     between: list[Segment] = []
     for _ in range(rng.integers(PROBLEMS + 1)):
@@ -52,5 +61,5 @@ def _long(rng: np.random.Generator, split: Split) -> Text:
     return _recall(rng, split, pairs, min(pairs, QUESTIONS), [*between, *([("\n\n", False)] if between else [])])
 
 
-RECALL = Skill("recall", _short, longest=131, pulls=("short convolution", "writing strength"))
+RECALL = Skill("recall", _short, longest=3 + 2 * (MOST + ASKED), pulls=("short convolution", "writing strength"))
 LONG_RECALL = Skill("long_recall", _long, longest=1535, pulls=("short convolution", "attention"))

@@ -1,0 +1,55 @@
+"""The sweep of the bound: shares of decays, and its table and picture from stored runs."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import nano_bounds
+from experiments.nano_bounds import BOUNDS, beyond, by_bound, histogram, markdown
+from experiments.nano_probes import EDGES
+from ling3.train.nano.second_edition import WITHOUT
+
+
+def run(without, seed, right, rates):
+    counts, _ = np.histogram(rates, EDGES)
+    recipe = {"without": without, "seed": seed, "steps": 500}
+    return {"probe": "forgetting", "recipe": recipe, "right": {"resets": right}, "decays": {"0": counts.tolist()}}
+
+
+RUNS = [
+    run("nothing", 0, 0.9, [0.01] * 6 + [4.0] * 2),
+    run("nothing", 1, 0.7, [0.01] * 2),
+    run("bound", 0, 0.5, [0.01, 12.0]),
+]
+
+
+def test_bounds_are_what_a_recipe_can_leave_out():
+    assert set(BOUNDS) <= set(WITHOUT)
+    for name, bound in BOUNDS.items():
+        if name != "nothing":
+            assert WITHOUT[name] == {"kda_lower_bound": None if bound is None else -bound}
+
+
+def test_shares_of_decays():
+    assert histogram(RUNS[:2], "0").sum() == pytest.approx(1)
+    assert beyond(RUNS[:2], 1.0) == pytest.approx(0.2) and beyond(RUNS[:2], 5.0) == 0
+    assert beyond(RUNS[2:], 5.0) == pytest.approx(0.5)
+
+
+def test_the_table_has_a_row_for_each_bound_and_the_picture_all(tmp_path, capsys):
+    assert list(by_bound(RUNS)) == [5.0, None]
+    assert markdown(RUNS).splitlines()[2:] == [
+        "| -5 | 0.900, 0.700 | 20.0% | 0.0% |",
+        "| softplus | 0.500 | 50.0% | 50.0% |",
+    ]
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(own) + "\n" for own in RUNS))
+    nano_bounds.main(file, out=tmp_path / "bounds.png")
+    assert "| softplus |" in capsys.readouterr().out and (tmp_path / "bounds.png").stat().st_size > 10000
+
+
+def test_without_runs_it_says_what_to_run(tmp_path):
+    (file := tmp_path / "runs.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no runs of the probe 'forgetting' of 500 steps: run experiments"):
+        nano_bounds.main(file)
