@@ -1,7 +1,7 @@
 """Mechanisms against skills: what nano's second edition relies on, beside what training needs.
 
     ling3 ablate MODEL --skills all --questions 500 --json experiments/results/nano_relied_on.json
-    python -m experiments.nano_probes --probe whole --steps 1000 --seeds 0 1 2
+    python -m experiments.nano_probes --probe needed --steps 800 --seeds 0 1 2
     python -m experiments.nano_tables
 
 A cell is the share of right answers that is lost: on the left where the mechanism is cut from the trained model, on the
@@ -121,7 +121,7 @@ def draw(tables: Mapping[str, Losses], path: Path) -> None:
 def main(
     relied: Path = RESULTS / "nano_relied_on.json",
     probes: Path = RESULTS / "nano_probes.jsonl",
-    steps: int = 1000,
+    steps: int = 800,
     learning_rate: float = EDITION.learning_rate,
     out: Path = ROOT / "docs" / "which_part.png",
 ) -> None:
@@ -136,7 +136,7 @@ def main(
     """
     runs = [json.loads(line) for line in probes.read_text(encoding="utf-8").splitlines()]
     own = {"steps": steps, "learning_rate": learning_rate, "weight_decay": EDITION.weight_decay, "quiet": EDITION.quiet}
-    runs = [run for run in runs if run["probe"] == "whole" and own.items() <= run["recipe"].items()]
+    runs = [run for run in runs if run["probe"] == "needed" and own.items() <= run["recipe"].items()]
     tables = {"cut from the trained model": relied_on(json.loads(relied.read_text(encoding="utf-8")))}
     if losses := needed(runs):
         tables["trained without"] = losses

@@ -22,7 +22,7 @@ REPORT = {
 }
 
 
-def trained(without, seed, recall, facts, steps=10, probe="whole", learning_rate=0.01, quiet=True):
+def trained(without, seed, recall, facts, steps=10, probe="needed", learning_rate=0.01, quiet=True):
     recipe = {"without": without, "seed": seed, "steps": steps, "learning_rate": learning_rate}
     recipe |= {"weight_decay": EDITION.weight_decay, "quiet": quiet}
     return {"probe": probe, "recipe": recipe, "right": {"recall": recall, "facts": facts}}

@@ -82,7 +82,7 @@ def test_an_unknown_mechanism_is_an_error():
 def test_every_skill_has_a_share_and_room():
     shares = SHORT.shares | LONG.shares
     assert set(shares) == {*SKILLS, DRILLS}
-    for rows in (BEGINNING, SHORT, LONG):
+    for rows in (BEGINNING, SHORT, LONG, *(rows for probe in nano_probes.PROBES.values() for rows in probe.cycle)):
         assert sum(rows.shares.values()) == pytest.approx(1.0)
         assert all(SKILLS[name].longest < rows.length for name in rows.shares if name != DRILLS)
 

@@ -90,7 +90,8 @@ class SecondEdition:
     without: str = "nothing"
     """What the model lacks, a key of `WITHOUT`: KDA, MLA, "KDA output gate", decay, "bound -1", RoPE, …"""
     beginning: int = 600
-    """The steps on `BEGINNING` alone that come first."""
+    """The steps on `first` alone that come first."""
+    first: Annotated[Rows, tyro.conf.Fixed] = BEGINNING
     quiet: bool = True
     """Whether the model begins as `quieted` has it."""
     cycle: Annotated[tuple[Rows, ...], tyro.conf.Fixed] = (SHORT, SHORT, SHORT, LONG)
@@ -177,8 +178,8 @@ def _quiet(kda: KDA) -> KDA:
 
 
 def stream(tokenizer: Tokenizer, recipe: SecondEdition) -> Iterator[Batch]:
-    """The batches of a run: `beginning` of `BEGINNING`, then those of the `cycle`."""
-    yield from itertools.islice(batches(tokenizer, (BEGINNING,), recipe.seed + 1), recipe.beginning)
+    """The batches of a run: `beginning` of `first`, then those of the `cycle`."""
+    yield from itertools.islice(batches(tokenizer, (recipe.first,), recipe.seed + 1), recipe.beginning)
     yield from batches(tokenizer, recipe.cycle, recipe.seed + 1)
 
 
