@@ -7,8 +7,8 @@ Each run appends its curve and its last scores as a line to `results/nano_probes
 `short`, or a skill's name, is a dense model of 64 channels on some skills or on this one, some minutes of one core;
 `context` is the edition on three skills whose answers stand in the text, `whole` the edition with fewer steps. `needed`
 has half of its rows and the skills that are learned soon: without each mechanism it is the table of what is needed.
-`forgetting` is the edition on two skills for which a state has to forget: with each bound on the decay it tells how many
-nats a model wants. Each run has a histogram of the decays that it learned.
+`forgetting` is the edition on two skills for which a state has to forget: with each bound on the decay it tells how
+many nats a model wants. Each run has a histogram of the decays that it learned.
 """
 
 import dataclasses
