@@ -33,7 +33,7 @@ from ling3.families import init
 from ling3.model import CausalLM
 from ling3.train.loop import Batch, Optimization, token_losses, train
 from ling3.train.nano.problems import PEOPLE
-from ling3.train.nano.second_edition import EDITION, SecondEdition, quieted
+from ling3.train.nano.recipe import NANO, Recipe, quieted
 from ling3.train.nano.skills.facts import ATTRIBUTES, facts, subjects, tell
 from ling3.train.nano.skills.skill import encode
 from ling3.train.nano.skills.words import KEYS, VALUES
@@ -47,7 +47,7 @@ BITS = math.log2(len(VALUES))
 
 
 def config(hidden: int) -> Mapping[str, Any]:
-    """The edition's pattern with so many channels: heads of 8, 8 experts a layer of which 2 are chosen."""
+    """Nano's pattern with so many channels: heads of 8, 8 experts a layer of which 2 are chosen."""
     return {
         "hidden_size": hidden,
         "num_attention_heads": hidden // 8,
@@ -106,11 +106,11 @@ def run(hidden: int, people: int, exposures: int, seed: int) -> dict[str, Any]:
     """Trains one model in one world and returns what it knows."""
     start = time.monotonic()
     tokenizer = word_tokenizer()
-    recipe = SecondEdition(seed=seed, changes=config(hidden))
+    recipe = Recipe(seed=seed, changes=config(hidden))
     model = quieted(init(recipe.config(tokenizer), key=jax.random.key(seed)))
     steps = -(-people * exposures // (ROWS * TEXTS))
     optimization = Optimization(
-        steps, learning_rate=EDITION.learning_rate, weight_decay=0.0, warmup=min(EDITION.warmup, steps // 4)
+        steps, learning_rate=NANO.learning_rate, weight_decay=0.0, warmup=min(NANO.warmup, steps // 4)
     )
     model = train(model, batches(tokenizer, people, seed), optimization, every=steps)
     bits = known(model, tokenizer, people)

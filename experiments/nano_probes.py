@@ -1,13 +1,13 @@
-"""Probes of nano's second edition: which skills are learned, and which of them without a mechanism.
+"""Probes of nano: which skills are learned, and which of them without a mechanism.
 
     python -m experiments.nano_probes --probe short --without nothing RoPE
     python -m experiments.nano_probes --probe needed --steps 800 --seeds 0 1 2
 
 Each run appends its curve and its last scores as a line to `results/nano_probes.jsonl`; a stored run is not repeated.
 `short`, or a skill's name, is a dense model of 64 channels on some skills or on this one, some minutes of one core;
-`context` is the edition on three skills whose answers stand in the text, `whole` the edition with fewer steps. `needed`
+`context` is the recipe on three skills whose answers stand in the text, `whole` the recipe with fewer steps. `needed`
 has half of its rows and the skills that are learned soon: without each mechanism it is the table of what is needed.
-`forgetting` is the edition on two skills for which a state has to forget: with each bound on the decay it tells how
+`forgetting` is the recipe on two skills for which a state has to forget: with each bound on the decay it tells how
 many nats a model wants. Each run has a histogram of the decays that it learned.
 """
 
@@ -29,7 +29,7 @@ from ling3.checkpoint import load
 from ling3.interpret.trace import trace
 from ling3.text.tokenizer import load_tokenizer
 from ling3.train.nano.mixture import Rows
-from ling3.train.nano.second_edition import BEGINNING, EDITION, WITHOUT, SecondEdition, make
+from ling3.train.nano.recipe import BEGINNING, NANO, WITHOUT, Recipe, make
 from ling3.train.nano.skills import SKILLS, Skill
 from ling3.train.nano.skills.exam import PADDING
 
@@ -41,7 +41,7 @@ SMALL = {
     "q_lora_rank": None,
     "initializer_range": 0.1,
 }
-"""The edition's config in 64 channels, with two heads of 32 and without experts."""
+"""Nano's config in 64 channels, with two heads of 32 and without experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ BUDGET = {
     "tracking": 0.08,
     "positions": 0.12,
 }
-"""The skills that the edition learns within a thousand steps, which `facts` are not."""
+"""The skills that are learned within a thousand steps, which `facts` are not."""
 SOME = {"recall": 0.2, "resets": 0.2, "copying": 0.15, "tracking": 0.2, "positions": 0.15, "facts": 0.1}
 
 
@@ -76,7 +76,7 @@ def _alone(skill: Skill) -> Probe:
 
 
 PROBES = {
-    "whole": Probe(EDITION.cycle, {}, EDITION.beginning),
+    "whole": Probe(NANO.cycle, {}, NANO.beginning),
     "needed": Probe((Rows(6, 256, BUDGET),), {}, 250, Rows(6, 256, BEGINNING.shares)),
     "context": Probe((Rows(12, 256, CONTEXT),), {}),
     "forgetting": Probe((Rows(12, 256, {"resets": 0.5, "tracking": 0.5}),), {}),
@@ -116,9 +116,9 @@ def main(
     probe: str,
     without: tuple[str, ...] = tuple(WITHOUT),
     steps: int = 600,
-    learning_rate: float = EDITION.learning_rate,
-    weight_decay: float = EDITION.weight_decay,
-    quiet: bool = EDITION.quiet,
+    learning_rate: float = NANO.learning_rate,
+    weight_decay: float = NANO.weight_decay,
+    quiet: bool = NANO.quiet,
     seeds: tuple[int, ...] = (0,),
     out: Path = RESULTS,
 ) -> None:
@@ -126,7 +126,7 @@ def main(
 
     Args:
         probe: `whole`, `short`, or the name of a skill.
-        without: what the models lack, keys of `ling3.train.nano.second_edition.WITHOUT`; all of them by default.
+        without: what the models lack, keys of `ling3.train.nano.WITHOUT`; all of them by default.
         steps: batches of 3,072 tokens; half of that in `needed`.
         learning_rate: at its peak.
         weight_decay: of matrices.
@@ -145,7 +145,7 @@ def main(
         print(f"{probe} without {lacking}, seed {seed}", file=sys.stderr)
         chosen = PROBES[probe]
         begins = {"beginning": chosen.beginning, "first": chosen.first}
-        recipe = SecondEdition(**own, **begins, warmup=40, cycle=chosen.cycle, changes=chosen.changes)
+        recipe = Recipe(**own, **begins, warmup=40, cycle=chosen.cycle, changes=chosen.changes)
         with tempfile.TemporaryDirectory() as scratch:
             record = make(made := Path(scratch) / "probe", recipe, questions=200, every=max(1, steps // 6))
             names = [name for name in record["right"] if SKILLS[name].longest <= 256]

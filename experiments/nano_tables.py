@@ -1,4 +1,4 @@
-"""Mechanisms against skills: what nano's second edition relies on, beside what training needs.
+"""Mechanisms against skills: what nano relies on, beside what training needs.
 
     ling3 ablate MODEL --skills all --questions 500 --json experiments/results/nano_relied_on.json
     python -m experiments.nano_probes --probe needed --steps 800 --seeds 0 1 2
@@ -20,7 +20,7 @@ import tyro
 
 from experiments.__main__ import RESULTS
 from ling3.interpret.skill_table import draw_losses
-from ling3.train.nano.second_edition import EDITION
+from ling3.train.nano.recipe import NANO
 from ling3.train.nano.skills import SKILLS
 
 ROOT = Path(__file__).parent.parent
@@ -122,7 +122,7 @@ def main(
     relied: Path = RESULTS / "nano_relied_on.json",
     probes: Path = RESULTS / "nano_probes.jsonl",
     steps: int = 800,
-    learning_rate: float = EDITION.learning_rate,
+    learning_rate: float = NANO.learning_rate,
     out: Path = ROOT / "docs" / "which_part.png",
 ) -> None:
     """Draw both tables and print them.
@@ -135,7 +135,7 @@ def main(
         out: the picture.
     """
     runs = [json.loads(line) for line in probes.read_text(encoding="utf-8").splitlines()]
-    own = {"steps": steps, "learning_rate": learning_rate, "weight_decay": EDITION.weight_decay, "quiet": EDITION.quiet}
+    own = {"steps": steps, "learning_rate": learning_rate, "weight_decay": NANO.weight_decay, "quiet": NANO.quiet}
     runs = [run for run in runs if run["probe"] == "needed" and own.items() <= run["recipe"].items()]
     tables = {"cut from the trained model": relied_on(json.loads(relied.read_text(encoding="utf-8")))}
     if losses := needed(runs):

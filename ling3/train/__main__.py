@@ -1,4 +1,4 @@
-"""`python -m ling3.train --out DIRECTORY`: train the *nano* checkpoint, examine it and draw its loss curve."""
+"""`python -m ling3.train --out DIRECTORY`: train the *nano* checkpoint, examine it and draw its curve."""
 
 import json
 from pathlib import Path
@@ -6,23 +6,22 @@ from pathlib import Path
 import tyro
 
 from ling3.train.nano.curve import draw
-from ling3.train.nano.recipe import Recipe, make
-
-NANO = Recipe()
+from ling3.train.nano.recipe import NANO, Recipe, make
 
 
-def main(out: Path, recipe: Recipe = NANO, questions: int = 500) -> None:
-    """Train nano from scratch, on word problems made from the recipe's seed.
+def main(out: Path, recipe: Recipe = NANO, questions: int = 500, every: int = 200) -> None:
+    """Train nano from scratch, on texts made from the recipe's seed.
 
     Args:
         out: the new checkpoint's directory.
         recipe: by default that of the shipped checkpoint.
-        questions: how many held-out problems to ask in the end.
+        questions: how many held-out texts of each skill to ask in the end.
+        every: steps between two points of the curve.
     """
-    record = make(out, recipe, questions)
+    record = make(out, recipe, questions, every)
     draw(record["curve"], out / "loss.png")
-    print(json.dumps(record["exact_answers"]))
+    print(json.dumps(record["right"]))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, config=(tyro.conf.SuppressFixed,))

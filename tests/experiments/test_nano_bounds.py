@@ -8,7 +8,7 @@ import pytest
 from experiments import nano_bounds
 from experiments.nano_bounds import BOUNDS, beyond, by_bound, histogram, markdown
 from experiments.nano_probes import EDGES
-from ling3.train.nano.second_edition import WITHOUT
+from ling3.train.nano.recipe import WITHOUT
 
 
 def run(without, seed, right, rates):

@@ -9,7 +9,7 @@ import pytest
 from experiments import nano_capacity
 from experiments.nano_capacity import BITS, ROWS, TEXTS, batches, config, known, word_tokenizer
 from ling3.families import init
-from ling3.train.nano.second_edition import SecondEdition
+from ling3.train.nano.recipe import Recipe
 from ling3.train.nano.skills.facts import ATTRIBUTES, fact, subjects
 
 PEOPLE = 20
@@ -22,7 +22,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    return init(SecondEdition(changes=config(16)).config(tokenizer), key=jax.random.key(0))
+    return init(Recipe(changes=config(16)).config(tokenizer), key=jax.random.key(0))
 
 
 def test_a_new_model_knows_next_to_nothing(model, tokenizer):

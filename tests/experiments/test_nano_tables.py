@@ -1,4 +1,4 @@
-"""The tables of nano's second edition: what is lost, from stored results, and the picture of it."""
+"""The tables of nano: what is lost, from stored results, and the picture of it."""
 
 import json
 
@@ -10,7 +10,7 @@ from experiments.nano_tables import MECHANISMS, markdown, needed, relied_on
 from ling3.families import init
 from ling3.interpret.ablations import ablations
 from ling3.train.nano.mixture import corpus
-from ling3.train.nano.second_edition import EDITION, WITHOUT
+from ling3.train.nano.recipe import NANO, WITHOUT
 from ling3.train.tokenizer import train_tokenizer
 
 REPORT = {
@@ -24,7 +24,7 @@ REPORT = {
 
 def trained(without, seed, recall, facts, steps=10, probe="needed", learning_rate=0.01, quiet=True):
     recipe = {"without": without, "seed": seed, "steps": steps, "learning_rate": learning_rate}
-    recipe |= {"weight_decay": EDITION.weight_decay, "quiet": quiet}
+    recipe |= {"weight_decay": NANO.weight_decay, "quiet": quiet}
     return {"probe": probe, "recipe": recipe, "right": {"recall": recall, "facts": facts}}
 
 
@@ -38,7 +38,7 @@ RUNS = [
 
 
 def test_every_row_is_an_ablation_and_every_model_without_something_is_in_a_row():
-    model = init(EDITION.config(train_tokenizer(corpus(0, size=20), 700)), key=jax.random.key(0))
+    model = init(NANO.config(train_tokenizer(corpus(0, size=20), 700)), key=jax.random.key(0))
     cuts = {each.name for each in ablations(model)}
     assert {m.cut for m in MECHANISMS} - {None} <= cuts
     assert {m.without for m in MECHANISMS} - {None} == set(WITHOUT) - {"nothing"}

@@ -1,7 +1,6 @@
 """Training: the loop learns, repeats itself, and balances the experts; the recipe's data is what it says."""
 
 import itertools
-import json
 import re
 
 import equinox as eqx
@@ -13,10 +12,10 @@ import pytest
 import ling3
 from ling3.layers.moe import MoE
 from ling3.train import Batch, Optimization, balanced, excess_load, next_token_loss, plain, train
-from ling3.train.__main__ import main
 from ling3.train.balance import expert_biases
+from ling3.train.nano.drills import drills, single_steps
+from ling3.train.nano.mixture import corpus, encoded
 from ling3.train.nano.problems import Problem, Step
-from ling3.train.nano.recipe import Recipe, batches, corpus
 from ling3.train.tokenizer import train_tokenizer
 
 CONFIG = ling3.Ling3Config(
@@ -155,55 +154,31 @@ def test_what_cannot_train_says_why():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(corpus(0, 500), 600)
+    return train_tokenizer(corpus(0, 100), 900)
 
 
-def test_the_data_learns_solutions_alone_and_never_a_held_out_one(tokenizer):
-    recipe = Recipe(rows=4, long_rows=2, cycle=("short", "long"))
-    short, long = itertools.islice(batches(recipe, tokenizer), 2)
-    assert (short.tokens.shape, long.tokens.shape) == ((4, 128), (2, 512))
-    for batch in (short, long):
-        for row, weights in zip(batch.tokens.tolist(), batch.weights.tolist(), strict=True):
-            learned = tokenizer.decode([token for token, weight in zip(row, weights, strict=True) if weight])
-            assert learned.count("The answer is") >= 1
-            assert "Question" not in learned
-            assert "How many" not in learned
-    shown = tokenizer.decode(long.tokens[0].tolist())
-    assert shown.count("Question:") >= 5
-    assert shown.count("\n\nQuestion:") == shown.count("Question:") - 1
+@pytest.mark.parametrize(("name", "shown"), [("problems", 1), ("chat", 0), ("examples", 5)])
+def test_of_problems_solutions_alone_are_learned(tokenizer, name, shown):
+    for tokens, weights in itertools.islice(encoded(tokenizer, name, seed=1), 20):
+        learned = tokenizer.decode([token for token, weight in zip(tokens, weights, strict=True) if weight])
+        assert learned.count("The answer is") >= 1
+        assert "Question" not in learned and "How many" not in learned
+        text = tokenizer.decode(tokens)
+        assert text.count("Question:") >= shown
+        assert text.count("\n\nQuestion:") == max(0, text.count("Question:") - 1)
 
 
 def test_drills_learn_results_alone(tokenizer):
-    batch = next(batches(Recipe(rows=8, cycle=("drills",)), tokenizer))
-    for row, weights in zip(batch.tokens.tolist(), batch.weights.tolist(), strict=True):
+    equations = single_steps(5)
+    for _ in range(8):
+        row, weights = drills(tokenizer, equations, 128)
         text = tokenizer.decode(row)
-        equations = re.findall(r"(\d+) ([-+×]) (\d+) = (\d+)\.", text)
-        assert len(equations) == 21
+        found = re.findall(r"(\d+) ([-+×]) (\d+) = (\d+)\.", text)
+        assert len(row) == len(weights) == 128 and len(found) == 21
         learned = [tokenizer.decode([token]) for token, weight in zip(row, weights, strict=True) if weight]
-        assert learned == [result for *_, result in equations]
-        for left, operator, right, _ in equations:
+        assert learned == [result for *_, result in found]
+        for left, operator, right, _ in found:
             assert Problem("", (Step(int(left), operator, int(right)),)).split == "train"
-
-
-def test_the_stream_is_a_function_of_the_seed(tokenizer):
-    first, again, other = (next(batches(Recipe(seed=seed), tokenizer)) for seed in (0, 0, 1))
-    assert same(first, again)
-    assert not same(first, other)
-
-
-@pytest.mark.slow
-def test_the_recipe_makes_a_checkpoint_with_its_record_and_its_curve(tmp_path, capsys):
-    out = tmp_path / "nano"
-    main(out, Recipe(steps=2, warmup=0, rows=2, cycle=("short",)), questions=2)
-    assert set(json.loads(capsys.readouterr().out)) == {"alone", "after_four_examples", "chat"}
-    record = json.loads((out / "training.json").read_text())
-    assert [point["step"] for point in record["curve"]] == [2]
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    model = ling3.load(out)
-    assert model.lm_head.weight.dtype == jnp.bfloat16
-    assert model.model.norm.weight.dtype == jnp.float32
-    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == record["parameters"]
-    assert ling3.load_tokenizer(out).eos_token_ids == (0, 1)
 
 
 def test_a_vocabulary_too_small_is_refused():

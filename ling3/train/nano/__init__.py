@@ -1,12 +1,13 @@
-"""*nano*: a Ling-3 of 1.3 million parameters that answers grade-school word problems step by step.
+"""*nano*: a Ling-3 of 1.6 million parameters with ten skills, for which it needs every mechanism of the family.
 
-`problems` is its data, `recipe` trains it, `exam` examines it. The recipe's public names are importable from here, too.
+`skills` are what it learns, each with its texts and its exam, `mixture` makes rows of them, `recipe` trains it. The
+recipe's public names are importable from here, too.
 """
 
 from importlib import import_module
 from typing import Any
 
-_RECIPE = ("Recipe", "batches", "corpus", "make")
+_RECIPE = ("NANO", "WITHOUT", "Recipe", "make")
 
 
 def __getattr__(name: str) -> Any:

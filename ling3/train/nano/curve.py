@@ -1,22 +1,25 @@
 """The plot of a training run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
+STYLES = ("-", "--", ":", "-.")
 
-def draw(curve: Sequence[dict[str, float]], path: Path) -> None:
-    """Writes a PNG: the training loss (log scale) and the share of unseen problems solved, over tokens seen."""
+
+def draw(curve: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Writes a PNG: the training loss (log scale) and each skill's share of right held-out answers, over tokens seen."""
     millions = [point["tokens"] / 1e6 for point in curve]
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    loss = figure.add_subplot()
-    solved = loss.twinx()
-    loss.semilogy(millions, [point["loss"] for point in curve], color="tab:blue")
-    solved.plot(millions, [point["solved"] for point in curve], color="tab:orange")
-    loss.set(xlabel="training tokens, millions", title="nano")
-    loss.set_ylabel("loss of solution tokens, nats", color="tab:blue")
-    solved.set_ylabel("held-out problems solved", color="tab:orange")
-    solved.set_ylim(0, 1.02)
-    loss.grid(alpha=0.3)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    loss, right = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
+    loss.semilogy(millions, [point["loss"] for point in curve], color="black")
+    loss.set(ylabel="loss of answers, nats", title="nano")
+    for i, name in enumerate(curve[-1]["right"]):
+        right.plot(millions, [point["right"][name] for point in curve], STYLES[i // 5], color=f"C{i % 5}", label=name)
+    right.set(xlabel="training tokens, millions", ylabel="held-out answers right", ylim=(-0.02, 1.02))
+    right.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    for axes in (loss, right):
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

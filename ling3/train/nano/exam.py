@@ -2,15 +2,11 @@
 
 from collections.abc import Sequence
 
-import equinox as eqx
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
 
 from ling3.generate import generate
 from ling3.model import CausalLM
 from ling3.text.tokenizer import Tokenizer
-from ling3.train.loop import Batch
 from ling3.train.nano.problems import ask, chat_prompt, exam, last_number, worked_examples
 
 
@@ -36,10 +32,3 @@ def examine(model: CausalLM, tokenizer: Tokenizer, count: int) -> dict[str, floa
         "chat": [chat_prompt(problem) for problem in asked],
     }
     return {name: float(np.mean(exact_answers(model, tokenizer, text, answers))) for name, text in prompts.items()}
-
-
-@eqx.filter_jit
-def solved(model: CausalLM, batch: Batch) -> Bool[Array, " batch"]:
-    """For each row, True if every learned token is the likeliest one: greedy decoding would reproduce the solution."""
-    best = jnp.argmax(model(batch.tokens)[:, :-1], axis=-1)
-    return jnp.all((best == batch.tokens[:, 1:]) | (batch.weights[:, 1:] == 0), axis=1)

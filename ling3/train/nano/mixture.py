@@ -1,4 +1,4 @@
-"""Rows of texts of many skills, without padding: what nano's second edition is trained on.
+"""Rows of texts of many skills, without padding: what nano is trained on.
 
 A row has whole texts, each closed by its skill's control token, and equations of `drills` where no more text fits.
 Shares are of tokens: the next text is of the skill that is furthest behind its share. All is decided by the seed.
@@ -13,8 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ling3.train.loop import Batch
-from ling3.train.nano.recipe import corpus as problem_corpus
-from ling3.train.nano.recipe import drills, single_steps
+from ling3.train.nano.drills import drills, single_steps
+from ling3.train.nano.problems import SYSTEM_TURN, ask, problems
 from ling3.train.nano.skills import SKILLS, encode
 from ling3.train.nano.skills.skill import Row
 
@@ -79,8 +79,10 @@ def batches(tokenizer: Tokenizer, cycle: Sequence[Rows], seed: int) -> Iterator[
 
 
 def corpus(seed: int, size: int = 1000) -> Iterator[str]:
-    """The text that the tokenizer is trained on: `size` texts of each skill, and the problems of the first edition."""
-    yield from problem_corpus(seed)
+    """The text that the tokenizer is trained on: `size` texts of each skill, more problems, and what a chat adds."""
+    for problem in itertools.islice(problems(seed, "train"), 5 * size):
+        yield f"{ask(problem)} {problem.solution}\n\n"
+    yield from [SYSTEM_TURN, "<role>HUMAN</role>", "<role>ASSISTANT</role>", "detailed thinking on"] * (size // 4)
     for skill in SKILLS.values():
         for text in itertools.islice(skill.texts(seed, "train"), size if skill.longest <= 256 else size // 10):
             yield text.prompt + text.answer

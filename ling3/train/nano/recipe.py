@@ -1,38 +1,79 @@
 """How *nano* is made: its config, its training data, and the run that writes the checkpoint.
 
-A short row holds documents of one problem each (`Question: … Answer: …`, or a chat turn); a long row is one document of
-as many problems as fit, so that the model learns to use worked examples. Only solutions are learned: the tokens of
-questions have weight 0. Drills, which are equations without a story, fill the rest of a row and half of the batches.
+Ling-3's own pattern, three KDA layers to one of MLA, trained on a mixture of skills each of which needs some mechanism.
+With `without` the same recipe trains a model that lacks one from the start: what a trained model relies on is not what
+it needed.
 """
 
 import dataclasses
 import itertools
 import json
-import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import tyro
 from tokenizers import Tokenizer
 
 from ling3.checkpoint import load
 from ling3.checkpoint.saving import save
 from ling3.families import init
 from ling3.families.ling3_config import Ling3Config
+from ling3.layers.kda import KDA, bias_of_rate
+from ling3.layers.linear import Linear
+from ling3.layers.moe import MoE
 from ling3.model import CausalLM
 from ling3.text.tokenizer import load_tokenizer
 from ling3.train.loop import Batch, Optimization, Progress, train
-from ling3.train.nano.exam import examine, solved
-from ling3.train.nano.problems import SYSTEM_TURN, Problem, Step, ask, chat_prompt, exam, problems
-from ling3.train.nano.skills.skill import Row, Segment, encode
+from ling3.train.nano.mixture import Rows, batches, corpus
+from ling3.train.nano.skills import SKILLS
+from ling3.train.nano.skills.exam import right_answers
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
-TOKENS_PER_EQUATION = 6
+BEGINNING = Rows(count=12, length=256, shares={"recall": 0.3, "copying": 0.3, "positions": 0.4})
+"""What is learned first: answers that stand in the text. Where anything else is learned beside them, the first layer
+learns to do without the others."""
+
+SHORT = Rows(
+    count=12,
+    length=256,
+    shares={
+        "problems": 0.19,
+        "chat": 0.08,
+        "drills": 0.14,
+        "recall": 0.10,
+        "resets": 0.07,
+        "copying": 0.10,
+        "facts": 0.20,
+        "tracking": 0.05,
+        "positions": 0.07,
+    },
+)
+LONG = Rows(count=2, length=1536, shares={"long_recall": 0.75, "examples": 0.25})
+
+WITHOUT: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "KDA": {"attention": "mla"},
+    "MLA": {"attention": "kda"},
+    "KDA output gate": {"kda_output_gate": "none"},
+    "MLA output gate": {"mla_output_gate": "none"},
+    "decay": {"kda_decay": False},
+    **{f"bound -{nats:g}": {"kda_lower_bound": -nats} for nats in (0.1, 1.0, 10.0, 20.0)},
+    "bound": {"kda_lower_bound": None},
+    "beta": {"kda_beta": 1.0},
+    "short convolution": {"kda_short_conv": False},
+    "RoPE": {"mla_rope": False},
+    "routed experts": {"first_k_dense_replace": 4},
+    "several experts": {"num_experts_per_tok": 1},
+    "routing bias": {"moe_router_enable_expert_bias": False},
+    "shared expert": {"num_shared_experts": 0},
+}
+"""What can be left out from the start, and the config's fields that say so. `bound` leaves the softplus law."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,125 +81,114 @@ class Recipe:
     """Everything that determines nano; the defaults are those of the shipped checkpoint."""
 
     seed: int = 0
-    steps: int = 1800
-    learning_rate: float = 6e-3
-    warmup: int = 50
-    vocab_size: int = 704
-    rows: int = 16
-    row_length: int = 128
-    long_rows: int = 4
-    long_row_length: int = 512
-    cycle: tuple[Literal["drills", "short", "long"], ...] = ("drills", "short", "drills", "long")
+    steps: int = 4500
+    learning_rate: float = 0.012
+    weight_decay: float = 0.5
+    warmup: int = 100
+    vocab_size: int = 1280
+    without: str = "nothing"
+    """What the model lacks, a key of `WITHOUT`: KDA, MLA, "KDA output gate", decay, "bound -1", RoPE, …"""
+    beginning: int = 600
+    """The steps on `first` alone that come first."""
+    first: Annotated[Rows, tyro.conf.Fixed] = BEGINNING
+    quiet: bool = True
+    """Whether the model begins as `quieted` has it."""
+    cycle: Annotated[tuple[Rows, ...], tyro.conf.Fixed] = (SHORT, SHORT, SHORT, LONG)
     """The kinds of batches, over and over."""
+    changes: Annotated[Mapping[str, Any], tyro.conf.Fixed] = dataclasses.field(default_factory=dict)
+    """Other values of the config's fields, for a model of another size."""
+
+    def __post_init__(self) -> None:
+        if self.without not in WITHOUT:
+            raise ValueError(f"without is {self.without!r}, expected one of {', '.join(WITHOUT)}")
 
     def config(self, tokenizer: Tokenizer) -> Ling3Config:
-        """Every mechanism of Ling-3 at a size that trains on two cores."""
+        """Ling-3's pattern at a size that trains on two cores."""
         end_of_text, end_of_turn = tokenizer.encode(END_OF_TEXT + END_OF_TURN).ids
-        return Ling3Config(
-            vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            layer_group_size=2,
-            num_attention_heads=4,
-            head_dim=32,
-            q_lora_rank=64,
-            kv_lora_rank=64,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=16,
-            v_head_dim=32,
-            rope_theta=10000.0,
-            max_position_embeddings=2048,
-            num_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            moe_shared_expert_intermediate_size=64,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            initializer_range=0.05,
-            eos_token_id=(end_of_turn, end_of_text),
-            pad_token_id=end_of_text,
-        )
+        fields: dict[str, Any] = {
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "layer_group_size": 4,
+            "first_k_dense_replace": 0,
+            "num_attention_heads": 4,
+            "head_dim": 32,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 2048,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 64,
+            "n_group": 8,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "initializer_range": 0.05,
+            "eos_token_id": (end_of_turn, end_of_text),
+            "pad_token_id": end_of_text,
+        }
+        changes = WITHOUT[self.without]
+        if self.without == "routed experts":  # what stays is the shared one
+            changes = changes | {"intermediate_size": fields["moe_shared_expert_intermediate_size"]}
+        return Ling3Config(**{**fields, **changes, **self.changes})
 
 
-def raw(problem: Problem) -> list[Segment]:
-    """The problem as plain text."""
-    return [(ask(problem), False), (f" {problem.solution}", True), (END_OF_TEXT, True)]
+LOCAL, LASTING = (2.5, 4.4), (0.001, 0.09)
+"""Nats a token by which channels forget at first whose state is gone with the next token, and those with half-lives of
+8 to 700 tokens."""
 
 
-def chat(problem: Problem) -> list[Segment]:
-    """The problem as a chat turn and its reply."""
-    return [(chat_prompt(problem), False), (problem.solution, True), (END_OF_TURN, True)]
+def quieted(model: CausalLM) -> CausalLM:
+    """The model before training with half of KDA's heads local, and with the others and all MLPs saying nothing yet.
 
-
-def corpus(seed: int, size: int = 5000) -> Iterator[str]:
-    """The text that the tokenizer is trained on."""
-    for problem in itertools.islice(problems(seed, "train"), size):
-        yield f"{ask(problem)} {problem.solution}\n\n"
-    yield from [SYSTEM_TURN, "<role>HUMAN</role>", "<role>ASSISTANT</role>", "detailed thinking on"] * (size // 20)
-
-
-def drills(tokenizer: Tokenizer, equations: Iterator[Step], room: int) -> Row:
-    """`room` tokens of bare equations, `43 + 12 = 55. 9 - 2 = 7.`, of which the results are learned.
-
-    The model learns to read long before it learns to add; drills are the cheapest practice in arithmetic.
+    A state that lasts says from the first step something random about all tokens so far, as loud as anything else, and
+    in this noise the layers above it hardly learn. So the heads whose memory lasts begin with zeros in `o_proj`, and
+    MLPs and experts with zeros in `down_proj`.
     """
-    text = " ".join(str(next(equations)) for _ in range(room // TOKENS_PER_EQUATION))
-    tokens = tokenizer.encode(text).ids
-    equals = tokenizer.encode("1 = 1").ids[1]
-    weights = [float(place > 0 and tokens[place - 1] == equals) for place in range(len(tokens))]
-    missing = room - len(tokens)
-    return tokens + tokenizer.encode(END_OF_TEXT).ids * missing, weights + [0.0] * missing
+    mixers = [layer.attention for layer in model.model.layers]
+    quiet = [_quiet(mixer) if isinstance(mixer, KDA) else mixer for mixer in mixers]
+    model = eqx.tree_at(lambda model: [layer.attention for layer in model.model.layers], model, quiet)
+    return eqx.tree_at(_outputs, model, replace_fn=jnp.zeros_like)
 
 
-def short_documents(tokenizer: Tokenizer, stream: Iterator[Problem], seed: int) -> Iterator[Row]:
-    """Each problem as a document of its own: three in four as plain text, one as a chat turn."""
-    rng = random.Random(seed)
-    for problem in stream:
-        yield encode(tokenizer, chat(problem) if rng.random() < 0.25 else raw(problem))
+def _outputs(model: CausalLM) -> list[Any]:
+    """The weights from which MLPs and experts add to the residual stream."""
+    mlps = [layer.mlp for layer in model.model.layers]
+    parts = [part for mlp in mlps for part in ((mlp.experts, mlp.shared_experts) if isinstance(mlp, MoE) else (mlp,))]
+    return [part.down_proj.weight for part in parts if part is not None]
 
 
-def packed(
-    tokenizer: Tokenizer, documents: Iterator[Row], equations: Iterator[Step], length: int, between: list[int]
-) -> Iterator[Row]:
-    """Rows of `length` tokens: as many documents as fit, and drills after them.
-
-    The tokens `between`, if any, stand between two documents in place of the first one's end-of-text token.
-    """
-    tokens, weights = [], []
-    for more_tokens, more_weights in documents:
-        if len(tokens) + len(more_tokens) > length:
-            fill, fill_weights = drills(tokenizer, equations, length - len(tokens))
-            yield tokens + fill, weights + fill_weights
-            tokens, weights = [], []
-        if tokens and between:
-            tokens[-1:], weights[-1:] = between, [0.0] * len(between)
-        tokens += more_tokens
-        weights += more_weights
+def _quiet(kda: KDA) -> KDA:
+    if kda.dt_bias is None or not isinstance(kda.o_proj, Linear):  # without a decay all of it lasts
+        return kda
+    assert kda.A_log is not None
+    lasting, bound = kda.dt_bias.size // 2, kda.lower_bound
+    rates = jnp.concatenate([jnp.geomspace(*LASTING, lasting), jnp.linspace(*LOCAL, kda.dt_bias.size - lasting)])
+    if bound is not None:
+        rates = jnp.minimum(rates, -0.9 * bound)
+    biases = bias_of_rate(rates, jnp.repeat(jnp.exp(kda.A_log), kda.dt_bias.size // kda.A_log.size), bound)
+    weight = kda.o_proj.weight.at[:, :lasting].set(0)
+    return eqx.tree_at(lambda kda: (kda.dt_bias, kda.o_proj.weight), kda, (biases, weight))
 
 
-def single_steps(seed: int) -> Iterator[Step]:
-    """The equations of training problems, without those that would by themselves be a held-out solution."""
-    for problem in problems(seed, "train"):
-        yield from (step for step in problem.steps if Problem("", (step,)).split == "train")
+def stream(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
+    """The batches of a run: `beginning` of `first`, then those of the `cycle`."""
+    yield from itertools.islice(batches(tokenizer, (recipe.first,), recipe.seed + 1), recipe.beginning)
+    yield from batches(tokenizer, recipe.cycle, recipe.seed + 1)
 
 
-def batches(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Batch]:
-    """The training stream: batches of one kind of row each, in the order of `recipe.cycle`."""
-    stream, seed = problems(recipe.seed + 1, "train"), recipe.seed
-    short, long = short_documents(tokenizer, stream, seed + 2), (encode(tokenizer, raw(p)) for p in stream)
-    blank_line = tokenizer.encode("\n\n").ids
-    drill = single_steps(seed + 5)
-    rows = {
-        "drills": (drills(tokenizer, drill, recipe.row_length) for _ in itertools.count()),
-        "short": packed(tokenizer, short, single_steps(seed + 3), recipe.row_length, []),
-        "long": packed(tokenizer, long, single_steps(seed + 4), recipe.long_row_length, blank_line),
-    }
-    for kind in itertools.cycle(recipe.cycle):
-        count = recipe.long_rows if kind == "long" else recipe.rows
-        tokens, weights = zip(*itertools.islice(rows[kind], count), strict=True)
-        yield Batch(jnp.array(tokens, jnp.int32), jnp.array(weights, jnp.float32))
+def shares_right(model: CausalLM, tokenizer: Any, names: list[str], count: int) -> dict[str, float]:
+    """Each skill's share of right answers to its first `count` held-out texts, an eighth as many of long ones."""
+    shares = {}
+    for name in names:
+        texts = SKILLS[name].exam(count if SKILLS[name].longest <= 256 else -(-count // 8))
+        shares[name] = sum(right_answers(model, tokenizer, texts)) / len(texts)
+    return shares
 
 
 def as_stored(model: CausalLM) -> CausalLM:
@@ -167,36 +197,48 @@ def as_stored(model: CausalLM) -> CausalLM:
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), model, stored)
 
 
-def make(out: Path, recipe: Recipe, questions: int = 500) -> dict:
-    """Trains nano into the directory `out`, in the published layout, and returns its record (`training.json`).
+def make(out: Path, recipe: Recipe, questions: int = 500, every: int = 200) -> dict[str, Any]:
+    """Trains the model into the directory `out`, in the published layout, and returns its record (`training.json`).
 
-    The checkpoint on disk is replaced every 200 steps. Progress goes to stderr.
+    Every `every` steps some held-out texts of each skill of the mixture are asked; every 1,000 steps the checkpoint on
+    disk is replaced. Progress goes to stderr.
     """
     start = time.monotonic()
-    tokenizer = train_tokenizer(corpus(recipe.seed), recipe.vocab_size)
-    model = init(recipe.config(tokenizer), key=jax.random.key(recipe.seed))
-    rows = [encode(tokenizer, raw(problem)) for problem in exam(100)]
-    padding = [0] * recipe.row_length
-    unseen = Batch(
-        jnp.array([(tokens + padding)[: recipe.row_length] for tokens, _ in rows], jnp.int32),
-        jnp.array([(weights + padding)[: recipe.row_length] for _, weights in rows], jnp.float32),
-    )
-    record: dict = {"recipe": dataclasses.asdict(recipe), "curve": []}
+    record: dict[str, Any] = {"recipe": json.loads(json.dumps(dataclasses.asdict(recipe))), "curve": []}
+    trained = train_tokenizer(corpus(recipe.seed), recipe.vocab_size)
+    model = init(recipe.config(trained), key=jax.random.key(recipe.seed))
+    model = quieted(model) if recipe.quiet else model
+    record["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+
+    def write(model: CausalLM) -> None:
+        save(as_stored(model), out, overwrite=True)
+        write_tokenizer(trained, out, model.config.max_position_embeddings)
+        (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+    write(model)  # an unsuitable directory is told at once, not after the first thousand steps
+    tokenizer = load_tokenizer(out)
+    mixed = {name for rows in recipe.cycle for name, share in rows.shares.items() if share > 0}
+    names = [name for name in SKILLS if name in mixed]
 
     def report(progress: Progress, model: CausalLM) -> None:
-        point = dataclasses.asdict(progress) | {"solved": float(jnp.mean(solved(model, unseen)))}
-        record["curve"].append({name: round(value, 5) for name, value in point.items()})
-        line = f"step {progress.step} of {recipe.steps}: loss {progress.loss:.4f}, {point['solved']:.0%} solved"
-        print(line, file=sys.stderr)
-        if progress.step % 200 == 0 or progress.step == recipe.steps:
-            save(as_stored(model), out, overwrite=True)
-            write_tokenizer(tokenizer, out, model.config.max_position_embeddings)
-            (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+        point = {name: round(value, 5) for name, value in dataclasses.asdict(progress).items()}
+        record["curve"].append(point | {"right": shares_right(model, tokenizer, names, 64)})
+        right = ", ".join(f"{name} {share:.2f}" for name, share in record["curve"][-1]["right"].items())
+        print(f"step {progress.step} of {recipe.steps}: loss {progress.loss:.4f}; {right}", file=sys.stderr)
+        if progress.step % 1000 == 0 or progress.step == recipe.steps:
+            write(model)
 
-    optimization = Optimization(recipe.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup)
-    model = train(model, batches(recipe, tokenizer), optimization, every=50, report=report)
+    optimization = Optimization(
+        recipe.steps,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        warmup=recipe.warmup,
+    )
+    train(model, stream(trained, recipe), optimization, every=every, report=report)
     record["minutes"] = round((time.monotonic() - start) / 60, 1)
-    record["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
-    record["exact_answers"] = examine(load(out), load_tokenizer(out), questions)
+    record["right"] = shares_right(load(out), tokenizer, names, questions)
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     return record
+
+
+NANO = Recipe()

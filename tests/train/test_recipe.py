@@ -1,4 +1,4 @@
-"""Nano's second edition: its size and pattern, what can be left out, and a run of two steps."""
+"""Nano's recipe: the model's size and pattern, what can be left out, and a run of two steps."""
 
 import itertools
 import json
@@ -14,17 +14,17 @@ from experiments import nano_probes
 from ling3.cache import Span
 from ling3.families import init
 from ling3.layers.kda import KDA
+from ling3.train.__main__ import main
 from ling3.train.nano.mixture import DRILLS, Rows, corpus
-from ling3.train.nano.second_edition import (
+from ling3.train.nano.recipe import (
     BEGINNING,
-    EDITION,
     LASTING,
     LOCAL,
     LONG,
+    NANO,
     SHORT,
     WITHOUT,
-    SecondEdition,
-    make,
+    Recipe,
     quieted,
     stream,
 )
@@ -46,7 +46,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(corpus(0, size=400), EDITION.vocab_size)
+    return train_tokenizer(corpus(0, size=400), NANO.vocab_size)
 
 
 def shapes(config):
@@ -54,29 +54,29 @@ def shapes(config):
 
 
 def test_it_has_ling_3s_pattern_and_fits_eight_mebibytes(tokenizer):
-    config = EDITION.config(tokenizer)
+    config = NANO.config(tokenizer)
     kinds = [(config.attention_kind(layer), config.mlp_kind(layer)) for layer in range(config.num_hidden_layers)]
     assert kinds == [("kda", "moe"), ("kda", "moe"), ("kda", "moe"), ("mla", "moe")]
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(config)))
     assert 2 * 2**20 < nbytes < 8 * 2**20 - 200_000  # room for the file's header and a tokenizer of all words
-    longest = max(rows.length for rows in EDITION.cycle)
+    longest = max(rows.length for rows in NANO.cycle)
     assert longest <= config.max_position_embeddings
 
 
 @pytest.mark.parametrize("without", WITHOUT)
 def test_what_is_left_out_is_not_there(without, tokenizer):
-    config = SecondEdition(without=without).config(tokenizer)
-    whole, model = shapes(EDITION.config(tokenizer)), shapes(config)
+    config = Recipe(without=without).config(tokenizer)
+    whole, model = shapes(NANO.config(tokenizer)), shapes(config)
     same = jax.tree.structure(model) == jax.tree.structure(whole)
     assert same == (without == "nothing")
     if without == "routed experts":
-        size = EDITION.config(tokenizer).moe_shared_expert_intermediate_size
+        size = NANO.config(tokenizer).moe_shared_expert_intermediate_size
         assert [layer.mlp.gate_proj.shape[0] for layer in model.model.layers] == [size] * 4
 
 
 def test_an_unknown_mechanism_is_an_error():
     with pytest.raises(ValueError, match="without is 'wings', expected one of nothing, KDA"):
-        SecondEdition(without="wings")
+        Recipe(without="wings")
 
 
 def test_every_skill_has_a_share_and_room():
@@ -88,7 +88,7 @@ def test_every_skill_has_a_share_and_room():
 
 
 def test_a_run_begins_with_answers_that_stand_in_the_text(tokenizer):
-    recipe = SecondEdition(beginning=3, cycle=(Rows(1, 64, {"facts": 1.0}),))
+    recipe = Recipe(beginning=3, cycle=(Rows(1, 64, {"facts": 1.0}),))
     firsts = []
     for batch in itertools.islice(stream(tokenizer, recipe), 5):
         text = " ".join(tokenizer.decode(row.tolist()) for row in batch.tokens)
@@ -99,7 +99,7 @@ def test_a_run_begins_with_answers_that_stand_in_the_text(tokenizer):
 @pytest.mark.parametrize("without", ["nothing", "KDA", "decay", "bound", "bound -0.1", "beta", "shared expert"])
 def test_a_new_model_is_quiet(without, tokenizer):
     """No MLP says anything, and what a token leaves behind in a state is hardly heard six tokens later."""
-    config = SecondEdition(without=without, changes=TINY).config(tokenizer)
+    config = Recipe(without=without, changes=TINY).config(tokenizer)
     model = init(config, key=jax.random.key(1))
     quiet = quieted(model)
     assert jax.tree.structure(quiet) == jax.tree.structure(model)
@@ -121,7 +121,7 @@ def test_a_new_model_is_quiet(without, tokenizer):
 
 @pytest.mark.parametrize("without", ["nothing", "bound -20", "bound -0.1", "bound"])
 def test_states_forget_at_first_by_the_same_rates_whatever_the_bound(without, tokenizer):
-    model = quieted(init(SecondEdition(without=without).config(tokenizer), key=jax.random.key(1)))
+    model = quieted(init(Recipe(without=without).config(tokenizer), key=jax.random.key(1)))
     kda = model.model.layers[0].attention
     assert isinstance(kda, KDA)
     rates = -kda.gates(jnp.zeros((1, 1, 128)), Span(jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)))[0].ravel()
@@ -130,15 +130,20 @@ def test_states_forget_at_first_by_the_same_rates_whatever_the_bound(without, to
 
 
 @pytest.mark.slow
-def test_two_steps_write_a_checkpoint_and_a_record(tmp_path):
+def test_two_steps_write_a_checkpoint_a_record_and_a_curve(tmp_path, capsys):
     cycle = (Rows(2, 128, {"recall": 0.5, "facts": 0.5}),)
-    recipe = SecondEdition(steps=2, warmup=1, beginning=1, cycle=cycle, changes=TINY)
-    record = make(tmp_path / "made", recipe, questions=8, every=1)
-    assert record == json.loads((tmp_path / "made" / "training.json").read_text())
+    out = tmp_path / "made"
+    main(out, Recipe(steps=2, warmup=1, beginning=1, cycle=cycle, changes=TINY), questions=8, every=1)
+    record = json.loads((out / "training.json").read_text())
     assert [point["step"] for point in record["curve"]] == [1, 2]
+    assert json.loads(capsys.readouterr().out) == record["right"]
     assert set(record["right"]) == {"recall", "facts"} == set(record["curve"][0]["right"])
-    model = ling3.load(tmp_path / "made")
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    model = ling3.load(out)
+    assert model.lm_head.weight.dtype == jnp.bfloat16
+    assert model.model.norm.weight.dtype == jnp.float32
     assert record["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert ling3.load_tokenizer(out).eos_token_ids == (0, 1)
 
 
 def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):
@@ -166,7 +171,7 @@ def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):
     nano_probes.main("recall", ("decay",), seeds=(1,), out=tmp_path)
     assert {recipe.beginning for recipe in made} == {0}  # what a probe trains on is what it names
     nano_probes.main("whole", ("nothing",), seeds=(1,), out=tmp_path / "whole")
-    assert made.pop().beginning == EDITION.beginning
+    assert made.pop().beginning == NANO.beginning
     assert len(made) == 6 and len((tmp_path / "nano_probes.jsonl").read_text().splitlines()) == 6
 
 
