@@ -128,7 +128,7 @@ def milliseconds(layer, state):
     return times
 
 
-kda, mla = nano.model.layers[0].attention, nano.model.layers[1].attention
+kda, mla = nano.model.layers[0].attention, nano.model.layers[3].attention
 measured = {
     "one KDA layer": milliseconds(kda, kda.empty_state(1, PAGES, 256, jnp.float32)),
     "one MLA layer": milliseconds(mla, mla.empty_state(1, PAGES, 256, jnp.float32)),

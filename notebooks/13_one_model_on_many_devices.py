@@ -65,9 +65,9 @@ SHOWN = {
     "KDA q_conv1d": "model.layers.0.attention.q_conv1d.weight",
     "KDA A_log": "model.layers.0.attention.A_log",
     "KDA o_proj": "model.layers.0.attention.o_proj.weight",
-    "MLA kv_a_proj": "model.layers.1.attention.kv_a_proj_with_mqa.weight",
-    "MLA kv_b_proj": "model.layers.1.attention.kv_b_proj.weight",
-    "MLA dense": "model.layers.1.attention.dense.weight",
+    "MLA kv_a_proj": "model.layers.3.attention.kv_a_proj_with_mqa.weight",
+    "MLA kv_b_proj": "model.layers.3.attention.kv_b_proj.weight",
+    "MLA dense": "model.layers.3.attention.dense.weight",
     "MLP up_proj": "model.layers.0.mlp.up_proj.weight",
     "router": "model.layers.1.mlp.gate.weight",
     "experts up_proj": "model.layers.1.mlp.experts.up_proj.weight",
@@ -327,7 +327,7 @@ assert 64 * a_token * 131072 > 32e9 > 64 / 4 * a_token * 131072
 # ```python
 # for rules in (Rules(), SUMS):
 #     for leaf, share in zip(leaves(nano), plan(nano, mesh(2), rules).shares, strict=True):
-#         if "layers.1.attention" in leaf.path and "_proj" in leaf.path:
+#         if "layers.3.attention" in leaf.path and "_proj" in leaf.path:
 #             print(leaf.path, leaf.value.shape, share.spans or "whole")
 # ```
 #
