@@ -55,11 +55,11 @@ MECHANISMS = (
     Mechanism("KDA in no layer", None, "KDA"),
     Mechanism("MLA in no layer", None, "MLA"),
     Mechanism("routed experts", "experts: none but the shared", "routed experts"),
-    Mechanism("fewer experts a token", "experts: top 2", "several experts"),
+    Mechanism("fewer experts a token", "experts: top 1", "several experts"),
     Mechanism("routing bias", "experts: no routing bias", "routing bias"),
     Mechanism("shared expert", "experts: no shared one", "shared expert"),
 )
-"""In the order of the rows. Fewer experts: two of four where it is cut, one in training."""
+"""In the order of the rows. Fewer experts: one instead of two."""
 
 Losses = Mapping[str, Mapping[str, float]]
 """The loss in each skill, by mechanism."""

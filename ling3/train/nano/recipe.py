@@ -35,7 +35,7 @@ from ling3.train.nano.skills import SKILLS
 from ling3.train.nano.skills.exam import right_answers
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
-BEGINNING = Rows(count=12, length=256, shares={"recall": 0.3, "copying": 0.3, "positions": 0.4})
+BEGINNING = Rows(count=12, length=256, shares={"copying": 0.5, "positions": 0.5})
 """What is learned first: answers that stand in the text. Where anything else is learned beside them, the first layer
 learns to do without the others."""
 
@@ -43,15 +43,15 @@ SHORT = Rows(
     count=12,
     length=256,
     shares={
-        "problems": 0.19,
-        "chat": 0.08,
-        "drills": 0.14,
+        "problems": 0.18,
+        "chat": 0.07,
+        "drills": 0.13,
         "recall": 0.10,
-        "resets": 0.07,
-        "copying": 0.10,
+        "resets": 0.06,
+        "copying": 0.12,
         "facts": 0.20,
-        "tracking": 0.05,
-        "positions": 0.07,
+        "tracking": 0.04,
+        "positions": 0.10,
     },
 )
 LONG = Rows(count=2, length=1536, shares={"long_recall": 0.75, "examples": 0.25})
@@ -82,7 +82,7 @@ class Recipe:
 
     seed: int = 0
     steps: int = 4500
-    learning_rate: float = 0.012
+    learning_rate: float = 0.01
     weight_decay: float = 0.5
     warmup: int = 100
     vocab_size: int = 1280
@@ -122,8 +122,8 @@ class Recipe:
             "rope_theta": 10000.0,
             "max_position_embeddings": 2048,
             "num_experts": 32,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 16,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
             "moe_shared_expert_intermediate_size": 64,
             "n_group": 8,
             "topk_group": 2,
