@@ -68,9 +68,9 @@ SHOWN = {
     "MLA kv_a_proj": "model.layers.3.attention.kv_a_proj_with_mqa.weight",
     "MLA kv_b_proj": "model.layers.3.attention.kv_b_proj.weight",
     "MLA dense": "model.layers.3.attention.dense.weight",
-    "MLP up_proj": "model.layers.0.mlp.up_proj.weight",
-    "router": "model.layers.1.mlp.gate.weight",
-    "experts up_proj": "model.layers.1.mlp.experts.up_proj.weight",
+    "router": "model.layers.3.mlp.gate.weight",
+    "experts up_proj": "model.layers.3.mlp.experts.up_proj.weight",
+    "shared up_proj": "model.layers.3.mlp.shared_experts.up_proj.weight",
     "lm_head": "lm_head.weight",
     "KDA state": None,
     "MLA latents": None,
@@ -104,10 +104,11 @@ for ax, (title, found) in zip(axes, pictures.items(), strict=True):
             cell = (device + 0.08, row + 0.1)
             ax.add_patch(Rectangle(cell, 0.84, 0.8, facecolor="0.93"))
             everything = (start, end) == (0, 1)
+            look = {"alpha": 0.45, "hatch": "////", "edgecolor": "white"} if everything else {}
+            height = 0.8 * (end - start)
             ax.add_patch(
-                Rectangle((cell[0], cell[1] + 0.8 * start), 0.84, 0.8 * (end - start), facecolor=colour,
-                          alpha=0.45 if everything else 1, hatch="////" if everything else "", edgecolor="white")
-            )  # fmt: skip
+                Rectangle((cell[0], cell[1] + 0.8 * start), 0.84, height, facecolor=colour, linewidth=0, **look)
+            )
     ax.set(xlim=(0, len(spans)), ylim=(0, len(found)), title=title)
     ax.set(xticks=np.arange(len(spans)) + 0.5, xticklabels=range(len(spans)))
     ax.set(yticks=np.arange(len(found)) + 0.5, yticklabels=reversed(found))
@@ -118,12 +119,13 @@ plt.show()
 
 # %% [markdown]
 # Experts, vocabulary and KDA's heads are cut. Four heads on eight devices make pairs of neighbours that have the same
-# head, and of 689 rows of the vocabulary, dealt out by multiples of 64, the last two devices have none. What is small
-# is whole: routers, the projection to MLA's latent, norms.
+# head, and of 1,237 rows of the vocabulary, dealt out by multiples of 64, the last of eight devices has none. What is
+# small is whole: routers, the projection to MLA's latent, norms.
 #
-# On four and eight devices `q_proj` and others are whole as well, though they have heads. Each device would compute 32
-# or 16 of their 128 outputs, and XLA may sum a product with so few columns in another order; `ling3` then lets every
-# device compute all and keep its own, so that each product is the sum that one device makes. (What is left of a
+# On four and eight devices `q_proj` and others are whole as well, though they have heads, and on two already the shared
+# expert's `up_proj`, though it has channels. Each device would compute 32 or fewer of their outputs, and XLA may sum a
+# product with so few columns in another order; `ling3` then lets every device compute all and keep its own, so that
+# each product is the sum that one device makes. (What is left of a
 # difference below is arithmetic between products, which XLA rounds otherwise for fewer heads; `Rules(same_bits=True)`
 # does that for all heads everywhere, and apart from the products.) With `Rules(sums=True)` everything is cut, and
 # matrices whose inputs are cut give partial sums that are added up. In a model of the published sizes this concerns
@@ -177,8 +179,10 @@ for each in by_source(steps[4]):
 # of float32:
 #
 # - a row of the embedding is on one device, and the others add zeros: 16 · 128 numbers, summed;
-# - `o_proj`, `dense` and `down_proj` need all heads or channels: 16 · 128 and 16 · 384 inputs, gathered;
-# - experts: each of a token's two choices is on one device, and the others add zeros: 16 · 2 · 128 numbers, summed;
+# - `o_proj` or `dense`, and the shared expert's `down_proj`, need all heads or channels: 16 · 128 and 16 · 64 inputs in
+#   each layer, gathered;
+# - experts: each of a token's two choices is on one device, and the others add zeros: 16 · 2 · 128 numbers in each
+#   layer, summed;
 # - logits: 16 rows of the vocabulary, filled up to a multiple of 64 on each device, gathered.
 #
 # Nothing else, and above all no weights.
@@ -186,16 +190,16 @@ for each in by_source(steps[4]):
 # %%
 config = nano.config
 HEADS, HIDDEN, WIDE = config.num_attention_heads, config.hidden_size, 4 * ROWS  # bytes of a channel in all rows
-SPARSE = config.num_hidden_layers - config.first_k_dense_replace
+LAYERS = config.num_hidden_layers  # each with routed experts and a shared one
 
 
 def by_hand(n):
     gathered, summed = (n - 1) / n, 2 * (n - 1) / n
     heads = HEADS * config.head_dim * max(1, n // HEADS)  # those that two devices have come twice
-    inputs = config.num_hidden_layers * heads + config.intermediate_size + SPARSE * config.moe_intermediate_size
-    outputs = (config.num_hidden_layers + 1 + SPARSE) * HIDDEN if HIDDEN % (64 * n) == 0 else 0  # where rows are cut
+    inputs = LAYERS * (heads + config.moe_shared_expert_intermediate_size)
+    outputs = 2 * LAYERS * HIDDEN if HIDDEN % (64 * n) == 0 else 0  # where rows are cut
     logits = n * -(-config.vocab_size // (64 * n)) * 64
-    zeros = HIDDEN + SPARSE * config.num_experts_per_tok * HIDDEN
+    zeros = HIDDEN + LAYERS * config.num_experts_per_tok * HIDDEN
     return WIDE * (gathered * (inputs + outputs + logits) + summed * zeros)
 
 
@@ -253,8 +257,8 @@ plt.show()
 
 # %%
 def mine(model):
-    """The states of the first two layers on the first device: KDA's matrices, MLA's latents."""
-    kda, mla, *_ = eqx.filter_jit(lambda model: model.init_cache(2, 256).layers)(model)
+    """The states of the last two layers on the first device: KDA's matrices, MLA's latents."""
+    *_, kda, mla = eqx.filter_jit(lambda model: model.init_cache(2, 256).layers)(model)
     assert isinstance(kda, KDAState) and isinstance(mla, Paged)
     return kda.recurrent.addressable_shards[0].data, mla.entries.addressable_shards[0].data
 
@@ -345,7 +349,7 @@ assert 64 * a_token * 131072 > 32e9 > 64 / 4 * a_token * 131072
 #
 # <details><summary>Solution</summary>
 #
-# Without `config.num_experts_per_tok *` in `zeros`, 138,240 bytes instead of 175,104: the experts' rows are half as
+# Without `config.num_experts_per_tok *` in `zeros`, 159,744 bytes instead of 208,896: the experts' rows are half as
 # many, and all else is as it was. (With 8 experts to a token they would be an eighth.) Lost would be the order of the
 # sum: a token's outputs would be added device by device, so its last bits would depend on where its experts lie, and
 # with them on the number of devices.
