@@ -40,6 +40,9 @@ from ling3.interpret.inspect import report
 from ling3.layers.moe import Router
 from ling3.train import BalancedRouter, excess_load
 from ling3.train.nano.problems import ask, problems
+from ling3.train.nano.skills import SKILLS
+from ling3.train.nano.skills.exam import right_answers
+from ling3.train.nano.skills.facts import ATTRIBUTES, fact, never_first, subjects
 
 plots.use()
 tiny, nano, tok = ling3.Ling3Config(), ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
@@ -111,8 +114,8 @@ assert all(len({e // 16 for e in row}) <= 4 for row in chosen)
 # %% [markdown]
 # ## The bias chooses and never weighs
 #
-# $b$ appears in $c$ alone. So a change of the biases that leaves the choice as it is leaves the outputs *bit for bit*
-# as they are, and no gradient reaches a bias. Both on nano's own first mixture, on the hidden states of word problems:
+# $b$ appears in $c$ alone. So a token that keeps its experts while the biases change keeps its output *bit for bit*,
+# and no gradient reaches a bias. Both on nano's own first mixture, on the hidden states of word problems:
 
 # %%
 rows = (tok.encode(f"{ask(p)} {p.solution}") for p in problems(4, "held_out"))
@@ -132,7 +135,7 @@ def mixture_inputs(model, tokens):
 
 SPAN, TOKENS = ling3.cache.Span.whole(48, 40), ling3.cache.Span.whole(1, 200)
 inputs = mixture_inputs(nano, tokens)
-moe, x = nano.model.layers[1].mlp, inputs[1][:200]
+moe, x = nano.model.layers[0].mlp, inputs[0][:200]
 
 
 def with_bias(moe, bias):
@@ -141,13 +144,15 @@ def with_bias(moe, bias):
 
 run = jax.jit(lambda moe, x: (moe.gate(x)[0], moe(x[None], TOKENS)[0]))
 chosen, y = run(moe, x)
-nudged = with_bias(moe, moe.gate.expert_bias + 1e-5 * jnp.asarray(rng.standard_normal(8), jnp.float32))
+nudged = with_bias(moe, moe.gate.expert_bias + 0.003 * jnp.asarray(rng.standard_normal(32), jnp.float32))
 shifted = with_bias(moe, moe.gate.expert_bias + 0.5)  # all biases by the same: the order of the c is the same
-for other in (nudged, shifted):
+for name, other in {"nudged": nudged, "shifted": shifted}.items():
     chosen_now, y_now = run(other, x)
-    assert jnp.array_equal(chosen_now, chosen) and jnp.array_equal(y_now, y)
+    same = jnp.all(chosen_now == chosen, axis=1)
+    print(f"biases {name}: {100 * same.mean():.0f} % of the tokens keep their four experts, in the same order")
+    assert jnp.array_equal(y_now[same], y[same]) and same.mean() > {"nudged": 0.5, "shifted": 0.98}[name]
 gradient = jax.grad(lambda bias: jnp.sum(with_bias(moe, bias)(x[None], TOKENS) ** 2))(moe.gate.expert_bias)
-assert jnp.array_equal(gradient, jnp.zeros(8))
+assert jnp.array_equal(gradient, jnp.zeros(32))
 
 # %% [markdown]
 # Would weighing by $c$ have done as well? Then the shift by 0.5, which changes no choice, would pull all weights
@@ -202,7 +207,7 @@ assert max(rates["struck out with −∞"]) == 0 and rates["struck out with 0"][
 pull = jax.grad(
     lambda bias: jnp.sum(BalancedRouter(eqx.tree_at(lambda r: r.expert_bias, moe.gate, bias))(x)[1]),
 )(moe.gate.expert_bias)
-np.testing.assert_array_equal(pull, excess_load(moe.gate(x)[0], 8))
+np.testing.assert_array_equal(pull, excess_load(moe.gate(x)[0], 32))
 np.testing.assert_allclose(jnp.sum(pull), 0.0, atol=1e-6)
 
 # %% [markdown]
@@ -263,21 +268,39 @@ assert early[0.01] < early[0.001] < early[0.0]
 # %% [markdown]
 # A small $u$ takes longer, a large one never comes to rest, since a sign always takes its whole step. With $u = 0.001$
 # what is left in the end is chance: 2,048 choices per batch fall on 32 experts with some unevenness even if all are
-# equally likely. nano was trained with this $u$ for 1,800 steps, DeepSeek-V3 with the same for nearly all of its own.
+# equally likely. nano was trained with this $u$ for 4,500 steps, DeepSeek-V3 with the same for nearly all of its own.
 #
 # ## What nano's experts do
 #
-# nano has 8 experts in 4 groups of 2 in each of three layers, and a token takes 2 experts of 2 groups. Loads over 48
-# held-out problems, from `ling3.trace`, as trained and with the biases set to zero. The effective number of experts is
-# $2^{H}$ with $H = -\sum f\log_2 f$; 8 would be even.
+# nano has 32 experts in 8 groups of 4 in each of its four layers, and a token takes 2 of them, from at most 2 groups.
+# Loads over texts of its skills, one after another as in training, from `ling3.trace`: as trained, and with the biases
+# set to zero. The effective number of experts is $2^{H}$ with $H = -\sum f\log_2 f$; 32 would be even.
 
 # %%
-unbiased = eqx.tree_at(
-    lambda m: [layer.mlp.gate.expert_bias for layer in m.model.layers[1:]], nano, replace_fn=jnp.zeros_like
-)
-traces = {"as trained": ling3.trace(nano, tokens, logit_lens=False)}
-traces["biases zeroed"] = ling3.trace(unbiased, tokens, logit_lens=False)
-seen = {name: trace.moe for name, trace in traces.items()}
+layers, experts, top_k = nano.config.num_hidden_layers, nano.config.num_experts, nano.config.num_experts_per_tok
+skills = ("problems", "facts", "recall", "resets", "copying", "tracking", "positions")
+
+
+def row(skill, seed, length=128):
+    """Tokens of texts of one skill, each closed by the control token that ends a text."""
+    tokens, texts = [], SKILLS[skill].texts(seed, "train")
+    while len(tokens) < length:
+        text = next(texts)
+        tokens += [*tok.encode(text.prompt + text.answer), nano.config.pad_token_id]
+    return tokens[:length]
+
+
+tokens = jnp.asarray([row(skill, seed) for skill in skills for seed in range(8)], jnp.int32)
+
+
+def changed(what, by, model=nano):
+    """The model with an array of each of its mixtures replaced."""
+    return eqx.tree_at(lambda m: [what(layer.mlp) for layer in m.model.layers], model, replace_fn=by)
+
+
+unbiased = changed(lambda moe: moe.gate.expert_bias, jnp.zeros_like)
+variants = {"as trained": nano, "biases zeroed": unbiased}
+seen = {name: ling3.trace(model, tokens, logit_lens=False).moe for name, model in variants.items()}
 
 
 def effective(load):
@@ -285,129 +308,129 @@ def effective(load):
     return 2 ** -np.sum(load * np.log2(np.maximum(load, 1e-12)))
 
 
-fig, axes = plt.subplots(1, 3, figsize=(10, 3), sharey=True)
-for ax, i in zip(axes, (1, 2, 3)):
-    for k, (name, layers) in enumerate(seen.items()):
-        load, look = np.asarray(layers[i].load), {"edgecolor": plots.BLACK, "linewidth": 0.4}
-        look |= {"color": (plots.BLUE, plots.ORANGE)[k], "hatch": plots.HATCHES[k]}
-        ax.bar(np.arange(8) + 0.4 * k - 0.2, 100 * load, 0.4, label=f"{name}: {effective(load):.1f}", **look)
-    ax.axhline(12.5, color=plots.BLACK, linewidth=0.8)
-    ax.set(title=f"layer {i}", xlabel="expert", xticks=range(8), ylim=(0, 45))
+fig, axes = plt.subplots(1, layers, figsize=(10, 2.8), sharey=True)
+for i, ax in enumerate(axes):
+    looks = ((plots.BLUE, "-"), (plots.ORANGE, "--"))
+    for (name, traced), (colour, style) in zip(seen.items(), looks):
+        load = np.sort(np.asarray(traced[i].load))[::-1]
+        look = {"color": colour, "linestyle": style, "marker": "", "label": f"{name}: {effective(load):.1f}"}
+        ax.step(range(experts), 100 * experts * load, where="mid", **look)
+    ax.axhline(100, color=plots.BLACK, linewidth=0.8)
+    ax.set(title=f"layer {i}", xlabel="expert, busiest first", ylim=(0, None))
     ax.legend(fontsize=8, title="effective experts", title_fontsize=8)
-    ax.grid(axis="x", visible=False)
-axes[0].set_ylabel("share of choices, %")
+axes[0].set_ylabel("load, % of a fair share")
 plt.show()
-for i in (1, 2, 3):
-    assert effective(seen["as trained"][i].load) > effective(seen["biases zeroed"][i].load)
+for i in range(layers):
+    first, second = (np.sort(np.asarray(traced[i].chosen), axis=-1) for traced in seen.values())
+    moved = np.mean(np.any(first != second, axis=-1))
+    print(f"layer {i}: the bias changes at least one expert of {100 * moved:.0f} % of the tokens")
+    assert effective(seen["as trained"][i].load) > effective(seen["biases zeroed"][i].load) and moved > 0.1
     np.testing.assert_allclose(np.sum(seen["as trained"][i].load), 1.0, rtol=1e-6)
 
 # %% [markdown]
-# How many tokens does the bias send elsewhere, and does it matter? The measure is the mean loss over the tokens of 96
-# held-out solutions, since nearly all answers stay right. For comparison: every token to the same two experts; every
-# token to its *worst* experts (router weights negated); no routed experts; none at all.
+# Does it matter where the bias sends a token? And what are experts for at all? Two skills can tell. A *fact* is learned
+# by heart: nano was told four things about each of 2,048 people, and says what `About Anna fox: likes` goes on with. A
+# *problem* needs arithmetic. Below, the shares of both that are right if every token goes to the same experts; to its
+# *worst* ones (router weights negated); if the routed experts or the shared one say nothing; or all of them.
 
 # %%
-for i in (1, 2, 3):
-    first, second = (np.sort(np.asarray(layers[i].chosen), axis=-1) for layers in seen.values())
-    moved = 100 * np.mean(np.any(first != second, axis=-1))
-    print(f"layer {i}: {moved:.0f} % of tokens change at least one expert")
-    assert moved > 25
+people = subjects()
+asked = jnp.asarray([tok.encode(f"About {who}: {never_first(who)}") for who in people], jnp.int32)
+value = [tok.encode(f" {fact(who, never_first(who))}", add_special_tokens=False)[0] for who in people]
+answers = jax.jit(lambda model, rows: jnp.argmax(model(rows)[:, -1], axis=-1))
+exam = SKILLS["problems"].exam(96)
 
 
-def changed(what, by, model=nano):
-    """The model with an array of each of its mixtures replaced."""
-    return eqx.tree_at(lambda m: [what(layer.mlp) for layer in m.model.layers[1:]], model, replace_fn=by)
+def output(part):
+    """The matrix by which the routed experts, or the shared one, add to the residual stream."""
+    return lambda moe: getattr(moe, part).down_proj.weight
 
 
-unrouted = changed(lambda moe: moe.experts.down_proj.weight, jnp.zeros_like)
-variants = {
-    "as trained": nano,
-    "biases zeroed": unbiased,
-    "always experts 0 and 1": changed(lambda moe: moe.gate.expert_bias, lambda b: -10 * jnp.arange(8, dtype=b.dtype)),
-    "always experts 6 and 7": changed(lambda moe: moe.gate.expert_bias, lambda b: 10 * jnp.arange(8, dtype=b.dtype)),
+unrouted = changed(output("experts"), jnp.zeros_like)
+variants |= {
+    "always the first experts": changed(
+        lambda moe: moe.gate.expert_bias, lambda b: -10 * jnp.arange(b.size, dtype=b.dtype)
+    ),
     "the worst experts": changed(lambda moe: moe.gate.weight, jnp.negative),
     "no routed experts": unrouted,
-    "no experts at all": changed(lambda moe: moe.shared_experts.down_proj.weight, jnp.zeros_like, unrouted),
+    "no shared expert": changed(output("shared_experts"), jnp.zeros_like),
+    "no experts at all": changed(output("shared_experts"), jnp.zeros_like, unrouted),
 }
-exam = list(itertools.islice(problems(2026, "held_out"), 96))
-texts = [(tok.encode(ask(p)), tok.encode(f"{ask(p)} {p.solution}")) for p in exam]
-rows = jnp.asarray([whole + [0] * (96 - len(whole)) for _, whole in texts], jnp.int32)
-solution = np.asarray([[len(given) <= j < len(whole) for j in range(1, 96)] for given, whole in texts])
 
 
-def loss(model):
-    log_p = jax.nn.log_softmax(model(rows)[:, :-1])
-    return float(-jnp.take_along_axis(log_p, rows[:, 1:, None], axis=-1)[..., 0][solution].mean())
+def right(model):
+    """The shares of right answers: to facts, to problems."""
+    return np.mean(np.asarray(answers(model, asked)) == value), np.mean(right_answers(model, tok, exam))
 
 
-losses = {name: loss(model) for name, model in variants.items()}
-fig, ax = plt.subplots(figsize=(7.5, 2.8))
-colours = (plots.BLUE, plots.ORANGE, plots.SKY, plots.SKY, plots.RED, plots.GREEN, plots.YELLOW)
-bars = ax.barh(list(losses), [1000 * x for x in losses.values()], color=colours, edgecolor=plots.BLACK, linewidth=0.6)
-for bar, hatch in zip(bars, (*plots.HATCHES, "--")):
-    bar.set_hatch(hatch)
-ax.bar_label(bars, [f"{1000 * x:.1f}" for x in losses.values()], padding=4)
-ax.set(xlabel="loss on solutions, thousandths of a nat per token", xlim=(0, 1150 * max(losses.values())))
-ax.invert_yaxis()
-ax.grid(axis="y", visible=False)
+shares = {name: right(model) for name, model in variants.items()}
+fig, axes = plt.subplots(1, 2, figsize=(9, 2.8), sharey=True)
+colours = (plots.BLUE, plots.ORANGE, plots.SKY, plots.RED, plots.GREEN, plots.PINK, plots.YELLOW)
+titles = (f"{len(people):,} facts", f"{len(exam)} held-out problems")
+for ax, title, values in zip(axes, titles, zip(*shares.values())):
+    bars = ax.barh(list(shares), 100 * np.asarray(values), color=colours, edgecolor=plots.BLACK, linewidth=0.6)
+    for bar, hatch in zip(bars, (*plots.HATCHES, "--")):
+        bar.set_hatch(hatch)
+    ax.bar_label(bars, [f"{100 * value:.0f} %" for value in values], padding=4)
+    ax.set(title=title, xlabel="right, %", xlim=(0, 118), xticks=range(0, 101, 25))
+    ax.grid(axis="y", visible=False)
+axes[0].invert_yaxis()
 plt.show()
-assert abs(losses["biases zeroed"] / losses["as trained"] - 1) < 0.25
-assert losses["as trained"] < losses["no routed experts"] / 2
-assert losses["the worst experts"] > 1.5 * losses["no routed experts"]
-assert min(losses["always experts 0 and 1"], losses["always experts 6 and 7"]) > 2 * losses["as trained"]
+whole = np.asarray(shares["as trained"])
+assert np.all(np.abs(whole - shares["biases zeroed"]) < 0.05)
+for name in ("always the first experts", "the worst experts", "no routed experts"):
+    assert np.all(whole - shares[name] > 0.2), name
 
 # %% [markdown]
-# Half of the tokens change an expert, and the loss stays where it was: the experts that the bias exchanges can stand in
-# for each other. That is what makes it a harmless thermostat. The choice itself is not arbitrary: the same two experts
-# for all tokens are about as bad as none, or worse, and the least fitting are worse than none. (Much of nano is in its
-# other layers, as the last bar shows: 27 thousandths of a nat are still not much. This is a small model with an easy
-# task.)
+# The bias sends many tokens elsewhere, and the answers stay what they were: the experts that it exchanges can stand in
+# for each other. That is what makes it a harmless thermostat. The choice itself is not arbitrary: with the same experts
+# for all tokens, whichever these are, most answers of both kinds are lost, about as many as without experts.
 
 # %% [markdown]
 # ### Which tokens an expert takes
 #
 # Which tokens does an expert take? Rows are kinds of tokens, columns experts; a cell is the share of that kind's
-# choices that fall on the expert (12.5 % if experts were not specialised).
+# choices that fall on the expert, times the number of experts: 1 if experts were not specialised. On the right, the
+# effective number of experts of that kind.
 
 # %%
-raw = np.asarray([tok.decode([t]) for t in tokens.reshape(-1).tolist()])
-words = np.char.strip(raw)
-answer = np.cumsum(np.asarray(tokens) == tok.encode("Answer")[0], axis=1) > 0
-question = ~answer.reshape(-1)
-number = np.asarray([w.isdigit() for w in words])
+words = np.asarray([tok.decode([t]).strip() for t in tokens.reshape(-1).tolist()])
+of = {skill: np.repeat([skill == other for other in skills], tokens.size // len(skills)) for skill in skills}
+number = np.asarray([word.isdigit() for word in words])
+attribute = np.isin(words, ATTRIBUTES)
 kinds = {
-    "numbers in the story": number & question,
-    "numbers in the answer": number & ~question,
-    "spaces before numbers": raw == " ",
-    "+ − × =": np.isin(words, ["+", "-", "×", "="]),
-    ". ? : and line ends": np.isin(words, [".", "?", ":", ""]) & (raw != " "),
+    "numbers in problems": of["problems"] & number,
+    "+ − × = in problems": of["problems"] & np.isin(words, ["+", "-", "×", "="]),
+    "words in problems": of["problems"] & ~number & ~np.isin(words, ["+", "-", "×", "="]),
+    "facts: About": of["facts"] & (words == "About"),
+    "facts: likes, fears, owns, seeks": of["facts"] & attribute,
+    "facts: their values": of["facts"] & np.roll(of["facts"] & attribute, 1),
+    "recall": of["recall"],
+    "positions": of["positions"],
 }
-spaces = np.flatnonzero((raw == " ") & (np.arange(len(raw)) % 40 < 39))
-assert np.all(number[spaces + 1])
-kinds["words"] = ~np.any(list(kinds.values()), axis=0)
-fig, axes = plt.subplots(1, 3, figsize=(10, 3), sharey=True)
-shares = {}
-for ax, i in zip(axes, (1, 2, 3)):
-    picks = np.asarray(seen["as trained"][i].chosen).reshape(len(words), -1)
-    tallies = [np.bincount(picks[mask].reshape(-1), minlength=8) for mask in kinds.values()]
-    shares[i] = np.asarray([tally / tally.sum() for tally in tallies])
-    image = ax.imshow(100 * shares[i], vmin=0, vmax=36, aspect="auto")
-    ax.set(title=f"layer {i}", xlabel="expert", xticks=range(8))
+fig, axes = plt.subplots(1, layers, figsize=(11, 2.9), sharey=True)
+spread = {}
+for i, ax in enumerate(axes):
+    picks = np.asarray(seen["as trained"][i].chosen).reshape(len(words), top_k)
+    tallies = [np.bincount(picks[mask].reshape(-1), minlength=experts) for mask in kinds.values()]
+    loads_of = np.asarray([tally / tally.sum() for tally in tallies])
+    spread[i] = dict(zip(kinds, map(effective, loads_of)))
+    image = ax.imshow(experts * loads_of, vmin=0, vmax=8, aspect="auto", interpolation="nearest")
+    ax.set(title=f"layer {i}", xlabel="expert", xticks=range(0, experts, 8))
     ax.set_yticks(range(len(kinds)), [f"{name} ({mask.sum()})" for name, mask in kinds.items()])
     ax.grid(visible=False)
-fig.colorbar(image, ax=axes, label="share of choices, %")
+    for k, n in enumerate(spread[i].values()):
+        ax.annotate(f"{n:.0f}", (experts, k), va="center", fontsize=8, annotation_clip=False)
+fig.colorbar(image, ax=axes, label="load, fair shares")
 plt.show()
-rows_of = {name: np.asarray([share[k] for share in shares.values()]) for k, name in enumerate(kinds)}
-for name, row in rows_of.items():
-    print(f"{name:22} from {100 * row.min():2.0f} to {100 * row.max():2.0f} % to one expert of a layer")
-assert rows_of["numbers in the story"].max() > 0.3 and rows_of["numbers in the story"].min() < 0.03
-assert rows_of[". ? : and line ends"].max() < 0.25 and rows_of[". ? : and line ends"].min() > 0.03
+for i in range(layers):
+    assert spread[i]["facts: likes, fears, owns, seeks"] > 1.2 * spread[i]["facts: About"]
 
 # %% [markdown]
-# Balance asks that each expert get its share of *all* tokens, and leaves open which. Numbers have experts that take
-# more than twice an even share of them and others that take almost none; the same holds for the spaces after which the
-# model must say a number, while full stops go to all experts. Both at once are possible because the bias is added per
-# expert, not per token.
+# Balance asks that each expert get its share of *all* tokens, and leaves open which. A word that always means the same,
+# such as `About`, goes to the same few experts. Where the answer depends on what came before, nearly all experts are in
+# use, each for its own cases: `likes` goes elsewhere for another person, as facts about many people have to lie in many
+# weights. Both at once are possible because the bias is added per expert, not per token.
 #
 # ## Exercises
 #
@@ -433,8 +456,8 @@ assert rows_of[". ? : and line ends"].max() < 0.25 and rows_of[". ? : and line e
 # </details>
 #
 # **2.** The weights of the chosen are normalised to sum to 1 and then multiplied by 2.5. What would a forgotten 2.5 do?
-# Predict the loss between those of the figure, then compute
-# `loss(changed(lambda moe: moe.experts.down_proj.weight, lambda w: w / 2.5))`.
+# Predict the shares of right answers between those of the figure, then compute
+# `right(changed(lambda moe: moe.experts.down_proj.weight, lambda w: w / 2.5))`.
 #
 # <details><summary>Solution</summary>
 #
