@@ -31,9 +31,12 @@ import plots
 
 import ling3
 from ling3.cache import Span
+from ling3.interpret.ablate import no_attention, no_output_gate, no_rope
 from ling3.interpret.inspect import report
 from ling3.layers.rope import rotate
 from ling3.train.nano.problems import ask, problems
+from ling3.train.nano.skills import SKILLS
+from ling3.train.nano.skills.exam import right_answers
 
 jax.config.update("jax_enable_x64", True)  # so that equal can mean equal
 plots.use()
@@ -83,12 +86,12 @@ plt.show()
 # {\sqrt{N+P}},\qquad o_{ih} = \sum_{j\le i} \mathrm{softmax}_j(s_{ijh})\,v_{jh} ,\qquad
 # y_i = W_o\,\bigl[\sigma(w_h\cdot x_i)\,o_{ih}\bigr]_h .$$
 #
-# Below, that is the first MLA layer of *nano* ($H = 4$, $N = 32$, $P = 16$, $V = 32$, $R = 64$) in float64, on the
-# hidden states of a word problem.
+# Below, that is the MLA layer of *nano*, the last of its four ($H = 4$, $N = 32$, $P = 16$, $V = 32$, $R = 64$), in
+# float64, on the hidden states of a word problem.
 
 # %%
-nano, tok = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
-nano = jax.tree.map(lambda w: w.astype(jnp.float64), nano)
+trained, tok = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
+nano = jax.tree.map(lambda w: w.astype(jnp.float64), trained)
 problem = next(problems(3, "held_out"))
 text = f"{ask(problem)} {problem.solution}"
 tokens = jnp.asarray([tok.encode(text)], jnp.int32)
@@ -108,7 +111,7 @@ def attention_inputs(model, tokens):
 
 
 inputs = attention_inputs(nano, tokens)
-mla, x = nano.model.layers[1].attention, inputs[1][0]  # [seq, hidden]
+mla, x = nano.model.layers[3].attention, inputs[3][0]  # [seq, hidden]
 H, N, P, V, R = 4, 32, 16, 32, 64
 positions = jnp.arange(T, dtype=jnp.int32)[None]
 causal = jnp.tril(jnp.ones((T, T), bool))
@@ -340,6 +343,35 @@ assert 0.25 < change[0] < 0.35 and max(change) > 1.2
 # once, *before* it is cached. A dot product of joined vectors is the sum of the parts' dot products, hence the two
 # terms of $s_{ijh}$ and the joint scale $(N+P)^{-1/2}$.
 #
+# ### A head that looks back by distance
+#
+# One of nano's skills is to go on with a string that repeats, `Every 12: owl elm owl owl fox …`. Its words are three,
+# so a word says little about where in the period it stands; the distance says all. Where do the heads look? The
+# weights by distance, averaged over the last period of such strings, with the layer's rotation and without it:
+
+# %%
+period = 12
+strings = [own for own in SKILLS["positions"].exam(40) if own.prompt.startswith(f"Every {period}:")]
+rows = jnp.asarray([tok.encode(own.prompt + own.answer) for own in strings], jnp.int32)
+last = rows.shape[1] - 1 - np.arange(period)  # what comes next after each of these stands period - 1 tokens back
+looked = {}
+fig, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
+for ax, (name, model) in zip(axes, {"as trained": trained, "without RoPE": no_rope(trained)}.items()):
+    weights = np.asarray(ling3.trace(model, rows, logit_lens=False).mla[3].attention_map)  # [batch, heads, seq, seq]
+    back = [weights[:, :, last, last - d].mean(axis=(0, 2)) for d in range(2 * period)]
+    looked[name] = np.asarray(back)  # [distance, heads]
+    for h in range(4):
+        ax.plot(looked[name][:, h], label=f"head {h}")
+    ax.axvline(period - 1, color=plots.BLACK, linewidth=0.8)
+    ax.set(title=name, xlabel="distance, tokens", ylabel="mean weight")
+    ax.label_outer()
+axes[0].legend()
+plt.show()
+there = {name: back[period - 1].max() for name, back in looked.items()}
+print({name: f"{weight:.2f}" for name, weight in there.items()}, f"the best head's weight {period - 1} tokens back")
+assert there["as trained"] > 2 * there["without RoPE"]
+
+# %% [markdown]
 # ## The gate
 #
 # The weights of a softmax sum to one. A head that finds nothing must still return a mean of values; models without a
@@ -364,26 +396,75 @@ print(f"its part of the layer's output, which has length 1: {loud:.0f} without t
 assert loud > 10 and heard < 0.1
 
 # %% [markdown]
-# What nano's gates do, token by token, in its two MLA layers. Without being trained to, they open mostly at the
-# story's content: at numbers and at the ends of sentences.
+# What nano's gates do, token by token: in the problem; in a string that repeats, in which each word has to be found
+# again; and in a fact that nano knows by heart, for which there is nothing to find.
 
 # %%
-gates = {i: jax.nn.sigmoid(nano.model.layers[i].attention.g_proj(inputs[i][0])).T for i in (1, 3)}
-words = [tok.decode([t]).replace("\n", "⏎") for t in tokens[0].tolist()]
-fig, axes = plt.subplots(2, 1, figsize=(11, 3.6), sharex=True)
-for ax, (i, gate) in zip(axes, gates.items()):
-    image = ax.imshow(gate, aspect="auto", vmin=0, vmax=1)
-    ax.set(ylabel=f"layer {i}\nhead", yticks=range(H))
+written = {name: next(SKILLS[name].texts(3, "train")) for name in ("positions", "facts")}
+texts = {"problem": text, **{name: own.prompt + own.answer for name, own in written.items()}}
+fig, axes = plt.subplots(3, 1, figsize=(11, 5.4))
+opened = {}
+for ax, (name, own) in zip(axes, texts.items()):
+    row = tok.encode(own)
+    seen = ling3.trace(trained, jnp.asarray([row], jnp.int32), logit_lens=False).mla[3]
+    opened[name] = np.asarray(seen.gate[0])  # [seq, heads]
+    image = ax.imshow(opened[name].T, aspect="auto", vmin=0, vmax=1)
+    ax.set_xticks(range(len(row)), [tok.decode([t]).replace("\n", "⏎") for t in row], rotation=90, fontsize=7)
+    ax.set(ylabel=f"{name}\nhead", yticks=range(H), xlim=(-0.5, T - 0.5))
     ax.grid(visible=False)
-axes[1].set_xticks(range(T), words, rotation=90, fontsize=7)
-axes[1].set_xlabel("token")
 fig.colorbar(image, ax=axes, label="gate")
 plt.show()
-content = np.asarray([word.strip().isdigit() or word.strip() in {".", "?"} for word in words])
-for i, gate in gates.items():
-    at, elsewhere = gate[:, content].mean(), gate[:, ~content].mean()
-    print(f"layer {i}: {gate.min():.3f} to {gate.max():.3f}; at numbers and stops {at:.2f}, elsewhere {elsewhere:.2f}")
-    assert jnp.min(gate) < 0.01 and jnp.max(gate) > 0.9 and at > 2 * elsewhere
+for name, gates in opened.items():
+    print(f"{name}: {gates.min():.3f} to {gates.max():.3f}, on average {gates.mean():.2f}")
+assert opened["facts"].mean() < opened["positions"].mean() / 2
+signs, equals = (np.isin([tok.decode([t]).strip() for t in tokens[0].tolist()], list(s)) for s in ("+-×", "="))
+reads, computes = (opened["problem"][places].mean() for places in (signs, equals))
+print(f"in the problem: {reads:.2f} after + - ×, {computes:.2f} after =")
+assert reads > 2 * computes
+
+# %% [markdown]
+# The gates are open where something has to be found, and near zero where it has to be known. Even within an equation:
+# after a sign the next number stands in the story, after `=` comes a result, which no earlier token has.
+#
+# ## What nano needs its MLA layer for
+#
+# The other three layers, of KDA, remember too. What is left of nano's skills without this one, without its gate, and
+# without its rotation?
+
+# %%
+cuts = {
+    "as trained": trained,
+    "no RoPE": no_rope(trained),
+    "no gate": no_output_gate(trained, "MLA"),
+    "no MLA": no_attention(trained, [3]),
+}
+exams = {name: SKILLS[name].exam(64) for name in ("problems", "facts", "recall", "copying", "positions")}
+right = {
+    cut: {name: np.mean(right_answers(model, tok, exam)) for name, exam in exams.items()} for cut, model in cuts.items()
+}
+fig, ax = plt.subplots(figsize=(9, 3))
+looks = zip((plots.BLUE, plots.ORANGE, plots.GREEN, plots.RED), plots.HATCHES)
+for k, ((cut, of), (colour, hatch)) in enumerate(zip(right.items(), looks)):
+    at = np.arange(len(exams)) + 0.2 * k - 0.3
+    bars = ax.bar(at, [100 * share for share in of.values()], 0.2, label=cut, color=colour, edgecolor=plots.BLACK)
+    for bar in bars:
+        bar.set(hatch=hatch, linewidth=0.4)
+    ax.bar_label(bars, [f"{100 * share:.0f}" for share in of.values()], fontsize=8, padding=1)
+ax.set(xticks=range(len(exams)), xticklabels=list(exams), ylabel="right answers, %", ylim=(0, 112))
+ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+ax.grid(axis="x", visible=False)
+plt.show()
+for skill in ("copying", "positions"):
+    assert right["as trained"][skill] - right["no MLA"][skill] > 0.3, skill
+assert right["as trained"]["positions"] - right["no RoPE"]["positions"] > 0.3
+assert right["no MLA"]["facts"] - right["no gate"]["facts"] > 0.2
+
+# %% [markdown]
+# Copying and positions are nothing without the layer: what they look for is one exact place, and that is what attention
+# can find and a KDA state of fixed size cannot promise. Only positions need the rotation as well. Copying finds its
+# place by what stands there, since no two words come twice in the same order, and short convolutions show a token the
+# words before it. Facts by heart do without the layer, and not without its gate: what nobody looked for would drown
+# them.
 
 # %% [markdown]
 # ## Exercises
