@@ -94,8 +94,8 @@ print({name: f"{full[name] / full['hybrid (Ling-3.0-tiny)']:.2f} × the hybrid" 
 #
 # A decode step reads what it remembers. So a KDA layer takes the same time at any context, and an MLA layer's time
 # grows with the tokens in use. Here are one layer of each kind, nano's own, eight steps to a call, on this machine;
-# beside it the whole of a model of nano's sizes with room for 65,536 tokens, as `benchmarks/decode_latency.py` has
-# recorded it.
+# beside it a whole model of nano's widths with room for 65,536 tokens, as `benchmarks/decode_latency.py` has recorded
+# it.
 
 # %%
 STEPS, contexts = 8, (256, 1024, 4096, 16384)
@@ -229,7 +229,7 @@ assert jnp.array_equal(restored, truth) and off > 0.05
 #
 # But forgetting is what the layer is good at: each step back multiplies the rounding errors by the factor that the step
 # forward had divided by. With the $k$, $v$, $g$ and $\beta$ of nano's first layer on a real prompt, in float32 (a line
-# ends where its range does):
+# ends where its range does). Two of its heads forget nearly all from one token to the next, the other two far less:
 
 # %%
 longest = max(prompts, key=len)
@@ -265,9 +265,12 @@ ax.annotate("nothing is right", (1, 2.0), fontsize=9)
 ax.set(xlabel="tokens undone", ylabel="relative error of the state", ylim=(1e-8, None))
 ax.legend(fontsize=9, loc="upper left")
 plt.show()
-lost = [int(np.argmax(error > 1)) + 1 if np.any(error > 1) else None for error in errors.T]
-print(f"each head's state is lost after {lost} tokens of {len(longest)}")
-assert all(n is not None for n in lost)
+lost = [int(np.argmax(error > 1)) + 1 if np.any(error > 1) else len(longest) for error in errors.T]
+forgets = np.asarray(jnp.median(-g[0].reshape(-1, *k.shape[2:]), axis=(0, 2)))  # nats per token, of half the channels
+for head, (nats, tokens_undone) in enumerate(zip(forgets, lost, strict=True)):
+    print(f"head {head} forgets {nats:.2f} nats a token, and is lost after {tokens_undone} of {len(longest)} tokens")
+lasting, local = np.split(np.asarray(lost)[np.argsort(forgets)], 2)
+assert local.max() < 10 and local.max() < lasting.min()
 
 # %% [markdown]
 # ## A slot that is not cleared
@@ -386,12 +389,12 @@ for old, new in zip(states_of(cache), states_of(after)):
 
 # %% [markdown]
 # And a padded row continues like one without padding. Float32 sums inside a chunk may be ordered differently for
-# another width, hence a tolerance; the logits here have a standard deviation of 3.3:
+# another width, hence a tolerance, in terms of the logits' standard deviation:
 
 # %%
 alone, _ = nano.step(jnp.asarray([prompts[0]], jnp.int32), nano.init_cache(1, 256))
 together, _ = nano.step(tokens, nano.init_cache(BATCH, 256), lengths)
-np.testing.assert_allclose(together[0, : len(prompts[0])], alone[0], atol=1e-3)
+np.testing.assert_allclose(together[0, : len(prompts[0])], alone[0], atol=1e-4 * jnp.std(alone))
 
 # %% [markdown]
 # ## Exercises
