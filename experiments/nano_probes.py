@@ -1,7 +1,7 @@
 """Probes of nano: which skills are learned, and which of them without a mechanism.
 
     python -m experiments.nano_probes --probe short --without nothing RoPE
-    python -m experiments.nano_probes --probe needed --steps 800 --seeds 0 1 2
+    python -m experiments.nano_probes --probe needed --steps 500 --seeds 0 1 2
 
 Each run appends its curve and its last scores as a line to `results/nano_probes.jsonl`; a stored run is not repeated.
 `short`, or a skill's name, is a dense model of 64 channels on some skills or on this one, some minutes of one core;
@@ -77,7 +77,7 @@ def _alone(skill: Skill) -> Probe:
 
 PROBES = {
     "whole": Probe(NANO.cycle, {}, NANO.beginning),
-    "needed": Probe((Rows(6, 256, BUDGET),), {}, 250, Rows(6, 256, BEGINNING.shares)),
+    "needed": Probe((Rows(6, 256, BUDGET),), {}, 350, Rows(6, 256, BEGINNING.shares)),
     "context": Probe((Rows(12, 256, CONTEXT),), {}),
     "forgetting": Probe((Rows(12, 256, {"resets": 0.5, "tracking": 0.5}),), {}),
     "short": Probe((Rows(12, 256, SOME),), SMALL),

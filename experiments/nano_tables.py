@@ -3,7 +3,7 @@
     SHORT=problems,chat,recall,resets,copying,facts,tracking,positions
     ling3 ablate nano --skills $SHORT --questions 500 --json experiments/results/nano_relied_on.json
     ling3 ablate nano --skills examples,long_recall --questions 100 --json experiments/results/nano_relied_on_long.json
-    python -m experiments.nano_probes --probe needed --steps 800 --seeds 0 1 2
+    python -m experiments.nano_probes --probe needed --steps 500 --seeds 0 1 2
     python -m experiments.nano_tables
 
 A cell is the share of right answers that is lost: on the left where the mechanism is cut from the trained model, on the
@@ -125,7 +125,7 @@ def draw(tables: Mapping[str, Losses], path: Path) -> None:
 def main(
     relied: tuple[Path, ...] = (RESULTS / "nano_relied_on.json", RESULTS / "nano_relied_on_long.json"),
     probes: Path = RESULTS / "nano_probes.jsonl",
-    steps: int = 800,
+    steps: int = 500,
     learning_rate: float = NANO.learning_rate,
     out: Path = ROOT / "docs" / "which_part.png",
 ) -> None:

@@ -1,6 +1,5 @@
 """Nano's recipe: the model's size and pattern, what can be left out, and a run of two steps."""
 
-import itertools
 import json
 
 import equinox as eqx
@@ -26,7 +25,6 @@ from ling3.train.nano.recipe import (
     WITHOUT,
     Recipe,
     quieted,
-    stream,
 )
 from ling3.train.nano.skills import SKILLS
 from ling3.train.tokenizer import train_tokenizer
@@ -87,13 +85,13 @@ def test_every_skill_has_a_share_and_room():
         assert all(SKILLS[name].longest < rows.length for name in rows.shares if name != DRILLS)
 
 
-def test_a_run_begins_with_answers_that_stand_in_the_text(tokenizer):
-    recipe = Recipe(beginning=3, cycle=(Rows(1, 64, {"facts": 1.0}),))
-    firsts = []
-    for batch in itertools.islice(stream(tokenizer, recipe), 5):
-        text = " ".join(tokenizer.decode(row.tolist()) for row in batch.tokens)
-        firsts.append((batch.tokens.shape, {name for name in ("Recall:", "Copy:", "Every", "About") if name in text}))
-    assert firsts == [((12, 256), {"Copy:", "Every"})] * 3 + [((1, 64), {"About"})] * 2
+def test_a_run_is_two_trainings_the_first_on_answers_that_stand_in_the_text():
+    first, whole = Recipe(steps=50, beginning=20, warmup=30).trainings()
+    assert first[1] == (BEGINNING,) and whole[1] == NANO.cycle
+    assert [first[0].steps, whole[0].steps] == [20, 50]
+    assert [first[0].warmup, whole[0].warmup] == [19, 30]
+    assert [first[0].learning_rate, whole[0].learning_rate] == [NANO.beginning_rate, NANO.learning_rate]
+    assert len(Recipe(beginning=0).trainings()) == 1
 
 
 @pytest.mark.parametrize("without", ["nothing", "KDA", "decay", "bound", "bound -0.1", "beta", "shared expert"])
@@ -135,7 +133,8 @@ def test_two_steps_write_a_checkpoint_a_record_and_a_curve(tmp_path, capsys):
     out = tmp_path / "made"
     main(out, Recipe(steps=2, warmup=1, beginning=1, cycle=cycle, changes=TINY), questions=8, every=1)
     record = json.loads((out / "training.json").read_text())
-    assert [point["step"] for point in record["curve"]] == [1, 2]
+    assert [point["step"] for point in record["curve"]] == [1, 2, 3]
+    assert [point["tokens"] for point in record["curve"]] == [3072, 3328, 3584]
     assert json.loads(capsys.readouterr().out) == record["right"]
     assert set(record["right"]) == {"recall", "facts"} == set(record["curve"][0]["right"])
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
