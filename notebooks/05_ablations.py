@@ -9,9 +9,10 @@
 # # 5. Ablations: what each mechanism is worth to a trained model
 #
 # Take a mechanism out of a trained model and see what breaks. `ling3.ablate` does the surgery: pure functions from a
-# model to a model, which still runs, traces, serves and saves. Here we cut nano's output gates, bend its decay, and
-# remove its convolutions, and compare the results with the table of the Kimi Linear report, where models were *trained*
-# without the part in question.
+# model to a model, which still runs, traces, serves and saves. *What* breaks depends on what the model is asked to do,
+# so one score is not enough: nano has ten skills (`ling3.train.nano.skills`), and the result is a table, mechanisms
+# against skills. Here we cut its output gates and bend its decay, read the table, and compare it with that of the Kimi
+# Linear report, where models were *trained* without the part in question.
 #
 # The two experiments ask different questions, and it is easy to confuse them. **Cutting** asks what a trained model has
 # come to rely on. **Training without** asks whether the mechanism was needed. A part can be vital to a model that has
@@ -20,11 +21,10 @@
 # **You need**: the mechanisms that are cut: KDA's gates and convolutions (notebook 2), MLA and its gate (notebook 3),
 # experts (notebook 4).
 #
-# **Afterwards you can** cut a mechanism out of a model, choose a cut that changes one thing only, and say what the
-# result tells about the model, and what it does not tell about the mechanism.
+# **Afterwards you can** cut a mechanism out of a model, choose a cut that changes one thing only, read a table of cuts
+# against skills, and say what it tells about the model, and what it does not tell about the mechanism.
 
 # %%
-import itertools
 import json
 import pathlib
 
@@ -34,12 +34,12 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import plots
-from IPython.display import Image
+from IPython.display import Markdown
 
 import ling3
 from ling3.interpret import ablate
-from ling3.interpret.ablations import solution_rows
-from ling3.train.nano.problems import problems
+from ling3.interpret.skill_table import draw_losses
+from ling3.train.nano.skills import SKILLS
 
 plots.use()
 model = ling3.load("nano", dtype=jnp.float32)
@@ -48,25 +48,56 @@ tokenizer = ling3.load_tokenizer("nano")
 # %% [markdown]
 # ## The measure
 #
-# 128 held-out word problems with their worked solutions. We take the mean of $-\ln p$ over the solutions' tokens, and
-# the share of problems *solved*: all of whose tokens are the likeliest ones, which is what greedy decoding would write.
+# Two of the skills are measured live, with 64 held-out texts each. `problems` are word problems, and the answer is the
+# whole worked solution. `resets` asks for the value of a key, and after the word *new* no earlier value counts:
 
 # %%
-rows, valid, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 128))
-target, mask = rows[:, 1:], learned[:, 1:]
+MEASURED, COUNT = ("problems", "resets"), 64
+
+
+def padded(texts):
+    """The texts as rows of tokens, which of these are real, and which of them are the answer's."""
+    pairs = [(tokenizer.encode(t.prompt), tokenizer.encode(t.answer, add_special_tokens=False)) for t in texts]
+    tokens = np.zeros((len(pairs), max(len(prompt) + len(answer) for prompt, answer in pairs)), np.int32)
+    real, answers = np.zeros_like(tokens, bool), np.zeros_like(tokens, bool)
+    for row, (prompt, answer) in enumerate(pairs):
+        end = len(prompt) + len(answer)
+        tokens[row, :end], real[row, :end], answers[row, len(prompt) : end] = prompt + answer, True, True
+    return jnp.asarray(tokens), jnp.asarray(real), jnp.asarray(answers)
+
+
+exam = [text for name in MEASURED for text in SKILLS[name].exam(COUNT)]
+rows, real, answers = padded(exam)
+for text in exam[::COUNT]:
+    print(f"…{text.prompt[-230:]!r} -> {text.answer!r}\n")
+
+# %% [markdown]
+# The measures are the mean of $-\ln p$ over the tokens of the answers, and the share of answers that are *right*: all
+# of their tokens are the likeliest ones, which is what greedy decoding would write.
+
+
+# %%
+@eqx.filter_jit
+def scored(model):
+    scores, target, asked = jax.nn.log_softmax(model(rows)[:, :-1], axis=-1), rows[:, 1:], answers[:, 1:]
+    nats = -jnp.take_along_axis(scores, target[..., None], axis=-1)[..., 0]
+    right = jnp.all((jnp.argmax(scores, axis=-1) == target) | ~asked, axis=1)
+    return jnp.sum(nats * asked, axis=1), jnp.sum(asked, axis=1), right
 
 
 def measure(model):
-    """Nats per solution token, and the share of problems solved."""
-    scores = jax.nn.log_softmax(model(rows)[:, :-1], axis=-1)
-    nats = -jnp.take_along_axis(scores, target[..., None], axis=-1)[..., 0]
-    right = (jnp.argmax(scores, axis=-1) == target) | ~mask
-    return float(jnp.sum(nats * mask) / jnp.sum(mask)), float(jnp.mean(jnp.all(right, axis=1)))
+    """For each skill, nats per token of the answers, and the share that is right."""
+    nats, count, right = (np.asarray(x).reshape(len(MEASURED), COUNT) for x in scored(model))
+    return dict(zip(MEASURED, zip(nats.sum(axis=1) / count.sum(axis=1), right.mean(axis=1)), strict=True))
+
+
+def words(result):
+    return "   ".join(f"{skill}: {nats:.4f} nats, {right:4.0%} right" for skill, (nats, right) in result.items())
 
 
 whole = measure(model)
-print(f"whole model: {whole[0]:.4f} nats per token, {whole[1]:.1%} solved")
-assert whole[0] < 0.02 and whole[1] > 0.97
+print("whole model  ", words(whole))
+assert all(nats < 0.05 and right > 0.95 for nats, right in whole.values())
 
 # %% [markdown]
 # ## Three kinds of gates
@@ -83,17 +114,16 @@ assert whole[0] < 0.02 and whole[1] > 0.97
 # channel every $\ln 2/|g|$ tokens.
 
 # %%
-seen = ling3.trace(model, rows, logit_lens=False)
-real = np.asarray(valid)  # without the padding
-figure, (decays, betas, gates) = plt.subplots(1, 3, figsize=(10.5, 3.1))
+seen, there = ling3.trace(model, rows, logit_lens=False), np.asarray(real)  # without the padding
+figure, (decays, betas, gates) = plt.subplots(1, 3, figsize=(10.5, 3.3))
 bins = {"bins": 40, "range": (0, 1), "histtype": "step", "density": True}
-for (layer, kda), style in zip(seen.kda.items(), ("-", "--"), strict=True):
-    half_lives = np.sort(np.log(2) / np.maximum(-np.asarray(kda.decay)[real].ravel(), 1e-9))[::50]
+for (layer, kda), style in zip(seen.kda.items(), ("-", "--", "-."), strict=True):
+    half_lives = np.sort(np.log(2) / np.maximum(-np.asarray(kda.decay)[there].ravel(), 1e-9))[::50]
     decays.semilogx(half_lives, np.linspace(0, 1, len(half_lives)), style, marker="", label=f"layer {layer}")
-    betas.hist(np.asarray(kda.beta)[real].ravel(), **bins, ls=style, label=f"layer {layer}")
-    gates.hist(np.asarray(kda.gate)[real].ravel(), **bins, ls=style, color=plots.KDA, label=f"KDA, layer {layer}")
-for (layer, mla), style in zip(seen.mla.items(), ("-", "--"), strict=True):
-    gates.hist(np.asarray(mla.gate)[real].ravel(), **bins, ls=style, color=plots.MLA, label=f"MLA, layer {layer}")
+    betas.hist(np.asarray(kda.beta)[there].ravel(), **bins, ls=style, label=f"layer {layer}")
+    gates.hist(np.asarray(kda.gate)[there].ravel(), **bins, ls=style, color=plots.KDA, label=f"KDA, layer {layer}")
+for layer, mla in seen.mla.items():
+    gates.hist(np.asarray(mla.gate)[there].ravel(), **bins, color=plots.MLA, label=f"MLA, layer {layer}")
 decays.axvline(np.log(2) / 5, color="black", ls=":", label="the bound, -5")
 decays.set(xlim=(0.1, 1e4), xlabel="half-life of a channel, tokens", ylabel="share of (token, channel)", title="decay")
 betas.set(xlabel="writing strength", ylabel="density", title="beta")
@@ -102,9 +132,21 @@ for ax in (decays, betas, gates):
     ax.legend(fontsize=7)
 plt.show()
 
-g = np.asarray(seen.kda[0].decay)[real]
-print(f"layer 0: median decay {np.median(g):.3f} nats a token, {np.mean(g < -4.5):.2%} within 10 % of the bound")
-assert np.mean(g < -4.5) < 0.01  # hardly anything comes near the bound: it cannot act as a clamp
+half_life = {}
+for layer, kda in seen.kda.items():
+    g, beta = np.asarray(kda.decay)[there], np.asarray(kda.beta)[there]
+    half_life[layer] = np.log(2) / -np.median(g, axis=(0, 2))
+    heads, near = ", ".join(f"{tokens:.2g}" for tokens in half_life[layer]), np.mean(g < -4.5)
+    print(f"layer {layer}: median half-lives of the heads {heads} tokens, {near:.1%} of g within 10 % of the bound,")
+    print(f"         mean beta {beta.mean():.2f}, mean output gate {np.asarray(kda.gate)[there].mean():.2f}")
+for layer, mla in seen.mla.items():
+    print(f"layer {layer}: MLA's heads let out {np.round(np.asarray(mla.gate)[there].mean(axis=0), 2)} on average")
+assert all(heads.min() < 0.5 and heads.max() > 5 * heads.min() for heads in half_life.values())
+
+# %% [markdown]
+# In each KDA layer some heads forget nearly everything with the next token: they look at the last few tokens, as a
+# convolution does. The others remember, some of their channels for hundreds of tokens. The first kind lies near the
+# bound, and it will matter.
 
 # %% [markdown]
 # ## The output gate, on and off
@@ -115,48 +157,38 @@ assert np.mean(g < -4.5) < 0.01  # hardly anything comes near the bound: it cann
 # token is gone.
 
 # %%
-calibration = solution_rows(tokenizer, itertools.islice(problems(2028, "train"), 64))
-where = {
-    "KDA, both layers": {"kind": "kda"},
-    "KDA, layer 0": {"layers": [0]},
-    "KDA, layer 2": {"layers": [2]},
-    "MLA, both layers": {"kind": "mla"},
-}
-tokens, real = calibration.tokens, calibration.valid
-gate_results = {
-    name: (
-        measure(ablate.no_output_gate(model, **part)),
-        measure(ablate.mean_output_gate(model, tokens, valid=real, **part)),
-    )
-    for name, part in where.items()
-}
+texts = [SKILLS[name].texts(2028, "train") for name in MEASURED]
+tokens, valid, _ = padded([next(stream) for stream in texts for _ in range(16)])
+gate_results = {}
+for layer, module in ablate.having(model, "output gate").items():
+    off = ablate.no_output_gate(model, layers=[layer])
+    mean = ablate.mean_output_gate(model, tokens, valid=valid, layers=[layer])
+    gate_results[f"{type(module).__name__}, layer {layer}"] = measure(off), measure(mean)
 for name, (off, mean) in gate_results.items():
-    print(f"{name:<17} off: {off[0]:.3f} nats, {off[1]:4.0%} solved    mean: {mean[0]:.3f} nats, {mean[1]:4.0%} solved")
+    print(f"{name}, off      {words(off)}\n{name}, at mean  {words(mean)}")
 
-figure, ax = plt.subplots(figsize=(7, 2.6))
-place = np.arange(len(where))
-for shift, part, colour, hatch, label in (
-    (0.2, 0, plots.SKY, "", "off"),
-    (-0.2, 1, plots.ORANGE, "///", "at its mean"),
-):
-    values = [pair[part][1] for pair in gate_results.values()]
-    ax.barh(place + shift, values, 0.38, color=colour, hatch=hatch, label=label)
-ax.axvline(whole[1], color="black", ls=":", label="whole model")
-ax.set_yticks(place, list(where))
-ax.set(xlabel="problems solved", xlim=(0, 1), title="output gates")
-ax.invert_yaxis()
-ax.legend(fontsize=8, loc="upper center")
+figure, panels = plt.subplots(1, 2, figsize=(9, 2.8), sharey=True)
+place = np.arange(len(gate_results))
+for ax, skill in zip(panels, MEASURED, strict=True):
+    for shift, part, colour, hatch, label in (
+        (-0.2, 0, plots.SKY, "", "off"),
+        (0.2, 1, plots.ORANGE, "///", "at its mean"),
+    ):
+        values = [pair[part][skill][1] for pair in gate_results.values()]
+        ax.barh(place + shift, values, 0.38, color=colour, hatch=hatch, label=label)
+    ax.axvline(whole[skill][1], color="black", ls=":", label="whole model")
+    ax.set(xlabel=f"{skill}, right", xlim=(0, 1.02))
+panels[0].set_yticks(place, list(gate_results))
+panels[0].invert_yaxis()
+figure.suptitle("output gates", fontsize=10)
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
 plt.show()
 
-off, mean = gate_results["KDA, layer 0"]
-assert off[1] < 0.1 and off[1] + 0.1 < mean[1] < 0.5
-assert gate_results["KDA, layer 2"][0][1] > 0.95 and gate_results["MLA, both layers"][0][1] > 0.95
-
 # %% [markdown]
-# In layer 0 the gate is vital: without it hardly any problem is solved. With the gate held at its mean a quarter is
-# solved: part of what the gate does is a fixed weighting of channels, but most of it *depends on the token*. In layer 2
-# and in both MLA layers the model does as well without it. That says less about gates than about nano: as notebook 1
-# showed, its first layer does nearly all of the work, and the others have little to lose.
+# The two bars ask two questions. *Off* asks whether the layers above can do with an output of another size and another
+# weighting of channels; *at its mean* asks whether the gate has to know the token. A layer whose gate can be held at
+# its mean has made a constant of it. And compare the two panels before you call a gate idle: what one skill does
+# without may be vital to another one.
 
 # %% [markdown]
 # ## The bound is not a clamp
@@ -168,7 +200,7 @@ assert gate_results["KDA, layer 2"][0][1] > 0.95 and gate_results["MLA, both lay
 # softplus law $g = -e^{A}\,\mathrm{softplus}(f + dt)$ has no bound at all.
 
 # %%
-BOUNDS = (-20.0, -10.0, -5.0, -2.5, -1.0, -0.1)
+BOUNDS = (-20.0, -10.0, -5.0, -1.0, -0.1)
 
 
 def kda_layers(model):
@@ -191,85 +223,120 @@ plain = [measure(ablate.lower_bound(model, bound)) for bound in BOUNDS]
 kept = [measure(rates_kept(model, bound)) for bound in BOUNDS]
 softplus, no_decay = measure(ablate.lower_bound(model, None)), measure(ablate.no_decay(model))
 for bound, a, b in zip(BOUNDS, plain, kept, strict=True):
-    print(f"bound {bound:>5g}: {a[0]:.4f} nats, {a[1]:4.0%} solved    rates kept: {b[0]:.4f} nats, {b[1]:4.0%} solved")
-for name, result in {"softplus law": softplus, "no decay": no_decay}.items():
-    print(f"{name}: {result[0]:.4f} nats, {result[1]:4.0%} solved")
+    print(f"bound {bound:>5g}        {words(a)}\n  rates kept       {words(b)}")
+print(f"softplus law       {words(softplus)}\nno decay           {words(no_decay)}")
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.3))
+figure, panels = plt.subplots(1, 2, figsize=(9.5, 3.3), sharey=True)
 size = [-bound for bound in BOUNDS]
-for ax, part, label in ((left, 0, "nats per solution token"), (right, 1, "problems solved")):
-    ax.plot(size, [r[part] for r in plain], label="bound changed")
-    ax.plot(size, [r[part] for r in kept], label="bound changed, small decays kept")
-    ax.axhline(softplus[part], color=plots.GREEN, ls="-.", marker="", label="softplus law")
-    ax.axhline(no_decay[part], color="black", ls=":", marker="", label="no decay")
-    ax.set(xscale="log", xlabel="-lower_bound, nats a token", ylabel=label)
-left.set_yscale("log")
-figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+for ax, skill in zip(panels, MEASURED, strict=True):
+    ax.plot(size, [r[skill][1] for r in plain], label="bound changed")
+    ax.plot(size, [r[skill][1] for r in kept], label="bound changed, small decays kept")
+    ax.axhline(softplus[skill][1], color=plots.GREEN, ls="-.", marker="", label="softplus law")
+    ax.axhline(no_decay[skill][1], color="black", ls=":", marker="", label="no decay")
+    ax.set(xscale="log", xlabel="-lower_bound, nats a token", title=skill)
+panels[0].set_ylabel("right")
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
 plt.show()
 
-at = dict(zip(BOUNDS, zip(plain, kept, strict=True), strict=True))
-assert at[-10.0][0][1] < 0.8 and at[-1.0][0][1] < 0.5  # the bound alone: every rate is wrong
-assert at[-20.0][1][1] > 0.95 and at[-10.0][1][1] > 0.95 and at[-1.0][1][1] > 0.9  # small decays kept: no harm
-assert at[-0.1][1][1] < 0.7 and no_decay[1] < 0.4  # but a memory that cannot forget fast enough fails
+at = {bound: pair for bound, *pair in zip(BOUNDS, plain, kept, strict=True)}
+worst = {bound: [max(whole[s][1] - result[s][1] for s in MEASURED) for result in pair] for bound, pair in at.items()}
+assert worst[-20.0][0] > 0.2  # the bound alone: every decay is wrong
+assert worst[-20.0][1] < 0.1 and worst[-10.0][1] < 0.1  # the small decays kept, and room for larger ones: no harm
+assert worst[-0.1][1] > 0.3  # but a memory that cannot forget fast enough fails
+assert max(whole[s][1] - no_decay[s][1] for s in MEASURED) > 0.3
 
 # %% [markdown]
 # So "we changed the bound and accuracy fell" says little about the bound. With the small decays kept, nano does as well
-# at -20 as at -5, and nearly as well at -1; only at -0.1, where no channel can fade by a factor e within ten tokens,
-# does it fail. What
-# the bound of -5 is for is arithmetic: 16 tokens of it are 80 nats, and $e^{80}$ still fits into float32 (notebook 2).
+# at -20 and at -10 as at -5: nothing that it forgets wants to go faster. In the other direction the bound is a limit
+# that can be felt: at -0.1 no channel can fade by a factor e within ten tokens, neither the heads that look at the last
+# few tokens nor a memory that has to go at the word *new*.
 #
-# ## Convolutions, beta, depth, experts: the whole table
+# What the bound of -5 is for is arithmetic: 16 tokens of it are 80 nats, and $e^{80}$ still fits into float32 (notebook
+# 2).
 #
-# `ling3 ablate nano` measures such cuts with the engine, here 22 of them: 200 held-out problems asked alone, and 50 of
-# them again at the end of a context of about 1,200 tokens, filled with other worked problems. It takes some minutes;
-# this is a stored result.
+# ## Mechanisms against skills: the whole table
+#
+# `ling3 ablate nano --skills problems,chat,… --json table.json` measures every cut on every skill: here 500 held-out
+# texts of each short skill, and 100 of the two long ones. It takes many minutes; this is a stored result. A cell is the
+# share of right answers that is lost, in points of a hundred; beside a skill's name stands what the whole model has.
 
 # %%
-stored = json.loads(pathlib.Path("../docs/ablations.json").read_text())
-table = {row["name"]: row for row in stored["rows"]}
-print(f"{'':<28}{'perplexity':>11}{'alone':>8}{'in ' + format(stored['recall_context_tokens'], ',') + ' tokens':>20}")
-for name, row in table.items():
-    alone, late = row["problems"]["accuracy"], row["recall"]["accuracy"]
-    print(f"{name:<28}{row['perplexity']:>11.4g}{alone:>8.3f}{late:>20.3f}")
+right = {}
+for name in ("nano_relied_on", "nano_relied_on_long"):
+    for row in json.loads(pathlib.Path(f"../experiments/results/{name}.json").read_text(encoding="utf-8"))["rows"]:
+        right.setdefault(row["name"], {}).update({skill: s["accuracy"] for skill, s in row["scores"].items()})
+cuts, skills = [name for name in right if name != "whole"], [name for name in SKILLS if name in right["whole"]]
+lost = {cut: {skill: right["whole"][skill] - right[cut][skill] for skill in skills} for cut in cuts}
 
-print("\nthe convolutions once more, here and now:", measure(ablate.no_short_conv(model)))
-assert table["whole"]["problems"]["accuracy"] >= 0.98
-assert table["KDA: no short convolution"]["problems"]["accuracy"] < 0.05
-assert table["layer 0: no KDA"]["problems"]["accuracy"] < 0.05
-assert table["layer 1: no MLA"]["problems"]["accuracy"] > 0.9
-assert table["KDA: no decay"]["problems"]["accuracy"] > 0.2  # of one, two or three steps, some are still right ...
-assert table["KDA: no decay"]["recall"]["accuracy"] < 0.1  # ... but not in a long context
-
-# %%
-Image("../docs/ablations.png", width=760)
+columns = [f"{skill} ({right['whole'][skill]:.2f})" for skill in skills]
+figure, ax = plt.subplots(figsize=(8.6, 7.6))
+image = draw_losses(ax, cuts, columns, np.array([[lost[cut][skill] for skill in skills] for cut in cuts]))
+ax.grid(False)
+figure.colorbar(image, label="answers lost, as a share of all")
+plt.show()
 
 # %% [markdown]
-# One line deserves a second look: *no decay*. Asked alone, the plain delta rule still answers a quarter of the
-# problems; after 1,242 tokens of other problems, one in fifty. Forgetting is what a long context needs.
+# Read it by columns: what does a skill rely on? And by rows: what is a mechanism used for? The strongest evidence is a
+# **double dissociation**: one cut breaks a skill and leaves another, and a second cut does it the other way round. Then
+# neither is just the harder skill or the deeper wound. Here decay and the routed experts are such a pair. `resets` has
+# to forget, and fails without decay, while the experts can go; `facts`, a world of people learned by heart, stands in
+# the weights of the experts, and needs no decay.
+
+# %%
+decay, experts = lost["KDA: no decay"], lost["experts: none but the shared"]
+print("".join(f"{skill:>8}: {100 * decay[skill]:3.0f} points by decay, {100 * experts[skill]:3.0f} by the experts\n"
+              for skill in ("resets", "facts")))  # fmt: skip
+assert decay["resets"] > 0.3 and decay["facts"] < 0.1
+assert experts["facts"] > 0.3 and experts["resets"] < 0.1
+
+# %% [markdown]
+# A table with many numbers invites stories. Two kinds of rows bear none: those that cost no skill a tenth of its
+# answers, and those that leave no skill half of what it had.
+
+# %%
+idle = [cut for cut in cuts if max(lost[cut].values()) < 0.1]
+fatal = [cut for cut in cuts if all(right[cut][s] <= right["whole"][s] / 2 for s in skills)]
+print("no skill loses a tenth:", "; ".join(idle), "\nno skill keeps a half:", "; ".join(fatal))
+assert "experts: no routing bias" in idle and "KDA: no short convolution" in fatal
+
+# %% [markdown]
+# - **No loss** is not no use. The routing bias is there to feed all experts *while they are trained* (notebook 4); once
+#   they are, the scores alone choose well enough. Cutting comes too late to see what it did.
+# - **Total loss** is not need in every skill. All that KDA writes and reads has passed the short convolutions, and the
+#   layers above have never seen anything like what comes out without them. So all falls at once, and the row cannot
+#   tell the skills that use them from the others.
+# - **A column can lose no more than it has.** What the whole model gets right stands beside each skill's name; where
+#   that is little, the column says nothing about any mechanism.
+# - **One at a time.** Two parts that can stand in for each other both look idle when each is cut alone.
 #
-# Beside the table the published one: Kimi Linear (arXiv 2510.26692), Table 1, models with 653 M active parameters, each
-# **trained** without the part, perplexity on training / validation text:
+# And the table is one of *this* model. Nano's first edition had the same mechanisms, but had learned the word problems
+# alone, and its first layer did nearly everything: without the attention of any one of the other three it still solved
+# at least 93 % of them, and without its routed experts 98 %. What a model relies on is as much a matter of what it was
+# asked to learn.
 #
-# | trained from scratch, Kimi Linear | perplexity | cut from trained nano | problems solved |
-# |---|---|---|---|
-# | 3:1 hybrid | 9.23 / 5.65 | whole (1:1 hybrid) | 1.00 |
-# | no output gate | 9.25 / 5.67 | KDA: no output gate | 0.04 |
-# | swish output gate | 9.43 / 5.81 | | |
-# | no short convolution | 9.29 / 5.70 | KDA: no short convolution | 0.00 |
-# | all MLA | 9.45 / 5.77 | layer 0: no KDA | 0.03 |
+# ## Relied on is not needed
 #
+# Beside it the published table: Kimi Linear (arXiv 2510.26692), Table 1, models with 653 M active parameters, each
+# **trained** without the part, perplexity on training / validation text. To the right what nano, **cut**, still gets
+# right of the word problems.
+
+# %%
+published = {
+    "3:1 hybrid": ("9.23 / 5.65", "whole"),
+    "no output gate": ("9.25 / 5.67", "KDA: no output gate"),
+    "no short convolution": ("9.29 / 5.70", "KDA: no short convolution"),
+    "all MLA": ("9.45 / 5.77", "layer 0: no KDA"),
+}
+lines = ["| trained from scratch, Kimi Linear | perplexity | cut from nano | problems right |", "|---" * 4 + "|"]
+lines += [f"| {name} | {cost} | {cut} | {right[cut]['problems']:.2f} |" for name, (cost, cut) in published.items()]
+assert right["whole"]["problems"] > 0.95
+assert all(right[cut]["problems"] < 0.6 for _, cut in published.values() if cut != "whole")
+Markdown("\n".join(lines))
+
+# %% [markdown]
 # The two sides of the table do not contradict each other. A model that is trained without its output gate loses 0.02 of
 # perplexity; a model that was trained with it and loses it fails. Cutting measures **reliance**,
 # training measures **need**. If you want to decide what to build, train; if you want to know how a model works, cut.
-#
-# What could *not* be shown at this size, and is left out of the claims: that MLA layers matter (nano hardly uses them),
-# the value of the routing bias and of the shared expert, RoPE (nano reads order from KDA), and any effect of the bound
-# itself.
-
-# %%
-assert table["MLA: no output gate"]["problems"]["accuracy"] >= 0.98
-assert table["experts: no shared one"]["problems"]["accuracy"] >= 0.98
-assert table["experts: no routing bias"]["problems"]["accuracy"] >= 0.98
 
 # %% [markdown]
 # ## An ablated model is a model
@@ -281,43 +348,47 @@ cut = ablate.no_output_gate(model, "kda", layers=[0])
 print(cut.config.layer_overrides, cut.config.to_dict()["architectures"])
 fresh = ling3.init(cut.config, key=jax.random.key(0))
 assert jax.tree.structure(fresh) == jax.tree.structure(cut)
-assert cut.model.layers[2].attention.g_proj.weight is model.model.layers[2].attention.g_proj.weight  # nothing is copied
+assert cut.model.layers[1].attention.g_proj.weight is model.model.layers[1].attention.g_proj.weight  # nothing is copied
 
 # %% [markdown]
 # ## Exercises
 #
-# **1.** Of nano's gates, beta has not been cut yet. Its mean in layer 0 is 0.59. Hold it at ¼, ½, ¾ and 1 for all
-# tokens, in layer 0 and in layer 2. Predict the share of problems solved: does the model rely on the *level* of beta,
-# or on its dependence on the token?
+# **1.** Of nano's gates, beta has been cut in the table alone. Its mean in each layer is printed under *Three kinds of
+# gates*. Hold it at ¼, ½, ¾ and 1 for all tokens, in one layer at a time. Predict which of the two skills loses more:
+# does the model rely on the *level* of beta, or on its dependence on the token?
 #
 # ```python
-# for beta in (0.25, 0.5, 0.75, 1.0):
-#     print(beta, *(f"{measure(ablate.fixed_beta(model, beta, [layer]))[1]:.0%}" for layer in (0, 2)))
+# for layer in (0, 1, 2):
+#     for beta in (0.25, 0.5, 0.75, 1.0):
+#         print(layer, beta, words(measure(ablate.fixed_beta(model, beta, [layer]))))
 # ```
 #
 # <details><summary>Solution</summary>
 #
-# Layer 0: 46, 77, 80 and 72 %, where the whole model solves 98. From ½ to 1 the level matters little, and what depends
-# on the token is worth a fifth of the problems; at ¼ a write replaces too little of what its key held. That is far from
-# the 2 % that are left without the output gate. Layer 2: 98 % each time, as without its output gate.
+# If the level were all, the row of the level next to the layer's mean would be as good as the whole model. What is
+# still lost there is what depends on the token: which of them are worth writing, and which are to be read over. Towards
+# 1 every token replaces what its key held, and towards 0 a write replaces too little of it.
 #
 # </details>
 #
-# **2.** Which expert does nano miss most? Drop each of the eight in each of the three layers, and look at the loss. Why
-# do the numbers come in equal pairs?
+# **2.** In which layer do the `facts` stand? Predict, then silence the routed experts of one layer at a time. Why do
+# the losses of the four layers not add up to that of all layers in the table?
 #
 # ```python
-# for layer in (1, 2, 3):
-#     losses = [1000 * measure(ablate.drop_experts(model, [e], [layer]))[0] for e in range(8)]
-#     print(layer, np.round(losses, 2), "thousandths of a nat")
+# from ling3.train.nano.skills.exam import right_answers
+#
+# texts = SKILLS["facts"].exam(200)
+# for layer in ablate.having(model, "experts per token"):
+#     cut = ablate.no_routed_experts(model, [layer])
+#     print(layer, np.mean(right_answers(cut, tokenizer, texts)))
 # ```
 #
 # <details><summary>Solution</summary>
 #
-# Expert 2 or 3 of layer 2 (11.4 thousandths, against 3.3 of the whole model), then 0 or 1 of layer 1 (7.1); no other
-# makes a difference worth the name, and without 6 or 7 of layer 3 the loss is even a little lower. They come in pairs
-# since nano's groups have two experts, and a group is scored by the sum of its two best: without one of them the group
-# is never chosen, and the other is gone too. So this cut is twice as large as it looks.
+# The layer whose row falls most holds most of them. The losses do not add up since an answer is right or wrong: it is
+# lost once however many layers are silenced, and as long as its token stays the likeliest, a part of its evidence may
+# go without a loss. So the shares of single layers may be more or less than that of all. The nats per token, which
+# have no threshold, tell more.
 #
 # </details>
 #
