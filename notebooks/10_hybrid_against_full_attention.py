@@ -9,8 +9,8 @@
 # # 10. Hybrid against full attention
 #
 # What does a hybrid give up for its small memory, and what does it gain? The comparison that answers needs equal
-# parameters, equal tokens and a fair learning rate for either side. Here it is at *nano*'s size, 1.3 million
-# parameters, with three models that differ as the published families do:
+# parameters, equal tokens and a fair learning rate for either side. Here it is at 1.3 million parameters, with three
+# models that differ as the published families do:
 #
 # - **Qwen3**: four layers of grouped-query attention with RoPE and QK norm, each with a dense MLP;
 # - **Kimi-Linear**: three KDA layers, then one of MLA without positions (NoPE); low-rank gates, a softplus decay;
@@ -45,9 +45,10 @@ from ling3.interpret.inspect import report
 sys.path.insert(0, "..")  # the experiments are no part of the package
 from experiments import sweep
 from experiments.design import EXPERIMENTS
+from experiments.tasks import tokenizer
 
 plots.use()
-experiment, tok = EXPERIMENTS["text_and_recall"], ling3.load_tokenizer("nano")
+experiment, tok = EXPERIMENTS["text_and_recall"], tokenizer()
 LOOKS = {
     "Qwen3": {"color": plots.ORANGE, "linestyle": "--", "marker": "s"},
     "Kimi-Linear": {"color": plots.GREEN, "linestyle": "-.", "marker": "^"},
@@ -375,7 +376,7 @@ assert 0.95 < without / geometric["Kimi-Linear"] < 1.05
 # ## Exercises
 #
 # **1.** From which context on does a hybrid of 24 such layers, 18 of them KDA, need less memory than Qwen3 with 24? And
-# nano's size in bfloat16, where KDA's matrices stay in float32? Predict, then put `jnp.bfloat16` in the place of
+# one of four in bfloat16, where KDA's matrices stay in float32? Predict, then put `jnp.bfloat16` in the place of
 # `jnp.float32` in the cell of *The models* and compute `crossing` anew.
 #
 # <details><summary>Solution</summary>
