@@ -10,8 +10,9 @@
 #
 # One prompt goes through a whole Ling-3, and we look at every stage: what goes in, what comes out, of which shape.
 #
-# The model is *nano*: 1.3 million parameters, every mechanism of the 7.9-billion Ling-3.0-tiny, and it has learned to
-# answer one kind of word problem. Everything said about shapes here holds for the large model, with larger numbers.
+# The model is *nano*: 2.4 million parameters and every mechanism of the 7.9-billion Ling-3.0-tiny. It has learned word
+# problems and a few exercises of memory. Everything said about shapes here holds for the large model, with larger
+# numbers.
 #
 # **You need**: arrays in Python, and a rough idea of a transformer (tokens, layers, attention). No earlier notebook.
 #
@@ -20,7 +21,6 @@
 
 # %%
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,7 @@ from IPython.display import display
 import ling3
 from ling3.cache import Span
 from ling3.checkpoint.names import leaves, structure
-from ling3.interpret.ablations import solution_rows
-from ling3.train.nano.problems import problems
+from ling3.train.nano.skills import SKILLS
 
 plots.use()
 model = ling3.load("nano", dtype=jnp.float32)
@@ -64,8 +63,8 @@ assert "".join(pieces) == prompt
 #
 # Attention mixes tokens, the MLP works on each token by itself. Ling-3 has two kinds of each. Layer $i$ attends with
 # **MLA** (softmax over all earlier tokens, from a compressed cache) when $(i+1)$ is a multiple of `layer_group_size`,
-# else with **KDA** (a linear recurrence, whose memory has a fixed size). The first layers have a dense MLP, all later
-# ones a mixture of experts.
+# else with **KDA** (a linear recurrence, whose memory has a fixed size). The first `first_k_dense_replace` layers have
+# a dense MLP, all later ones a mixture of experts: Ling-3.0-tiny has one dense layer, nano none.
 
 # %%
 tiny = ling3.Ling3Config()  # the defaults are those of the published Ling-3.0-tiny
@@ -87,7 +86,8 @@ axes[1].set_xlabel("layer (dotted: experts, plain: dense MLP)")
 plt.show()
 
 kinds = [tiny.attention_kind(i) for i in range(24)]
-assert kinds.count("kda") == 18 and kinds.count("mla") == 6  # three to one
+assert kinds.count("kda") == 18 and kinds.count("mla") == 6  # three to one, as in nano
+assert [config.attention_kind(i) for i in range(4)] == kinds[:4]
 assert [tiny.mlp_kind(i) for i in range(24)] == ["dense"] + 23 * ["moe"]
 
 # %% [markdown]
@@ -134,48 +134,48 @@ attended, state = kda(normed, None, span)
 show("layers.0.attention: state S", state.recurrent)
 show("layers.0.attention: tail of the convolutions", state.conv)
 h = x + show("layers.0.attention: output", attended)
-x = show("layers.0: after the dense MLP", h + layer.mlp(layer.post_attention_layernorm(h), span))
-
 assert jnp.all((g > config.kda_lower_bound) & (g < 0)) and jnp.all((beta > 0) & (beta < 1))
 np.testing.assert_allclose(jnp.linalg.norm(k, axis=-1), 1.0, atol=1e-4)
 
 # %% [markdown]
-# **Layer 1 is MLA.** What it keeps of a token is not a key and a value per head, but one *entry*: a latent that all
-# heads expand their keys and values from, and one small rotated key that all share (notebook 3).
+# **Its MLP is a mixture of experts.** A router scores all experts for each token and picks the best two; their
+# outputs, weighted, and that of a shared expert are added up (notebook 4).
 
 # %%
-layer = model.model.layers[1]
+moe, normed = layer.mlp, layer.post_attention_layernorm(h)
+scores = show("layers.0.mlp: router scores", moe.gate.scores(normed[0]))
+chosen, weights = moe.gate(normed[0])
+show("layers.0.mlp: chosen experts", chosen)
+show("layers.0.mlp: their weights", weights)
+x = show("layers.0: after the experts", h + moe(normed, span))
+
+# %% [markdown]
+# **Layers 1 and 2** are like it. **Layer 3 is MLA.** What it keeps of a token is not a key and a value per head, but
+# one *entry*: a latent that all heads expand their keys and values from, and one small rotated key that all share
+# (notebook 3).
+
+# %%
+for layer in model.model.layers[1:3]:
+    x, _ = layer(x, None, span)
+layer = model.model.layers[3]
 mla, normed = layer.attention, layer.input_layernorm(x)
 positions = span.positions(seq)
 q_nope, q_rope = mla.queries(normed, positions)
 entries = mla.entries(normed, positions)
 for name, array in {"q_nope": q_nope, "q_rope (rotated)": q_rope, "entries [latent | rotated key]": entries}.items():
-    show(f"layers.1.attention: {name}", array)
-show("layers.1.attention: output gate per head", mla.output_gate(normed))
+    show(f"layers.3.attention: {name}", array)
+show("layers.3.attention: output gate per head", mla.output_gate(normed))
 attended, _ = mla(normed, None, span)
-h = x + show("layers.1.attention: output", attended)
+h = x + show("layers.3.attention: output", attended)
 
 assert entries.shape[-1] == config.latent_entry_dim == 80
 
 # %% [markdown]
-# **Its MLP is a mixture of experts.** A router scores all experts for each token and picks the best two; their outputs,
-# weighted, and that of a shared expert are added up (notebook 4).
+# Its experts are chosen like the others'. A last norm and one more matrix turn the stream into a score for each word of
+# the vocabulary: the logits. By hand we came to the same numbers as the model does.
 
 # %%
-moe, normed = layer.mlp, layer.post_attention_layernorm(h)
-scores = show("layers.1.mlp: router scores", moe.gate.scores(normed[0]))
-chosen, weights = moe.gate(normed[0])
-show("layers.1.mlp: chosen experts", chosen)
-show("layers.1.mlp: their weights", weights)
-x = show("layers.1: after the experts", h + moe(normed, span))
-
-# %% [markdown]
-# Layers 2 and 3 are like 0 and 1 (both with experts). A last norm and one more matrix turn the stream into a score for
-# each word of the vocabulary: the logits. By hand we came to the same numbers as the model does.
-
-# %%
-for layer in model.model.layers[2:]:
-    x, _ = layer(x, None, span)
+x = show("layers.3: after the experts", h + layer.mlp(layer.post_attention_layernorm(h), span))
 logits = show("lm_head: logits", model.lm_head(model.model.norm(x), dtype=jnp.float32))
 np.testing.assert_allclose(logits, model(tokens), atol=1e-4)  # the same sums, compiled in other groups
 
@@ -183,47 +183,65 @@ width = max(len(stage) for stage, _, _ in stages)
 print("\n".join(f"{stage:<{width}}  {shape:<16} {dtype}" for stage, shape, dtype in stages))
 
 # %% [markdown]
-# `ling3.trace` does the same for you and returns every stage by name; the following notebooks plot from it.
-# Two examples, over 32 problems that nano has never seen, with their solutions. The **logit lens** reads the stream
-# after every layer as if it were the last: where does the model know its next token? And the norms show how much each
-# part adds to the stream.
+# `ling3.trace` does the same for you and returns every stage by name; the following notebooks plot from it. Two
+# examples, over texts that nano has never seen. The **logit lens** reads the stream after every layer as if it were the
+# last: where does the model know its next token? We ask it of word problems and of four exercises: `recall` looks a
+# word up in a list of pairs, `copying` repeats a string, `positions` continues a string that has a period, and `facts`
+# are of people that nano has learned by heart. And the norms show how much each part adds to the stream.
 
 # %%
-rows, _, learned = solution_rows(tokenizer, itertools.islice(problems(2026, "held_out"), 32))
-seen = ling3.trace(model, rows)
-target, mask = rows[:, 1:], np.asarray(learned[:, 1:])  # the tokens of the solutions
-numeric = np.array([[tokenizer.decode([int(t)]).strip().isdigit() for t in row] for row in target])
-missed = {"numbers": [], "other tokens": []}
-for layer in seen.layers:
-    likely = jax.nn.softmax(layer.logits[:, :-1], axis=-1)
-    p = np.asarray(jnp.take_along_axis(likely, target[..., None], axis=-1)[..., 0])
-    missed["numbers"].append(1 - p[mask & numeric].mean())
-    missed["other tokens"].append(1 - p[mask & ~numeric].mean())
+for name in ("recall", "copying", "positions", "facts"):
+    (text,) = SKILLS[name].exam(1)
+    print(f"{name}: {text.prompt[:60]} … {text.answer[:20]}")
 
 
-def mean(values):
-    return float(jnp.mean(values))
+def rows(name, count, width=256):
+    """Texts of a skill, padded: tokens, and which of them are to be known from those before."""
+    tokens, learned = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
+    for row, text in enumerate(SKILLS[name].exam(count)):
+        encoded = [(tokenizer.encode(piece, add_special_tokens=False), known) for piece, known in text.segments]
+        ids = [i for piece, _ in encoded for i in piece]
+        tokens[row, : len(ids)], learned[row, : len(ids)] = ids, [known for piece, known in encoded for _ in piece]
+    return jnp.asarray(tokens), learned
 
+
+missed, norms = {}, {}
+for name in ("problems", "recall", "copying", "positions", "facts"):
+    asked, learned = rows(name, 24)
+    seen = ling3.trace(model, asked)
+    np.testing.assert_allclose(seen.logits, model(asked), atol=1e-3)  # of logits up to 25, in another program
+    target = np.asarray(asked)[:, 1:, None]
+    likely = [np.asarray(jax.nn.softmax(layer.logits[:, :-1], axis=-1)) for layer in seen.layers]
+    right = [np.take_along_axis(p, target, axis=-1)[learned[:, 1:], 0] for p in likely]
+    missed[name] = [1 - p.mean() for p in right]
+    if name == "problems":
+        text = np.asarray(asked) != 0
+        for part in ("attention_norm", "mlp_norm", "residual_norm"):
+            norms[part] = [float(np.mean(getattr(layer, part)[text])) for layer in seen.layers]
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.2))
 for name, values in missed.items():
     left.semilogy(values, label=name)
 left.set(xticks=range(4), xlabel="read after layer", ylabel="1 - p(right token), mean", title="logit lens")
 left.legend(fontsize=8)
-right.semilogy([mean(layer.attention_norm) for layer in seen.layers], label="attention adds")
-right.semilogy([mean(layer.mlp_norm) for layer in seen.layers], label="MLP adds")
-right.semilogy([mean(layer.residual_norm) for layer in seen.layers], label="the stream")
-right.set(xlabel="layer", ylabel="Euclidean norm, mean over tokens", xticks=range(4), title="residual stream")
+for values, label in zip(norms.values(), ("attention adds", "MLP adds", "the stream"), strict=True):
+    right.semilogy(values, label=label)
+right.set(xlabel="layer", ylabel="Euclidean norm, mean over tokens", xticks=range(4), title="residual stream, problems")
 right.legend(fontsize=8)
 plt.show()
+print({name: [round(float(x), 3) for x in values] for name, values in missed.items()})
+print({name: [round(float(x), 2) for x in values] for name, values in norms.items()})
 
-np.testing.assert_allclose(seen.logits, model(rows), atol=1e-3)  # of logits up to 25, in another program
-assert missed["numbers"] == sorted(missed["numbers"], reverse=True)  # each layer knows the numbers better
-assert missed["numbers"][0] < 0.06 and missed["other tokens"][-1] < 0.001
+assert all(values[-1] < values[0] for values in missed.values())
+assert all(missed[name][0] > 0.8 for name in ("recall", "copying", "positions", "facts"))
+assert missed["copying"][3] < missed["copying"][2] / 2 and missed["positions"][3] < missed["positions"][2] / 2
 
 # %% [markdown]
-# A surprise to keep in mind: *one* KDA layer with its dense MLP already knows 96 % of the numbers. Nano's task needs
-# little depth, so it will be hard to see in its answers what its later layers are worth (notebook 5).
+# No layer knows everything. After the first two hardly an answer is in sight, but that is the lens, which shows what
+# points at a word of the vocabulary already. What a layer writes for later ones to read it cannot show: cut off one of
+# the first two, and answers are lost (notebook 5). Layer 2, the last KDA, finds most of what a state can keep: the
+# value that stands after a key. The MLA layer brings what needs a look at the text itself, as copying does, and the
+# distance between two tokens, which RoPE tells: the `positions`.
 
 # %% [markdown]
 # ## Look for yourself

@@ -11,13 +11,13 @@
 # Before *nano* writes `60 - 5`, something in it has settled on the minus. Where, and in what form? And if we change it
 # there, does the model do another sum? Three experiments answer that: a linear **probe** reads the operator from the
 # residual stream, a **steering** vector turns it into the other one, and **patching** from one run into another shows
-# which layer carries a number from the question to the answer. All three need two things: `ling3.Capture` brings arrays
-# out of a running model, `ling3.Intervention` puts others in.
+# by which way a number comes from the question, and by which a learned fact comes out of the weights. All three need
+# two things: `ling3.Capture` brings arrays out of a running model, `ling3.Intervention` puts others in.
 #
 # **You need**: the residual stream and the two kinds of layers (notebook 1), and least squares.
 #
 # **Afterwards you can** capture activations from a batch of requests; fit a probe and say what it does and does
-# not show; steer a request; and find by patching through which layer and head a fact travels.
+# not show; steer a request; and find by patching through which layers, heads and experts an answer travels.
 
 # %%
 import itertools
@@ -33,6 +33,7 @@ import plots
 
 import ling3
 from ling3.train.nano.problems import OBJECTS, PEOPLE, ask, problems
+from ling3.train.nano.skills.facts import ATTRIBUTES, fact, never_first, subjects
 
 plots.use()
 model, tok = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
@@ -55,7 +56,7 @@ print(f"{tok.decode(prompts[0])!r} … {asked[0].solution!r}")
 engine = ling3.Engine(
     model, tok, max_model_len=128, page_size=16, chunked_prefill_size=64, token_paddings=(64,), decode_rows=64
 )
-inside = ling3.Capture(residual=True, attended=True, heads=[0])
+inside = ling3.Capture(residual=True, attended=True, added=True, heads=True)
 greedy = {"max_tokens": 6, "temperature": 0.0}
 answers = engine.generate(prompts, ling3.SamplingParams(**greedy, capture=inside))
 without = engine.generate(prompts, ling3.SamplingParams(**greedy))
@@ -120,7 +121,7 @@ figure, ax = plt.subplots(figsize=(7.5, 3.6))
 for name, found in read.items():
     ax.plot(range(len(found)), found.values(), label=f"at “{name}”" if name.endswith(":") else f"at {name}")
 ax.axhline(majority, color=plots.BLACK, ls=":", marker="", label="majority")
-labels = ["token"] + [f"{kind}\n{i}" if part else f"FF\n{i}" for i, kind in enumerate(kinds) for part in (1, 0)]
+labels = ["token"] + [f"{kind}\n{i}" if part else f"MoE\n{i}" for i, kind in enumerate(kinds) for part in (1, 0)]
 ax.set_xticks(range(len(labels)), labels)
 ax.set(xlabel="the residual stream after …", ylabel="operator read correctly", ylim=(0.45, 1.03))
 ax.legend(fontsize=8, loc="lower right")
@@ -129,14 +130,14 @@ number = read["the number"]
 print(f"majority {majority:.3f}", {stage: round(float(share), 3) for stage, share in number.items()})
 
 # %% [markdown]
-# The number itself does not tell: the probe on the embeddings is no better than the majority. But after the first
-# layer's attention the operator can be read in 93 % of problems that the probe was not fitted on (with 128 problems a
-# standard error is two points). The layers between add nothing to that, and the last MLA brings the rest. It can also
-# be read at `Answer:`, two tokens earlier, but hardly at the space between, after which comes a number.
+# The number itself does not tell: the probe on the embeddings is no better than the majority, and neither are those
+# after the first two layers. Then layer 2's attention brings the operator, and it can be read in nearly all problems
+# that the probe was not fitted on. It can also be read at `Answer:`, two tokens earlier, if not as often: the decision
+# is made more than once.
 
 # %%
-assert number["token"] < majority + 0.05 and number["0 attn"] > 0.88
-assert max(number["1"], number["2"]) < 0.97 and number["3 attn"] > 0.98
+assert number["token"] < majority + 0.05 and max(number["1 attn"], number["1"]) < majority + 0.1
+assert number["2 attn"] > 0.9 and number["3"] > 0.95
 
 # %% [markdown]
 # ### Does the model use what a probe reads?
@@ -178,11 +179,11 @@ for chosen in range(len(kinds)):
     ]
     cut[chosen] = np.mean(operators(*off) == own)
     print(f"without layer {chosen}'s {kinds[chosen]} at this token: {cut[chosen]:.1%} right")
-assert cut[0] < 0.75 and cut[1] > 0.98 and cut[2] > 0.98 and 0.8 < cut[3] < 0.96
+DECIDES = min(cut, key=cut.get)
+assert DECIDES == 2 and cut[DECIDES] < 0.5
 
 # %% [markdown]
-# The cuts say what the probes said. The operator comes from layer 0. The two layers in the middle do nothing for it.
-# The last MLA settles the doubtful cases: without it 90 % are right, about as many as could be read before it.
+# The cuts say what the probes said: the operator comes from layer 2.
 #
 # ## Steering
 #
@@ -197,7 +198,7 @@ assert cut[0] < 0.75 and cut[1] > 0.98 and cut[2] > 0.98 and 0.8 < cut[3] < 0.96
 
 # %%
 RIDGE = 10.0
-x = streams["the number"]["0"]
+x = streams["the number"][f"{DECIDES}"]
 w, centre, _ = probe(x[:FIT], sign[:FIT], RIDGE)
 d = x[:FIT][plus[:FIT]].mean(0) - x[:FIT][~plus[:FIT]].mean(0)
 spread = x[:FIT] - centre
@@ -213,7 +214,7 @@ print(f"cosine of w and d: {cosine(w, d):.2f}; length of d: {np.linalg.norm(d):.
 assert np.isclose(cosine(pattern, d), 1) and cosine(w, d) < 0.4
 
 # %% [markdown]
-# We add multiples of $d$ after layer 0 at the prompt's last token, towards plus where the answer is a minus and the
+# We add multiples of $d$ after layer 2 at the prompt's last token, towards plus where the answer is a minus and the
 # other way round, then $w$ and a random vector, scaled to the same length.
 
 # %%
@@ -228,9 +229,9 @@ towards = -sign[FIT:]
 
 
 def pushed(vector):
-    """For each held-out prompt, the vector added after layer 0 at the last token, towards the other operator."""
+    """For each held-out prompt, the vector added after layer 2 at the last token, towards the other operator."""
     return [
-        ling3.Intervention.add(0, (s * vector).astype(np.float32), positions=[t])
+        ling3.Intervention.add(DECIDES, (s * vector).astype(np.float32), positions=[t])
         for s, t in zip(towards, last, strict=True)
     ]
 
@@ -309,27 +310,41 @@ assert 0.7 < np.mean(told) < 0.9 and np.mean(later[choice]) > 0.35
 # %% [markdown]
 # One vector at one token, and the model does another sum, correctly, as long as the result is a number that it knows; a
 # difference below 0 it has never seen, and gets it wrong. But more has changed than the sign. `6 + 11` in the first
-# story takes the eleven of a *later* sentence, in which something is gained: the vector makes the model look for a
-# number to add. In about half of the stories that have such a step it takes that step's number, and in a fifth of all a
-# number that is in no sentence. We have not turned a switch but pushed a computation that has other parts.
+# story takes the eleven of a *later* sentence, in which something is gained. In about half of the stories that have
+# such a step the model takes that step's number, and in a fifth of all a number that is in no sentence.
+#
+# Does the vector do that, or the sign that follows from it? We write the other sign ourselves, and add no vector:
+
+# %%
+forced = [[*ids, int(sign)] for ids, sign in zip(held, other, strict=True)]
+after = [out.text for out in engine.generate(forced, ling3.SamplingParams(max_tokens=4, temperature=0.0))]
+same = [text.startswith(tok.decode([int(sign)]) + rest) for text, sign, rest in zip(texts, other, after, strict=True)]
+print(f"the same equation in {np.mean(same):.0%}")
+assert np.mean(same) > 0.9
+
+# %% [markdown]
+# The sign does nearly all of it. The vector has turned one decision, and everything else follows from the token that
+# was written: the pass at the next token reads the sign, not what was done to the stream before it.
 #
 # What steering does not show: that the model itself uses this direction and no other. A push of twice the difference
 # takes the stream far beyond the mean of the other class.
 #
-# ## Patching: through which layer does a number go?
+# ## Patching: by which way does an answer come?
 #
 # Steering shows that a place matters; *causal tracing* (Meng et al., arXiv 2202.05262) shows which places matter. Take
-# two prompts that differ in one number, a clean and a corrupted one. Run the corrupted prompt, but put in the clean
-# run's array at one site and one position. If the clean number comes back, it has gone through there. The measure is
-# the difference of the two numbers' logits where the first number of the solution is written: 0 is the corrupted run, 1
-# the clean one.
+# two prompts, a clean and a corrupted one. Run the corrupted prompt, but put in the clean run's array at one site and
+# one position. If the clean answer comes back, it has gone through there. The measure is the difference of the two
+# answers' logits: 0 is the corrupted run, 1 the clean one.
+#
+# We do it for two answers. One is in the prompt: the first number of a solution. The other is in the weights: nano has
+# learned 2,048 people by heart, of whom each likes, fears, owns and seeks something. That is what Meng et al. asked.
 
 # %%
 rng = random.Random(14)
 
 
-def pair():
-    """A clean and a corrupted prompt, and the two numbers' tokens."""
+def number():
+    """A clean and a corrupted prompt that differ in one number, and that number's tokens."""
     (hero, _), (friend, _), things = *rng.sample(PEOPLE, 2), rng.choice(OBJECTS)
     numbers, taken = rng.sample(range(21, 61), 2), rng.randint(2, 20)
     story = "Question: {} has {} {}. {} takes {} of them. How many {} does {} have?\nAnswer: "
@@ -337,18 +352,32 @@ def pair():
     return *both, *(tok.encode(f"{n}")[0] for n in numbers)
 
 
-clean, corrupted, good, bad = zip(*(pair() for _ in range(12)), strict=True)
-SEQ = len(clean[0])
-(differs,) = {t for a, b in zip(clean, corrupted, strict=True) for t in range(SEQ) if a[t] != b[t]}
-assert {len(ids) for ids in (*clean, *corrupted)} == {SEQ}
-words = [tok.decode([i]) for i in clean[0]]
-print(words, "differ at", differs)
+def memory():
+    """The same for two people, and what is known of them: attributes that training texts have first."""
+    attribute = rng.choice(ATTRIBUTES)
+    two = rng.sample([name for name in subjects() if never_first(name) != attribute], 2)
+    both = [tok.encode(f"About {name}: {attribute}") for name in two]
+    return *both, *(tok.encode(f" {fact(name, attribute)}")[0] for name in two)
 
-runs = engine.generate(list(clean), ling3.SamplingParams(max_tokens=0, capture=inside))
+
+def known(draw, count):
+    """Pairs of prompts of which nano answers both, and not alike: clean, corrupted, and the two answers' tokens."""
+    pairs = [draw() for _ in range(2 * count)]
+    best = [np.argmax(model(jnp.asarray(ids))[:, -1], axis=-1) for ids in list(zip(*pairs, strict=True))[:2]]
+    right = [p for p, a, b in zip(pairs, *best, strict=True) if (a, b) == p[2:] and a != b]
+    print(f"{len(right)} of {len(pairs)} pairs right")
+    return list(zip(*right[:count], strict=True))
+
+
+numbers, memories = known(number, 12), known(memory, 24)
+assert len(numbers[0]) == 12 and len(memories[0]) == 24
+
+# %%
 SITES = {"embeddings": (None, "embeddings", None)}
-SITES |= {f"residual {i}": (i, "residual", None) for i in range(len(kinds))}
-SITES |= {f"attended {i}": (i, "attended", None) for i in range(len(kinds))}
-SITES |= {f"head {h}": (0, "heads", h) for h in range(model.config.num_attention_heads)}
+SITES |= {f"{site} {i}": (i, site, None) for site in ("residual", "attended", "added") for i in range(len(kinds))}
+SITES |= {f"head {i}.{h}": (i, "heads", h) for i in range(len(kinds)) for h in range(model.config.num_attention_heads)}
+STREAM = ["embeddings", *(f"residual {i}" for i in range(len(kinds)))]
+PARTS = [name for name in SITES if name not in STREAM]
 
 
 def values(ids, seen, name):
@@ -361,26 +390,65 @@ def values(ids, seen, name):
 
 
 def patched(ids, donor, seen, cells):
-    """The last logits of `ids` once for each cell, a site and the positions at which it gets the donor's arrays."""
+    """The last logits of `ids` once for each cell, a set of sites and positions that get the donor's arrays."""
     changes = []
     for name, (layer, site, head) in SITES.items():
         patch = ling3.Intervention.patch(layer, values(donor, seen, name), site=site, head=head)
-        where = np.array([[t if (name, t) in cell else NOWHERE + t for t in range(SEQ)] for cell in cells], np.int32)
+        seq = range(len(ids))
+        where = np.array([[t if (name, t) in cell else NOWHERE + t for t in seq] for cell in cells], np.int32)
         patch = jax.tree.map(lambda x: np.repeat(x, len(cells), axis=0), patch)
         changes.append(eqx.tree_at(lambda p: p.positions, patch, where))
     return np.asarray(model(jnp.asarray([ids] * len(cells)), interventions=changes)[:, -1])
 
 
-# The cells of the experiment, all in one program: nothing; two laws; each stage and position of the stream alone; and
-# at the last position what each attention layer adds, and each head of layer 0.
-STREAM = ["embeddings", *(f"residual {i}" for i in range(len(kinds)))]
-PARTS = [name for name in SITES if name not in STREAM]
-nothing, laws = frozenset(), [frozenset({("embeddings", differs)})]
-laws += [frozenset((name, t) for t in range(SEQ)) for name in STREAM[1:]]
-single = [frozenset({(name, t)}) for name in STREAM for t in range(SEQ)]
-single += [frozenset({(name, SEQ - 1)}) for name in PARTS]
-cells = [nothing, *laws, *single]
-logits = [patched(*each[:2], each[2].captured, cells) for each in zip(corrupted, clean, runs, strict=True)]
+def traced(clean, corrupted, good, bad):
+    """The share of the clean answer by stage and position of the stream, and by part of a layer at the last position.
+
+    All cells are one program: nothing; the laws (below); each stage and position alone; each part alone.
+    """
+    (seq,) = {len(ids) for ids in (*clean, *corrupted)}
+    differs = [t for t in range(seq) if any(a[t] != b[t] for a, b in zip(clean, corrupted, strict=True))]
+    runs = engine.generate(list(clean), ling3.SamplingParams(max_tokens=0, capture=inside))
+    cells = [frozenset(), frozenset(("embeddings", t) for t in differs)]
+    cells += [frozenset((name, t) for t in range(seq)) for name in STREAM[1:]]
+    cells += [frozenset({(name, t)}) for name in STREAM for t in range(seq)]
+    cells += [frozenset({(name, seq - 1)}) for name in PARTS]
+    logits = [patched(*each[:2], each[2].captured, cells) for each in zip(corrupted, clean, runs, strict=True)]
+    truth = patched(clean[0], clean[0], runs[0].captured, cells[:1] * len(cells))[0]
+    laws = np.max(np.abs(logits[0][: 1 + len(STREAM)] - truth), axis=1)
+
+    difference = np.stack([own[:, g] - own[:, b] for own, g, b in zip(logits, good, bad, strict=True)])
+    none, whole, each = difference[:, :1], difference[:, 1:2], difference[:, 1 + len(STREAM) :]
+    share = np.mean((each - none) / (whole - none), axis=0)
+    grid, parts = share[: len(STREAM) * seq].reshape(len(STREAM), seq), share[len(STREAM) * seq :]
+    return differs, laws, grid, dict(zip(PARTS, parts.tolist(), strict=True))
+
+
+def draw(ids, grid, parts, title):
+    """The map of the stream, and the parts of layers at the last position."""
+    words = [tok.decode([i]).replace("\n", "\\n").replace(" ", "␣") for i in ids]
+    figure, (stream, last_token) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=(3, 1.4))
+    image = stream.imshow(grid, aspect="auto", vmin=0, vmax=1)
+    stream.set_xticks(range(len(words)), words, rotation=70 if len(words) > 8 else 0, fontsize=8)
+    stream.set_yticks(range(len(STREAM)), ["embeddings", *(f"after layer {i}, {kind}" for i, kind in enumerate(kinds))])
+    stream.set(title=f"{title}: the stream from the clean run, at one position")
+    stream.grid(visible=False)
+    figure.colorbar(image, ax=stream, label="share of the clean answer")
+    carrier = max(range(len(kinds)), key=lambda i: parts[f"attended {i}"])
+    colours = {"MLA": plots.MLA, "KDA": plots.KDA}
+    bars = {f"{kind} {i}": (parts[f"attended {i}"], colours[kind]) for i, kind in enumerate(kinds)}
+    bars |= {f"experts {i}": (parts[f"added {i}"], plots.YELLOW) for i in range(len(kinds))}
+    of_heads = [name for name in parts if name.startswith(f"head {carrier}.")]
+    bars |= {f"{kinds[carrier]} {carrier}, head {name[-1]}": (parts[name], plots.SKY) for name in of_heads}
+    last_token.barh(list(bars), [x for x, _ in bars.values()], color=[colour for _, colour in bars.values()])
+    last_token.tick_params(axis="y", labelsize=8)
+    last_token.set(title="parts, at the last position", xlabel="share of the clean answer", xlim=(-0.1, 1.05))
+    last_token.invert_yaxis()
+    plt.show()
+    print({name: round(x, 2) for name, x in parts.items() if abs(x) > 0.01})
+
+
+differs, laws, grid, parts = traced(*numbers)
 
 # %% [markdown]
 # First the laws. The clean embedding at the position where the prompts differ makes the corrupted run the clean one,
@@ -388,53 +456,40 @@ logits = [patched(*each[:2], each[2].captured, cells) for each in zip(corrupted,
 # the clean ones, but for rounding, since the engine has captured in another program.
 
 # %%
-truth = patched(clean[0], clean[0], runs[0].captured, [nothing] * len(cells))[0]
-errors = np.max(np.abs(logits[0][1 : 1 + len(laws)] - truth), axis=1)
-print("largest difference of a logit:", dict(zip(STREAM, errors.tolist(), strict=True)))
-assert errors[0] == 0 and np.max(errors) < 1e-3
-assert np.max(np.abs(logits[0][0] - truth)) > 1  # without a patch
+print("largest difference of a logit:", dict(zip(["nothing", *STREAM], laws.tolist(), strict=True)))
+assert laws[0] > 1 and laws[1] == 0 and np.max(laws[1:]) < 1e-3
 
 # %% [markdown]
-# Now the map, the mean over twelve pairs.
+# Now the map of the number, the mean over twelve pairs.
 
 # %%
-difference = np.stack([own[:, g] - own[:, b] for own, g, b in zip(logits, good, bad, strict=True)])
-none, whole, each = difference[:, :1], difference[:, len(laws) : len(laws) + 1], difference[:, 1 + len(laws) :]
-share = np.mean((each - none) / (whole - none), axis=0)
-grid, parts = share[: len(STREAM) * SEQ].reshape(len(STREAM), SEQ), share[len(STREAM) * SEQ :]
-parts = dict(zip(PARTS, parts, strict=True))
-
-figure, (stream, last_token) = plt.subplots(1, 2, figsize=(11, 3.4), width_ratios=(3, 1.2))
-image = stream.imshow(grid, aspect="auto", vmin=0, vmax=1)
-stream.set_xticks(range(SEQ), [word.replace("\n", "\\n").replace(" ", "␣") for word in words], rotation=70, fontsize=8)
-stream.set_yticks(range(len(STREAM)), ["embeddings", *(f"after layer {i}, {kind}" for i, kind in enumerate(kinds))])
-stream.set(title="the stream from the clean run, at one position")
-stream.grid(visible=False)
-figure.colorbar(image, ax=stream, label="share of the clean answer")
-names = [f"{kinds[int(name[-1])]}, layer {name[-1]}" if name.startswith("attended") else name for name in parts]
-colours = [
-    plots.MLA if name.startswith("MLA") else plots.KDA if name.startswith("KDA") else plots.SKY for name in names
-]
-last_token.barh(names, parts.values(), color=colours)
-last_token.set(title="attention, at the last position", xlabel="share of the clean answer", xlim=(-0.05, 1.05))
-last_token.invert_yaxis()
-plt.show()
-print({name: round(float(x), 3) for name, x in parts.items()})
-assert grid[0, differs] > 0.99 and np.all(grid[1:, -1] > 0.98)
-elsewhere = np.delete(grid[1:], SEQ - 1, axis=1)
-assert np.max(np.abs(elsewhere)) < 0.05
-assert parts["attended 0"] > 0.98 and parts["head 2"] > 0.95
-assert max(abs(x) for name, x in parts.items() if name not in ("attended 0", "head 2")) < 0.05
+draw(numbers[0][0], grid, parts, "a number")
+(source,) = differs
+assert np.all(grid[:3, source] > 0.95) and np.all(grid[3:, -1] > 0.95)
+assert np.max(np.abs(grid[3:, :-1])) < 0.05 and np.max(np.abs(grid[:3, -1])) < 0.05
+assert parts["attended 2"] > 0.95 and parts["head 2.0"] > 0.95
 
 # %% [markdown]
-# One jump. In the embeddings the number is where it was written. After layer 0 the stream at that position matters no
-# more, and the one at the last position has all of it. What carries it is KDA, the recurrent layer, and of its four
-# heads number 2: the state that this head has built up over the prompt gives the number back twenty tokens later. The
-# two MLA layers, which could look at every token, take no part in it.
+# One jump. Until layer 1 the number is where it was written. After layer 2 the stream at that position matters no more,
+# and the one at the last position has all of it. What carries it is KDA, the recurrent layer, and of its four heads
+# number 0: the state that this head has built up over the prompt gives the number back twenty tokens later.
 #
-# That is nano, whose first layer does nearly all of the work (notebooks 1 and 5). In a large model expect maps that are
-# less clean, and read them with care: a patch shows that a site is *enough* to bring the answer back, not that there is
-# no other way.
+# And the fact?
+
+# %%
+differs, laws, grid, parts = traced(*memories)
+draw(memories[0][0], grid, parts, "a fact")
+
+assert laws[0] > 1 and laws[1] == 0 and np.max(laws[1:]) < 1e-3
+assert max(parts.values()) < 0.9 and sum(parts[f"added {i}"] for i in range(len(kinds))) > 0.2
+
+# %% [markdown]
+# No one jump, and no one carrier. The name is two tokens, and the attribute a third. The early layers begin to bring
+# them together at the last position; layer 2's attention brings the rest of the name. And here the experts matter: what
+# a person likes stands nowhere in the prompt, and a good part of the answer is what the experts add at the last token.
+#
+# In a large model expect maps that are less clean, and read them with care: a patch shows that a site is *enough* to
+# bring the answer back, not that there is no other way.
 #
 # ## Exercises
 #
@@ -446,7 +501,7 @@ assert max(abs(x) for name, x in parts.items() if name not in ("attended 0", "he
 # ```python
 # for scale in (1, 2, 3):
 #     changes = [
-#         ling3.Intervention.add(0, (scale * s * d).astype(np.float32), from_position=t)
+#         ling3.Intervention.add(DECIDES, (scale * s * d).astype(np.float32), from_position=t)
 #         for s, t in zip(towards, last, strict=True)
 #     ]
 #     params = [ling3.SamplingParams(**greedy, interventions=[change]) for change in changes]
@@ -485,7 +540,7 @@ assert max(abs(x) for name, x in parts.items() if name not in ("attended 0", "he
 #
 # ```python
 # def margin(vector):
-#     logits = model(jnp.asarray(rows), interventions=[ling3.Intervention.add(0, vector)])
+#     logits = model(jnp.asarray(rows), interventions=[ling3.Intervention.add(DECIDES, vector)])
 #     logits = logits[np.arange(len(held)), np.array(last)]
 #     return jnp.mean(logits[:, PLUS] - logits[:, MINUS])
 #
