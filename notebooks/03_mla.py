@@ -23,6 +23,7 @@
 # (*absorption*) and say when that pays, and explain why the rotated key stands apart.
 
 # %%
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -31,7 +32,7 @@ import plots
 
 import ling3
 from ling3.cache import Span
-from ling3.interpret.ablate import no_attention, no_output_gate, no_rope
+from ling3.interpret.ablate import no_output_gate, no_rope
 from ling3.interpret.inspect import report
 from ling3.layers.rope import rotate
 from ling3.train.nano.problems import ask, problems
@@ -110,8 +111,13 @@ def attention_inputs(model, tokens):
     return given
 
 
-inputs = attention_inputs(nano, tokens)
-mla, x = nano.model.layers[3].attention, inputs[3][0]  # [seq, hidden]
+def mla_inputs(ids):
+    """What the MLA layer is given for a text of at most T tokens; zeros after it change nothing before them."""
+    padded = jnp.asarray([ids + [0] * (T - len(ids))], jnp.int32)
+    return attention_inputs(nano, padded)[3][0, : len(ids)]
+
+
+mla, x = nano.model.layers[3].attention, mla_inputs(tokens[0].tolist())  # [seq, hidden]
 H, N, P, V, R = 4, 32, 16, 32, 64
 positions = jnp.arange(T, dtype=jnp.int32)[None]
 causal = jnp.tril(jnp.ones((T, T), bool))
@@ -352,23 +358,33 @@ assert 0.25 < change[0] < 0.35 and max(change) > 1.2
 # %%
 period = 12
 strings = [own for own in SKILLS["positions"].exam(40) if own.prompt.startswith(f"Every {period}:")]
-rows = jnp.asarray([tok.encode(own.prompt + own.answer) for own in strings], jnp.int32)
-last = rows.shape[1] - 1 - np.arange(period)  # what comes next after each of these stands period - 1 tokens back
-looked = {}
+looked = {"as trained": 0, "without RoPE": 0}  # [heads, distance]
+for own in strings:
+    ids = tok.encode(own.prompt + own.answer)
+    last = len(ids) - 1 - np.arange(period)
+    given = mla_inputs(ids)
+    q, compressed = mla.q_b_proj(mla.q_a_layernorm(mla.q_a_proj(given))), mla.kv_a_proj_with_mqa(given)
+    q, k_rope = q.reshape(1, len(ids), 4, 48), compressed[None, :, None, 64:]
+    k = mla.kv_b_proj(mla.kv_a_layernorm(compressed[:, :64])).reshape(len(ids), 4, 64)[..., :32]
+    for name in looked:
+        at = jnp.arange(len(ids), dtype=jnp.int32)[None] * (name == "as trained")  # turned by 0 is not turned
+        q_rope, k_turned = rotate(q[..., 32:], at, mla.rope_theta)[0], rotate(k_rope, at, mla.rope_theta)[0, :, 0]
+        scores = jnp.einsum("ihn,jhn->hij", q[0, ..., :32], k) + jnp.einsum("ihp,jp->hij", q_rope, k_turned)
+        seen = jnp.tril(jnp.ones(scores.shape[1:], bool))
+        weights = np.asarray(jax.nn.softmax(jnp.where(seen, scores * 48**-0.5, -jnp.inf), axis=-1))
+        back = [weights[:, last, last - d].mean(axis=1) for d in range(2 * period)]
+        looked[name] += np.stack(back, axis=1) / len(strings)
 fig, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
-for ax, (name, model) in zip(axes, {"as trained": trained, "without RoPE": no_rope(trained)}.items()):
-    weights = np.asarray(ling3.trace(model, rows, logit_lens=False).mla[3].attention_map)  # [batch, heads, seq, seq]
-    back = [weights[:, :, last, last - d].mean(axis=(0, 2)) for d in range(2 * period)]
-    looked[name] = np.asarray(back)  # [distance, heads]
+for ax, (name, back) in zip(axes, looked.items()):
     for h in range(4):
-        ax.plot(looked[name][:, h], label=f"head {h}")
+        ax.plot(back[h], label=f"head {h}")
     ax.axvline(period - 1, color=plots.BLACK, linewidth=0.8)
     ax.annotate("the word that comes next", (period - 1, 0.9), xytext=(5, 0), textcoords="offset points", fontsize=8)
     ax.set(ylim=(-0.03, 1), title=name, xlabel="distance, tokens", ylabel="mean weight")
     ax.label_outer()
 axes[0].legend(loc="upper left")
 plt.show()
-there = {name: back[period - 1].max() for name, back in looked.items()}
+there = {name: back[:, period - 1].max() for name, back in looked.items()}
 print({name: f"{weight:.2f}" for name, weight in there.items()}, f"the best head's weight {period - 1} tokens back")
 assert there["as trained"] > 2 * there["without RoPE"]
 
@@ -407,8 +423,7 @@ fig, axes = plt.subplots(3, 1, figsize=(11, 5.4))
 opened = {}
 for ax, (name, own) in zip(axes, texts.items()):
     row = tok.encode(own)
-    seen = ling3.trace(trained, jnp.asarray([row], jnp.int32), logit_lens=False).mla[3]
-    opened[name] = np.asarray(seen.gate[0])  # [seq, heads]
+    opened[name] = np.asarray(jax.nn.sigmoid(mla.g_proj(mla_inputs(row))))  # [seq, heads]
     image = ax.imshow(opened[name].T, aspect="auto", vmin=0, vmax=1)
     ax.set_xticks(range(len(row)), [tok.decode([t]).replace("\n", "⏎") for t in row], rotation=90, fontsize=7)
     ax.set(ylabel=f"{name}\nhead", yticks=range(H), xlim=(-0.5, T - 0.5))
@@ -437,9 +452,9 @@ cuts = {
     "as trained": trained,
     "no RoPE": no_rope(trained),
     "no gate": no_output_gate(trained, "MLA"),
-    "no MLA": no_attention(trained, [3]),
+    "no MLA": eqx.tree_at(lambda m: m.model.layers[3].attention.dense.weight, trained, replace_fn=jnp.zeros_like),
 }
-exams = {name: SKILLS[name].exam(64) for name in ("problems", "facts", "recall", "copying", "positions")}
+exams = {name: SKILLS[name].exam(64) for name in ("problems", "facts", "copying", "positions")}
 right = {
     cut: {name: np.mean(right_answers(model, tok, exam)) for name, exam in exams.items()} for cut, model in cuts.items()
 }
