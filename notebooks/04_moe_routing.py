@@ -149,7 +149,7 @@ shifted = with_bias(moe, moe.gate.expert_bias + 0.5)  # all biases by the same: 
 for name, other in {"nudged": nudged, "shifted": shifted}.items():
     chosen_now, y_now = run(other, x)
     same = jnp.all(chosen_now == chosen, axis=1)
-    print(f"biases {name}: {100 * same.mean():.0f} % of the tokens keep their four experts, in the same order")
+    print(f"biases {name}: {100 * same.mean():.0f} % of the tokens keep their experts, in the same order")
     assert jnp.array_equal(y_now[same], y[same]) and same.mean() > {"nudged": 0.5, "shifted": 0.98}[name]
 gradient = jax.grad(lambda bias: jnp.sum(with_bias(moe, bias)(x[None], TOKENS) ** 2))(moe.gate.expert_bias)
 assert jnp.array_equal(gradient, jnp.zeros(32))
