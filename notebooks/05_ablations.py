@@ -145,7 +145,7 @@ assert all(heads.min() < np.log(2) / 2.5 and heads.max() > 5 * heads.min() for h
 
 # %% [markdown]
 # In each KDA layer some heads forget nearly everything with the next token: they look at the last few tokens, as a
-# convolution does. The others remember, some of their channels for hundreds of tokens. The first kind uses more than
+# convolution does. The others remember for longer, the longest for hundreds of tokens. The first kind uses more than
 # half of what the bound allows, so the bound may matter to it.
 
 # %% [markdown]
