@@ -14,6 +14,7 @@ answer expected after the tokens up to t; where the mask is False none is expect
 
 import dataclasses
 import functools
+import pathlib
 import zlib
 from collections.abc import Callable
 
@@ -135,8 +136,9 @@ def palindrome(length: int = 40, letters: int = 16) -> Task:
 
 
 @functools.cache
-def _tokenizer() -> ling3.Tokenizer:
-    return ling3.load_tokenizer("nano")
+def tokenizer() -> ling3.Tokenizer:
+    """That of *nano*'s first edition, of 689 tokens, which the stored runs were made with."""
+    return ling3.load_tokenizer(pathlib.Path(__file__).parent / "tokenizer")
 
 
 def word_problems(split: Split, length: int = 128) -> Task:
@@ -151,12 +153,12 @@ def word_problems(split: Split, length: int = 128) -> Task:
             row: list[int] = []
             while len(row) <= length:
                 problem = next(stream)
-                row += _tokenizer().encode(f"{ask(problem)} {problem.solution}\n\n")
+                row += tokenizer().encode(f"{ask(problem)} {problem.solution}\n\n")
             text.append(row[: length + 1])
         tokens = np.array(text).reshape(rows, length + 1)
         return _examples(tokens[:, :-1], tokens[:, 1:], np.ones((rows, length), bool))
 
-    return Task("text", _tokenizer().vocab_size, draw)
+    return Task("text", tokenizer().vocab_size, draw)
 
 
 def word_recall(length: int = 128, pairs: int = 8) -> Task:
@@ -167,7 +169,7 @@ def word_recall(length: int = 128, pairs: int = 8) -> Task:
     the pairs do not fit.
     """
     keys, values = (
-        np.array([_tokenizer().encode(f" {word}") for word in words]).reshape(len(words))
+        np.array([tokenizer().encode(f" {word}") for word in words]).reshape(len(words))
         for words in ([name for name, _ in PEOPLE], OBJECTS)
     )
     if length % 2 or 2 * pairs >= length or pairs > len(keys):
@@ -181,7 +183,7 @@ def word_recall(length: int = 128, pairs: int = 8) -> Task:
         mask = np.broadcast_to((np.arange(length) >= 2 * pairs) & (np.arange(length) % 2 == 0), (rows, length))
         return _examples(tokens, np.where(mask, np.roll(tokens, -1, axis=1), 0), mask)
 
-    return Task("recall", _tokenizer().vocab_size, draw)
+    return Task("recall", tokenizer().vocab_size, draw)
 
 
 def text_and_recall(length: int = 128, pairs: int = 8) -> Task:
