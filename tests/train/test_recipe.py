@@ -14,7 +14,7 @@ from ling3.cache import Span
 from ling3.families import init
 from ling3.layers.kda import KDA
 from ling3.train.__main__ import main
-from ling3.train.nano.mixture import DRILLS, Rows, corpus
+from ling3.train.nano.mixture import DRILLS, TEXTS, Rows, corpus
 from ling3.train.nano.recipe import (
     BEGINNING,
     LASTING,
@@ -82,7 +82,7 @@ def test_every_skill_has_a_share_and_room():
     assert set(shares) == {*SKILLS, DRILLS}
     for rows in (BEGINNING, SHORT, LONG, *(rows for probe in nano_probes.PROBES.values() for rows in probe.cycle)):
         assert sum(rows.shares.values()) == pytest.approx(1.0)
-        assert all(SKILLS[name].longest < rows.length for name in rows.shares if name != DRILLS)
+        assert all(TEXTS[name].longest < rows.length for name in rows.shares if name != DRILLS)
 
 
 def test_a_run_is_two_trainings_the_first_on_answers_that_stand_in_the_text():

@@ -35,9 +35,9 @@ from ling3.train.nano.skills import SKILLS
 from ling3.train.nano.skills.exam import right_answers
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
-BEGINNING = Rows(count=12, length=256, shares={"recall": 0.4, "copying": 0.3, "positions": 0.3})
-"""What is learned first: answers that stand in the text. Where anything else is learned beside them, the first layers
-learn to do without the last."""
+BEGINNING = Rows(count=12, length=256, shares={"recall of many": 0.4, "copying": 0.3, "positions": 0.3})
+"""What is learned first: to copy, by distance too, which is what attention is for. Where something easier is learned
+beside it, the first layers learn to copy as well, and the last one never learns anything."""
 
 SHORT = Rows(
     count=12,
