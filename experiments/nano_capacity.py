@@ -47,7 +47,7 @@ BITS = math.log2(len(VALUES))
 
 
 def config(hidden: int) -> Mapping[str, Any]:
-    """The edition's pattern with so many channels: heads of 8, 8 experts a layer of which 2 are chosen."""
+    """Nano's pattern with so many channels: heads of 8, 8 experts a layer of which 2 are chosen."""
     return {
         "hidden_size": hidden,
         "num_attention_heads": hidden // 8,

@@ -1,13 +1,13 @@
 """Probes of nano's second edition: which skills are learned, and which of them without a mechanism.
 
     python -m experiments.nano_probes --probe short --without nothing RoPE
-    python -m experiments.nano_probes --probe needed --steps 800 --seeds 0 1 2
+    python -m experiments.nano_probes --probe needed --steps 500 --seeds 0 1 2
 
 Each run appends its curve and its last scores as a line to `results/nano_probes.jsonl`; a stored run is not repeated.
 `short`, or a skill's name, is a dense model of 64 channels on some skills or on this one, some minutes of one core;
-`context` is the edition on three skills whose answers stand in the text, `whole` the edition with fewer steps. `needed`
+`context` is the recipe on three skills whose answers stand in the text, `whole` the recipe with fewer steps. `needed`
 has half of its rows and the skills that are learned soon: without each mechanism it is the table of what is needed.
-`forgetting` is the edition on two skills for which a state has to forget: with each bound on the decay it tells how
+`forgetting` is the recipe on two skills for which a state has to forget: with each bound on the decay it tells how
 many nats a model wants. Each run has a histogram of the decays that it learned.
 """
 
@@ -41,7 +41,7 @@ SMALL = {
     "q_lora_rank": None,
     "initializer_range": 0.1,
 }
-"""The edition's config in 64 channels, with two heads of 32 and without experts."""
+"""Nano's config in 64 channels, with two heads of 32 and without experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ BUDGET = {
     "tracking": 0.08,
     "positions": 0.12,
 }
-"""The skills that the edition learns within a thousand steps, which `facts` are not."""
+"""The skills that are learned within a thousand steps, which `facts` are not."""
 SOME = {"recall": 0.2, "resets": 0.2, "copying": 0.15, "tracking": 0.2, "positions": 0.15, "facts": 0.1}
 
 
@@ -77,7 +77,7 @@ def _alone(skill: Skill) -> Probe:
 
 PROBES = {
     "whole": Probe(EDITION.cycle, {}, EDITION.beginning),
-    "needed": Probe((Rows(6, 256, BUDGET),), {}, 250, Rows(6, 256, BEGINNING.shares)),
+    "needed": Probe((Rows(6, 256, BUDGET),), {}, 350, Rows(6, 256, BEGINNING.shares)),
     "context": Probe((Rows(12, 256, CONTEXT),), {}),
     "forgetting": Probe((Rows(12, 256, {"resets": 0.5, "tracking": 0.5}),), {}),
     "short": Probe((Rows(12, 256, SOME),), SMALL),

@@ -1,7 +1,9 @@
-"""Mechanisms against skills: what nano's second edition relies on, beside what training needs.
+"""Mechanisms against skills: what nano relies on, beside what training needs.
 
-    ling3 ablate MODEL --skills all --questions 500 --json experiments/results/nano_relied_on.json
-    python -m experiments.nano_probes --probe needed --steps 800 --seeds 0 1 2
+    SHORT=problems,chat,recall,resets,copying,facts,tracking,positions
+    ling3 ablate MODEL --skills $SHORT --questions 500 --json experiments/results/nano_relied_on.json
+    ling3 ablate MODEL --skills examples,long_recall --questions 100 --json experiments/results/nano_relied_on_long.json
+    python -m experiments.nano_probes --probe needed --steps 500 --seeds 0 1 2
     python -m experiments.nano_tables
 
 A cell is the share of right answers that is lost: on the left where the mechanism is cut from the trained model, on the
@@ -53,19 +55,21 @@ MECHANISMS = (
     Mechanism("KDA in no layer", None, "KDA"),
     Mechanism("MLA in no layer", None, "MLA"),
     Mechanism("routed experts", "experts: none but the shared", "routed experts"),
-    Mechanism("fewer experts a token", "experts: top 2", "several experts"),
+    Mechanism("fewer experts a token", "experts: top 1", "several experts"),
     Mechanism("routing bias", "experts: no routing bias", "routing bias"),
     Mechanism("shared expert", "experts: no shared one", "shared expert"),
 )
-"""In the order of the rows. Fewer experts: two of four where it is cut, one in training."""
+"""In the order of the rows. Fewer experts: one instead of two."""
 
 Losses = Mapping[str, Mapping[str, float]]
 """The loss in each skill, by mechanism."""
 
 
-def relied_on(report: Mapping[str, Any]) -> Losses:
-    """Of the JSON of `ling3 ablate MODEL --skills all`."""
-    shares = {row["name"]: {name: s["accuracy"] for name, s in row["scores"].items()} for row in report["rows"]}
+def relied_on(*reports: Mapping[str, Any]) -> Losses:
+    """Of the JSON of `ling3 ablate MODEL --skills …`, of one model and different skills."""
+    shares: dict[str, dict[str, float]] = {}
+    for row in (row for report in reports for row in report["rows"]):
+        shares.setdefault(row["name"], {}).update({name: s["accuracy"] for name, s in row["scores"].items()})
     whole = shares["whole"]
     return {
         mechanism.name: {skill: whole[skill] - share for skill, share in shares[mechanism.cut].items()}
@@ -119,16 +123,16 @@ def draw(tables: Mapping[str, Losses], path: Path) -> None:
 
 
 def main(
-    relied: Path = RESULTS / "nano_relied_on.json",
+    relied: tuple[Path, ...] = (RESULTS / "nano_relied_on.json",),
     probes: Path = RESULTS / "nano_probes.jsonl",
-    steps: int = 800,
+    steps: int = 500,
     learning_rate: float = EDITION.learning_rate,
     out: Path = ROOT / "docs" / "which_part.png",
 ) -> None:
     """Draw both tables and print them.
 
     Args:
-        relied: what `ling3 ablate MODEL --skills all --json` wrote.
+        relied: what `ling3 ablate MODEL --skills … --json` wrote, of different skills.
         probes: the runs of `experiments.nano_probes`.
         steps: the budget of the runs that are taken.
         learning_rate: their rate.
@@ -137,7 +141,8 @@ def main(
     runs = [json.loads(line) for line in probes.read_text(encoding="utf-8").splitlines()]
     own = {"steps": steps, "learning_rate": learning_rate, "weight_decay": EDITION.weight_decay, "quiet": EDITION.quiet}
     runs = [run for run in runs if run["probe"] == "needed" and own.items() <= run["recipe"].items()]
-    tables = {"cut from the trained model": relied_on(json.loads(relied.read_text(encoding="utf-8")))}
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in relied]
+    tables = {"cut from the trained model": relied_on(*reports)}
     if losses := needed(runs):
         tables["trained without"] = losses
     draw(tables, out)

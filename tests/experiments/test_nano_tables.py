@@ -1,4 +1,4 @@
-"""The tables of nano's second edition: what is lost, from stored results, and the picture of it."""
+"""The tables of nano: what is lost, from stored results, and the picture of it."""
 
 import json
 
@@ -45,7 +45,12 @@ def test_every_row_is_an_ablation_and_every_model_without_something_is_in_a_row(
 
 
 def test_what_a_trained_model_relies_on():
-    assert relied_on(REPORT) == {"decay": {"recall": pytest.approx(0.5), "facts": pytest.approx(0.05)}}
+    lost = {"recall": pytest.approx(0.5), "facts": pytest.approx(0.05)}
+    assert relied_on(REPORT) == {"decay": lost}
+    longer = {
+        "rows": [{"name": name, "scores": {"examples": {"accuracy": 0.5}}} for name in ("whole", "KDA: no decay")]
+    }
+    assert relied_on(REPORT, longer) == {"decay": lost | {"examples": 0}}
 
 
 def test_what_training_needs_is_a_mean_over_seeds_of_the_loss_against_the_same_seed():
@@ -69,7 +74,7 @@ def test_the_command_draws_both(tmp_path, capsys):
     changed = ({"steps": 5}, {"probe": "short"}, {"learning_rate": 0.02}, {"quiet": False})
     others = [trained("nothing", 0, 0.0, 0.0, **change) for change in changed]
     probes.write_text("".join(json.dumps(run) + "\n" for run in [*RUNS, *others]))
-    nano_tables.main(relied, probes, 10, 0.01, out)
+    nano_tables.main((relied,), probes, 10, 0.01, out)
     printed = capsys.readouterr().out
     assert printed.index("cut from the trained model") < printed.index("trained without")
     assert "| decay | **50** | 5 |" in printed and "| decay | **35** | -5 |" in printed

@@ -1,6 +1,5 @@
 """Nano's second edition: its size and pattern, what can be left out, and a run of two steps."""
 
-import itertools
 import json
 
 import equinox as eqx
@@ -14,7 +13,7 @@ from experiments import nano_probes
 from ling3.cache import Span
 from ling3.families import init
 from ling3.layers.kda import KDA
-from ling3.train.nano.mixture import DRILLS, Rows, corpus
+from ling3.train.nano.mixture import DRILLS, TEXTS, Rows, corpus
 from ling3.train.nano.second_edition import (
     BEGINNING,
     EDITION,
@@ -24,9 +23,8 @@ from ling3.train.nano.second_edition import (
     SHORT,
     WITHOUT,
     SecondEdition,
-    make,
+    main,
     quieted,
-    stream,
 )
 from ling3.train.nano.skills import SKILLS
 from ling3.train.tokenizer import train_tokenizer
@@ -84,16 +82,16 @@ def test_every_skill_has_a_share_and_room():
     assert set(shares) == {*SKILLS, DRILLS}
     for rows in (BEGINNING, SHORT, LONG, *(rows for probe in nano_probes.PROBES.values() for rows in probe.cycle)):
         assert sum(rows.shares.values()) == pytest.approx(1.0)
-        assert all(SKILLS[name].longest < rows.length for name in rows.shares if name != DRILLS)
+        assert all(TEXTS[name].longest < rows.length for name in rows.shares if name != DRILLS)
 
 
-def test_a_run_begins_with_answers_that_stand_in_the_text(tokenizer):
-    recipe = SecondEdition(beginning=3, cycle=(Rows(1, 64, {"facts": 1.0}),))
-    firsts = []
-    for batch in itertools.islice(stream(tokenizer, recipe), 5):
-        text = " ".join(tokenizer.decode(row.tolist()) for row in batch.tokens)
-        firsts.append((batch.tokens.shape, {name for name in ("Recall:", "Copy:", "Every", "About") if name in text}))
-    assert firsts == [((12, 256), {"Recall:", "Copy:", "Every"})] * 3 + [((1, 64), {"About"})] * 2
+def test_a_run_is_two_trainings_the_first_on_answers_that_stand_in_the_text():
+    first, whole = SecondEdition(steps=50, beginning=20, warmup=30).trainings()
+    assert first[1] == (BEGINNING,) and whole[1] == EDITION.cycle
+    assert [first[0].steps, whole[0].steps] == [20, 50]
+    assert [first[0].warmup, whole[0].warmup] == [19, 30]
+    assert [first[0].learning_rate, whole[0].learning_rate] == [EDITION.beginning_rate, EDITION.learning_rate]
+    assert len(SecondEdition(beginning=0).trainings()) == 1
 
 
 @pytest.mark.parametrize("without", ["nothing", "KDA", "decay", "bound", "bound -0.1", "beta", "shared expert"])
@@ -130,15 +128,20 @@ def test_states_forget_at_first_by_the_same_rates_whatever_the_bound(without, to
 
 
 @pytest.mark.slow
-def test_two_steps_write_a_checkpoint_and_a_record(tmp_path):
+def test_two_steps_write_a_checkpoint_and_a_record(tmp_path, capsys):
     cycle = (Rows(2, 128, {"recall": 0.5, "facts": 0.5}),)
-    recipe = SecondEdition(steps=2, warmup=1, beginning=1, cycle=cycle, changes=TINY)
-    record = make(tmp_path / "made", recipe, questions=8, every=1)
-    assert record == json.loads((tmp_path / "made" / "training.json").read_text())
-    assert [point["step"] for point in record["curve"]] == [1, 2]
+    out = tmp_path / "made"
+    main(out, SecondEdition(steps=2, warmup=1, beginning=1, cycle=cycle, changes=TINY), questions=8, every=1)
+    record = json.loads((out / "training.json").read_text())
+    assert [point["step"] for point in record["curve"]] == [1, 2, 3]
+    assert [point["tokens"] for point in record["curve"]] == [3072, 3328, 3584]
+    assert json.loads(capsys.readouterr().out) == record["right"]
     assert set(record["right"]) == {"recall", "facts"} == set(record["curve"][0]["right"])
-    model = ling3.load(tmp_path / "made")
+    model = ling3.load(out)
+    assert model.lm_head.weight.dtype == jnp.bfloat16
+    assert model.model.norm.weight.dtype == jnp.float32
     assert record["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert ling3.load_tokenizer(out).eos_token_ids == (0, 1)
 
 
 def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):

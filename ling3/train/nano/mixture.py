@@ -16,8 +16,11 @@ from ling3.train.loop import Batch
 from ling3.train.nano.recipe import corpus as problem_corpus
 from ling3.train.nano.recipe import drills, single_steps
 from ling3.train.nano.skills import SKILLS, encode
+from ling3.train.nano.skills.recall import MANY
 from ling3.train.nano.skills.skill import Row
 
+TEXTS = {**SKILLS, "recall of many": MANY}
+"""What a share may be of, by name, beside `DRILLS`: the skills, and what is trained and not examined."""
 DRILLS = "drills"
 """Bare equations, whose results are learned; they fill any room."""
 
@@ -33,7 +36,7 @@ class Rows:
 
 def encoded(tokenizer: Tokenizer, name: str, seed: int) -> Iterator[Row]:
     """A skill's training texts, each with its control token, which is learned."""
-    skill = SKILLS[name]
+    skill = TEXTS[name]
     for text in skill.texts(seed, "train"):
         yield encode(tokenizer, (*text.segments, (skill.end, True)))
 

@@ -6,6 +6,7 @@ The long form has all 192 keys, more than the states of nano's KDA layers can ke
 the pairs and the questions, up to 1,535 tokens in all. Its questions are what the MLA layer is for.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +47,12 @@ def _short(rng: np.random.Generator, split: Split) -> Text:
     return _recall(rng, split, pairs, min(pairs, ASKED))
 
 
+def _many(rng: np.random.Generator, split: Split) -> Text:
+    """As `_short`, with one number of pairs as likely as another."""
+    pairs = int(rng.integers(LEAST, MOST + 1))
+    return _recall(rng, split, pairs, min(pairs, ASKED))
+
+
 PROBLEMS, QUESTIONS = 13, 96
 """Of a long text: the most worked problems and questions."""
 
@@ -62,4 +69,6 @@ def _long(rng: np.random.Generator, split: Split) -> Text:
 
 
 RECALL = Skill("recall", _short, longest=3 + 2 * (MOST + ASKED), pulls=("short convolution", "writing strength"))
+MANY = dataclasses.replace(RECALL, draw=_many)
+"""Recall that is too hard to be learned soon, and leaves the states of KDA to themselves for a while."""
 LONG_RECALL = Skill("long_recall", _long, longest=1535, pulls=("short convolution", "attention"))
