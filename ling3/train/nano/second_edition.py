@@ -172,8 +172,9 @@ def quieted(model: CausalLM) -> CausalLM:
 
 def _outputs(model: CausalLM) -> list[Any]:
     """The weights from which MLPs and experts add to the residual stream."""
-    mlps: list[Any] = [layer.mlp for layer in model.model.layers]
-    parts = [part for mlp in mlps for part in ((mlp.experts, mlp.shared_experts) if isinstance(mlp, MoE) else (mlp,))]
+    parts: list[Any] = []
+    for mlp in (layer.mlp for layer in model.model.layers):
+        parts += [mlp.experts, mlp.shared_experts] if isinstance(mlp, MoE) else [mlp]
     return [part.down_proj.weight for part in parts if part is not None]
 
 
