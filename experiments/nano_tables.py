@@ -1,8 +1,6 @@
-"""Mechanisms against skills: what nano relies on, beside what training needs.
+"""Mechanisms against skills: what nano's second edition relies on, beside what training needs.
 
-    SHORT=problems,chat,recall,resets,copying,facts,tracking,positions
-    ling3 ablate MODEL --skills $SHORT --questions 500 --json experiments/results/nano_relied_on.json
-    ling3 ablate MODEL --skills examples,long_recall --questions 100 --json experiments/results/nano_relied_on_long.json
+    ling3 ablate MODEL --skills all --questions 500 --json experiments/results/nano_relied_on.json
     python -m experiments.nano_probes --probe needed --steps 500 --seeds 0 1 2
     python -m experiments.nano_tables
 
@@ -20,12 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tyro
 
-from experiments.__main__ import RESULTS
+from experiments.__main__ import DOCS, RESULTS, stored
 from ling3.interpret.skill_table import draw_losses
 from ling3.train.nano.second_edition import EDITION
 from ling3.train.nano.skills import SKILLS
-
-ROOT = Path(__file__).parent.parent
 
 
 class Mechanism(NamedTuple):
@@ -127,7 +123,7 @@ def main(
     probes: Path = RESULTS / "nano_probes.jsonl",
     steps: int = 500,
     learning_rate: float = EDITION.learning_rate,
-    out: Path = ROOT / "docs" / "which_part.png",
+    out: Path = DOCS / "which_part.png",
 ) -> None:
     """Draw both tables and print them.
 
@@ -138,9 +134,8 @@ def main(
         learning_rate: their rate.
         out: the picture.
     """
-    runs = [json.loads(line) for line in probes.read_text(encoding="utf-8").splitlines()]
     own = {"steps": steps, "learning_rate": learning_rate, "weight_decay": EDITION.weight_decay, "quiet": EDITION.quiet}
-    runs = [run for run in runs if run["probe"] == "needed" and own.items() <= run["recipe"].items()]
+    runs = [run for run in stored(probes) if run["probe"] == "needed" and own.items() <= run["recipe"].items()]
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in relied]
     tables = {"cut from the trained model": relied_on(*reports)}
     if losses := needed(runs):
