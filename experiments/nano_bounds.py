@@ -37,8 +37,8 @@ def histogram(runs: Sequence[Run], layer: str) -> Float[np.ndarray, " bins"]:
     return counts / counts.sum()
 
 
-def beyond(runs: Sequence[Run], nats: float) -> float:
-    """Which share of all decays, over layers and runs, is faster than so many nats a token, one of `EDGES`."""
+def at_least(runs: Sequence[Run], nats: float) -> float:
+    """Which share of all decays, over layers and runs, is of so many nats a token or more, one of `EDGES`."""
     first = EDGES.index(nats)
     counts = np.sum([own for run in runs for own in run["decays"].values()], axis=0)
     return float(counts[first:].sum() / counts.sum())
@@ -51,12 +51,12 @@ def by_bound(runs: Sequence[Run]) -> dict[float | None, list[Run]]:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """Each bound's scores, seed by seed, and how much of what it learned lies beyond one and five nats."""
+    """Each bound's scores, seed by seed, and which share of its decays is of one and of five nats or more."""
     skills = list(runs[0]["right"])
-    lines = ["| bound | " + " | ".join(skills) + " | beyond 1 nat | beyond 5 |", "|---" * (len(skills) + 3) + "|"]
+    lines = ["| bound | " + " | ".join(skills) + " | 1 nat or more | 5 or more |", "|---" * (len(skills) + 3) + "|"]
     for bound, own in by_bound(runs).items():
         scores = [", ".join(f"{run['right'][skill]:.3f}" for run in own) for skill in skills]
-        shares = [f"{beyond(own, nats):.1%}" for nats in (1.0, 5.0)]
+        shares = [f"{at_least(own, nats):.1%}" for nats in (1.0, 5.0)]
         lines.append(f"| {label(bound)} | " + " | ".join([*scores, *shares]) + " |")
     return "\n".join(lines)
 
