@@ -38,8 +38,8 @@ from ling3.train.nano.skills.exam import right_answers
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
 BEGINNING = Rows(count=12, length=256, shares={"recall of many": 0.4, "copying": 0.3, "positions": 0.3})
-"""What is learned first: answers that stand in the text. Two runs with easier recall or none in it had an MLA layer that
-did nothing (`experiments/README.md`)."""
+"""What is learned first: answers that stand in the text. Two runs with easier recall or none in it had an MLA layer
+that did nothing (`experiments/README.md`)."""
 
 SHORT = Rows(
     count=12,

@@ -2,8 +2,8 @@
 
     Recall: fox gold elm tin owl silk … ? elm tin fox gold …
 
-A short text has 2 to 96 pairs, mostly few. The long form has all 192 keys, more than the states of nano's KDA layers can
-keep apart, and worked problems between the pairs and the questions, up to 1,535 tokens in all: it is meant for MLA.
+A short text has 2 to 96 pairs, mostly few. The long form has all 192 keys, more than the states of nano's KDA layers
+can keep apart, and worked problems between the pairs and the questions, up to 1,535 tokens in all: it is meant for MLA.
 """
 
 import dataclasses
