@@ -19,6 +19,7 @@ from experiments.sweep import Run, best_rate, read, run
 from ling3.bench.report import machine
 
 RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def conduct(experiment: Experiment, file: Path) -> list[Run]:
@@ -41,6 +42,11 @@ def conduct(experiment: Experiment, file: Path) -> list[Run]:
         for variant in experiment.variants:
             once(variant, best_rate(runs, experiment, variant), seed)
     return runs
+
+
+def stored(file: Path) -> list[dict[str, Any]]:
+    """The lines of JSON of a file, in order; none if there is no such file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def append(file: Path, line: dict[str, Any]) -> None:

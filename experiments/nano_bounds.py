@@ -9,7 +9,6 @@ channel) of a layer decays by so many nats, over all seeds. The line is the boun
 `docs/bounds.png`, the same in Markdown to standard output.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ import numpy as np
 import tyro
 from jaxtyping import Float
 
-from experiments.__main__ import RESULTS
+from experiments.__main__ import DOCS, RESULTS, stored
 from experiments.nano_probes import EDGES
 
-ROOT = Path(__file__).parent.parent
 BOUNDS = {"bound -0.1": 0.1, "bound -1": 1.0, "nothing": 5.0, "bound -10": 10.0, "bound -20": 20.0, "bound": None}
 """Nats a token at most, by what a probe is trained without; None is the softplus law, which has no bound."""
 
@@ -39,8 +37,8 @@ def histogram(runs: Sequence[Run], layer: str) -> Float[np.ndarray, " bins"]:
     return counts / counts.sum()
 
 
-def beyond(runs: Sequence[Run], nats: float) -> float:
-    """Which share of all decays, over layers and runs, is faster than so many nats a token, one of `EDGES`."""
+def at_least(runs: Sequence[Run], nats: float) -> float:
+    """Which share of all decays, over layers and runs, is of so many nats a token or more, one of `EDGES`."""
     first = EDGES.index(nats)
     counts = np.sum([own for run in runs for own in run["decays"].values()], axis=0)
     return float(counts[first:].sum() / counts.sum())
@@ -53,12 +51,12 @@ def by_bound(runs: Sequence[Run]) -> dict[float | None, list[Run]]:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """Each bound's scores, seed by seed, and how much of what it learned lies beyond one and five nats."""
+    """Each bound's scores, seed by seed, and which share of its decays is of one and of five nats or more."""
     skills = list(runs[0]["right"])
-    lines = ["| bound | " + " | ".join(skills) + " | beyond 1 nat | beyond 5 |", "|---" * (len(skills) + 3) + "|"]
+    lines = ["| bound | " + " | ".join(skills) + " | 1 nat or more | 5 or more |", "|---" * (len(skills) + 3) + "|"]
     for bound, own in by_bound(runs).items():
         scores = [", ".join(f"{run['right'][skill]:.3f}" for run in own) for skill in skills]
-        shares = [f"{beyond(own, nats):.1%}" for nats in (1.0, 5.0)]
+        shares = [f"{at_least(own, nats):.1%}" for nats in (1.0, 5.0)]
         lines.append(f"| {label(bound)} | " + " | ".join([*scores, *shares]) + " |")
     return "\n".join(lines)
 
@@ -92,9 +90,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
-def main(
-    file: Path = RESULTS / "nano_probes.jsonl", steps: int = 500, out: Path = ROOT / "docs" / "bounds.png"
-) -> None:
+def main(file: Path = RESULTS / "nano_probes.jsonl", steps: int = 500, out: Path = DOCS / "bounds.png") -> None:
     """Draw the sweep and print it.
 
     Args:
@@ -102,8 +98,7 @@ def main(
         steps: the budget of the runs that are taken.
         out: the picture.
     """
-    runs = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    swept = [run for run in runs if run["probe"] == "forgetting" and run["recipe"]["steps"] == steps]
+    swept = [run for run in stored(file) if run["probe"] == "forgetting" and run["recipe"]["steps"] == steps]
     if not swept:
         raise ValueError(f"{file} has no runs of the probe 'forgetting' of {steps} steps: run experiments.nano_probes")
     draw(swept, out)

@@ -3,15 +3,14 @@
     python -m experiments.nano_capacity
 
 A person is worth 24 bits (`ling3.train.nano.skills.facts`). What a model knows of an attribute is 6 bits minus its loss
-where it is asked for, in bits; a world's bits are the sum over its people, none less than 0. Each text is trained on
-about `exposures` times, so what is measured is what this many exposures leave, a lower bound on what the parameters
-could hold: Allen-Zhu and Li, "Physics of Language Models: Part 3.3" (arXiv 2404.05405), report 2 bits after 1,000
-exposures and 1 bit after 100. Each run is a line of `results/nano_capacity.jsonl`; the picture goes to
+where it is asked for, in bits; a world's bits are the sum over its people, or 0 where that is less. Each text is
+trained on about `exposures` times, so what is measured is what this many exposures leave, a lower bound on what the
+parameters could hold: Allen-Zhu and Li, "Physics of Language Models: Part 3.3" (arXiv 2404.05405), report 2 bits after
+1,000 exposures and 1 bit after 100. Each run is a line of `results/nano_capacity.jsonl`; the picture goes to
 `docs/capacity.png`.
 """
 
 import itertools
-import json
 import math
 import sys
 import time
@@ -27,7 +26,7 @@ import tyro
 from jaxtyping import Array, Float
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from experiments.__main__ import RESULTS, append
+from experiments.__main__ import DOCS, RESULTS, append, stored
 from ling3.bench.report import machine
 from ling3.families import init
 from ling3.model import CausalLM
@@ -39,7 +38,6 @@ from ling3.train.nano.skills.skill import encode
 from ling3.train.nano.skills.words import KEYS, VALUES
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN
 
-ROOT = Path(__file__).parent.parent
 ROWS, TEXTS = 8, 8
 """Of a batch: rows, and texts in each."""
 
@@ -150,7 +148,7 @@ def main(
     exposures: int = 100,
     seed: int = 0,
     file: Path = RESULTS / "nano_capacity.jsonl",
-    out: Path = ROOT / "docs" / "capacity.png",
+    out: Path = DOCS / "capacity.png",
 ) -> None:
     """Train what is not stored yet, and draw all.
 
@@ -162,7 +160,7 @@ def main(
         file: where runs are stored.
         out: the picture.
     """
-    runs = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    runs = stored(file)
     for size, world in itertools.product(hidden, people):
         own = {"hidden": size, "people": world, "exposures": exposures, "seed": seed}
         if any(own.items() <= run.items() for run in runs):

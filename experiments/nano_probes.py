@@ -12,7 +12,6 @@ many nats a model wants. Each run has a histogram of the decays that it learned.
 """
 
 import dataclasses
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.__main__ import RESULTS, append
+from experiments.__main__ import RESULTS, append, stored
 from ling3.bench.report import machine
 from ling3.checkpoint import load
 from ling3.interpret.trace import trace
@@ -108,10 +107,6 @@ def decays(checkpoint: str | Path, names: Sequence[str], texts: int = 64) -> dic
     return {layer: own for layer, own in counts.items() if any(own)}
 
 
-def _stored(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-
-
 def main(
     probe: str,
     without: tuple[str, ...] = tuple(WITHOUT),
@@ -140,7 +135,7 @@ def main(
     for seed, lacking in ((seed, lacking) for seed in seeds for lacking in without):
         own = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "weight_decay": weight_decay}
         own |= {"quiet": quiet, "without": lacking}
-        if any(line["probe"] == probe and own.items() <= line["recipe"].items() for line in _stored(file)):
+        if any(line["probe"] == probe and own.items() <= line["recipe"].items() for line in stored(file)):
             continue
         print(f"{probe} without {lacking}, seed {seed}", file=sys.stderr)
         chosen = PROBES[probe]

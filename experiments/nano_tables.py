@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tyro
 
-from experiments.__main__ import RESULTS
+from experiments.__main__ import DOCS, RESULTS, stored
 from ling3.interpret.skill_table import draw_losses
 from ling3.train.nano.recipe import NANO
 from ling3.train.nano.skills import SKILLS
-
-ROOT = Path(__file__).parent.parent
 
 
 class Mechanism(NamedTuple):
@@ -127,7 +125,7 @@ def main(
     probes: Path = RESULTS / "nano_probes.jsonl",
     steps: int = 500,
     learning_rate: float = NANO.learning_rate,
-    out: Path = ROOT / "docs" / "which_part.png",
+    out: Path = DOCS / "which_part.png",
 ) -> None:
     """Draw both tables and print them.
 
@@ -138,9 +136,8 @@ def main(
         learning_rate: their rate.
         out: the picture.
     """
-    runs = [json.loads(line) for line in probes.read_text(encoding="utf-8").splitlines()]
     own = {"steps": steps, "learning_rate": learning_rate, "weight_decay": NANO.weight_decay, "quiet": NANO.quiet}
-    runs = [run for run in runs if run["probe"] == "needed" and own.items() <= run["recipe"].items()]
+    runs = [run for run in stored(probes) if run["probe"] == "needed" and own.items() <= run["recipe"].items()]
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in relied]
     tables = {"cut from the trained model": relied_on(*reports)}
     if losses := needed(runs):

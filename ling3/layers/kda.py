@@ -46,7 +46,11 @@ class KDAConfig:
 def bias_of_rate(
     rate: Float32[Array, " channels"], scale: Float32[Array, " channels"], bound: float | None
 ) -> Float32[Array, " channels"]:
-    """The `dt_bias` with which -g is `rate` where f_proj(x) is 0; `scale` is exp(A_log), and `rate` below the bound."""
+    """The `dt_bias` with which a channel forgets by `rate` nats a token where f_proj(x) is 0.
+
+    dt_bias = ln(rate / (-bound - rate)) / scale with a bound, which `rate` has to be below; ln(exp(rate / scale) - 1)
+    without one: `KDA`'s laws solved for it. `scale` is exp(A_log).
+    """
     if bound is None:
         return jnp.log(jnp.expm1(rate / scale))
     return jnp.log(rate / (-bound - rate)) / scale

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import nano_bounds
-from experiments.nano_bounds import BOUNDS, beyond, by_bound, histogram, markdown
+from experiments.nano_bounds import BOUNDS, at_least, by_bound, histogram, markdown
 from experiments.nano_probes import EDGES
 from ling3.train.nano.recipe import WITHOUT
 
@@ -33,8 +33,8 @@ def test_bounds_are_what_a_recipe_can_leave_out():
 
 def test_shares_of_decays():
     assert histogram(RUNS[:2], "0").sum() == pytest.approx(1)
-    assert beyond(RUNS[:2], 1.0) == pytest.approx(0.2) and beyond(RUNS[:2], 5.0) == 0
-    assert beyond(RUNS[2:], 5.0) == pytest.approx(0.5)
+    assert at_least(RUNS[:2], 1.0) == pytest.approx(0.2) and at_least(RUNS[:2], 5.0) == 0
+    assert at_least(RUNS[2:], 5.0) == pytest.approx(0.5)
 
 
 def test_the_table_has_a_row_for_each_bound_and_the_picture_all(tmp_path, capsys):

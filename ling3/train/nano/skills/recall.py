@@ -2,8 +2,8 @@
 
     Recall: fox gold elm tin owl silk … ? elm tin fox gold …
 
-The long form has all 192 keys, more than the states of nano's KDA layers can keep apart, and worked problems between
-the pairs and the questions, up to 1,535 tokens in all. Its questions are what the MLA layer is for.
+A short text has 2 to 96 pairs, mostly few. The long form has all 192 keys, more than the states of nano's KDA layers
+can keep apart, and worked problems between the pairs and the questions, up to 1,535 tokens in all: it is meant for MLA.
 """
 
 import dataclasses
@@ -70,5 +70,5 @@ def _long(rng: np.random.Generator, split: Split) -> Text:
 
 RECALL = Skill("recall", _short, longest=3 + 2 * (MOST + ASKED), pulls=("short convolution", "writing strength"))
 MANY = dataclasses.replace(RECALL, draw=_many)
-"""Recall that is too hard to be learned soon, and leaves the states of KDA to themselves for a while."""
+"""Recall with few texts of few pairs, which is hardly learned in the first 800 steps: for a recipe's beginning."""
 LONG_RECALL = Skill("long_recall", _long, longest=1535, pulls=("short convolution", "attention"))
