@@ -1,4 +1,4 @@
-"""*nano*: a Ling-3 of 1.6 million parameters with ten skills, for which it needs every mechanism of the family.
+"""*nano*: a Ling-3 of 2.4 million parameters with ten skills, in some of which nearly every mechanism matters.
 
 `skills` are what it learns, each with its texts and its exam, `mixture` makes rows of them, `recipe` trains it. The
 recipe's public names are importable from here, too.
