@@ -1,6 +1,6 @@
 """Does a model want to forget by more than five nats a token? `lower_bound` swept in training, and the decays learned.
 
-    python -m experiments.nano_probes --probe forgetting --steps 500 --seeds 0 1 --without \\
+    python -m experiments.nano_probes --probe in_states --seeds 0 1 2 --without \\
         nothing "bound -0.1" "bound -1" "bound -10" "bound -20" bound
     python -m experiments.nano_bounds
 
@@ -17,8 +17,8 @@ import numpy as np
 import tyro
 from jaxtyping import Float
 
-from experiments.__main__ import DOCS, RESULTS, stored
-from experiments.nano_probes import EDGES
+from experiments.__main__ import DOCS, RESULTS
+from experiments.nano_probes import EDGES, finished
 
 BOUNDS = {"bound -0.1": 0.1, "bound -1": 1.0, "nothing": 5.0, "bound -10": 10.0, "bound -20": 20.0, "bound": None}
 """Nats a token at most, by what a probe is trained without; None is the softplus law, which has no bound."""
@@ -90,17 +90,16 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
-def main(file: Path = RESULTS / "nano_probes.jsonl", steps: int = 500, out: Path = DOCS / "bounds.png") -> None:
+def main(file: Path = RESULTS / "nano_probes.jsonl", out: Path = DOCS / "bounds.png") -> None:
     """Draw the sweep and print it.
 
     Args:
         file: the runs of `experiments.nano_probes`.
-        steps: the budget of the runs that are taken.
         out: the picture.
     """
-    swept = [run for run in stored(file) if run["probe"] == "forgetting" and run["recipe"]["steps"] == steps]
+    swept = [run for run in finished(file, "in_states") if run["recipe"]["without"] in BOUNDS]
     if not swept:
-        raise ValueError(f"{file} has no runs of the probe 'forgetting' of {steps} steps: run experiments.nano_probes")
+        raise ValueError(f"{file} has no runs of the probe 'in_states' with a bound: run experiments.nano_probes")
     draw(swept, out)
     print(markdown(swept))
 

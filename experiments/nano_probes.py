@@ -1,17 +1,18 @@
-"""Probes of nano: which skills are learned, and which of them without a mechanism.
+"""Small trainings on nano's skills: which are learned, and which of them without a mechanism.
 
+    python -m experiments.nano_probes --probe needed --seeds 0 1 2
     python -m experiments.nano_probes --probe short --without nothing RoPE
-    python -m experiments.nano_probes --probe needed --steps 500 --seeds 0 1 2
 
-Each run appends its curve and its last scores as a line to `results/nano_probes.jsonl`; a stored run is not repeated.
-`short`, or a skill's name, is a dense model of 64 channels on some skills or on this one, some minutes of one core;
-`context` is the recipe on three skills whose answers stand in the text, `whole` the recipe with fewer steps. `needed`
-has half of its rows and the skills that are learned soon: without each mechanism it is the table of what is needed.
-`forgetting` is the recipe on two skills for which a state has to forget: with each bound on the decay it tells how
-many nats a model wants. Each run has a histogram of the decays that it learned.
+`needed` are three probes of a model with all mechanisms in 64 channels, each about two minutes of one core: answers
+that stand in the context, answers that a state has to keep up with, and answers that are in the weights. Without each
+mechanism they are the table of what is needed, and `in_states`, with each bound on the decay, tells how many nats a
+model wants. `short`, or a skill's name, is a dense model on some skills or on this one; `whole` is nano's recipe with
+fewer steps. Each run appends its curve, its last scores and a histogram of the decays that it learned as a line to
+`results/nano_probes.jsonl`; a stored run is not repeated.
 """
 
 import dataclasses
+import itertools
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,10 +28,10 @@ from ling3.bench.report import machine
 from ling3.checkpoint import load
 from ling3.interpret.trace import trace
 from ling3.text.tokenizer import load_tokenizer
-from ling3.train.nano.mixture import Rows
-from ling3.train.nano.recipe import BEGINNING, NANO, WITHOUT, Recipe, make
+from ling3.train.nano.mixture import TEXTS, Rows
+from ling3.train.nano.recipe import NANO, WITHOUT, Recipe, make
 from ling3.train.nano.skills import SKILLS, Skill
-from ling3.train.nano.skills.exam import PADDING
+from ling3.train.nano.skills.exam import padded
 
 SMALL = {
     "hidden_size": 64,
@@ -42,29 +43,36 @@ SMALL = {
 }
 """Nano's config in 64 channels, with two heads of 32 and without experts."""
 
+LITTLE = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "q_lora_rank": None,
+    "num_experts": 16,
+    "n_group": 4,
+    "initializer_range": 0.07,
+}
+"""Nano's config in 64 channels, with two heads and 16 experts a layer, two of them chosen, and a shared one."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What is trained, and on what."""
+    """What is trained, on what, for how long."""
 
     cycle: tuple[Rows, ...]
     changes: Mapping[str, Any]
+    steps: int = 600
+    learning_rate: float = NANO.learning_rate
     beginning: int = 0
-    """Steps on `first` that come first."""
-    first: Rows = BEGINNING
+    """Steps on nano's `BEGINNING` that come first."""
 
 
-CONTEXT = {"recall": 0.3, "copying": 0.3, "positions": 0.4}
-BUDGET = {
-    "problems": 0.25,
-    "drills": 0.15,
-    "recall": 0.15,
-    "resets": 0.12,
-    "copying": 0.13,
-    "tracking": 0.08,
-    "positions": 0.12,
+NEEDED = {
+    "in_context": Probe((Rows(12, 64, {"copying": 0.5, "positions": 0.5}),), LITTLE, 700, 0.015),
+    "in_states": Probe((Rows(6, 128, {"resets": 0.5, "tracking": 0.5}),), LITTLE, 700, 0.01),
+    "in_weights": Probe((Rows(12, 64, {"facts of 512": 1.0}),), LITTLE, 700, 0.01),
 }
-"""The skills that are learned within a thousand steps, which `facts` are not."""
+"""By where the answers are."""
+
 SOME = {"recall": 0.2, "resets": 0.2, "copying": 0.15, "tracking": 0.2, "positions": 0.15, "facts": 0.1}
 
 
@@ -75,11 +83,9 @@ def _alone(skill: Skill) -> Probe:
 
 
 PROBES = {
-    "whole": Probe(NANO.cycle, {}, NANO.beginning),
-    "needed": Probe((Rows(6, 256, BUDGET),), {}, 350, Rows(6, 256, BEGINNING.shares)),
-    "context": Probe((Rows(12, 256, CONTEXT),), {}),
-    "forgetting": Probe((Rows(12, 256, {"resets": 0.5, "tracking": 0.5}),), {}),
+    "whole": Probe(NANO.cycle, {}, beginning=NANO.beginning),
     "short": Probe((Rows(12, 256, SOME),), SMALL),
+    **NEEDED,
     **{name: _alone(skill) for name, skill in SKILLS.items()},
 }
 
@@ -97,21 +103,29 @@ def decays(checkpoint: str | Path, names: Sequence[str], texts: int = 64) -> dic
     model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
     counts: dict[str, list[int]] = {}
     for name in names:
-        for text in SKILLS[name].exam(texts if SKILLS[name].longest <= 256 else 2):
+        for text in TEXTS[name].exam(texts if TEXTS[name].longest <= 256 else 2):
             tokens = tokenizer.encode(text.prompt + text.answer)
-            padded = jnp.asarray([tokens + tokens[-1:] * (-len(tokens) % PADDING)], jnp.int32)
-            for i, layer in trace(model, padded, logit_lens=False).kda.items():
+            row = jnp.asarray([tokens + tokens[-1:] * (padded(len(tokens)) - len(tokens))], jnp.int32)
+            for i, layer in trace(model, row, logit_lens=False).kda.items():
                 rates = -np.asarray(layer.decay[0, : len(tokens)], np.float32)
                 found, _ = np.histogram(rates[rates > 0], EDGES)
                 counts[str(i)] = (found + counts.get(str(i), 0)).tolist()
     return {layer: own for layer, own in counts.items() if any(own)}
 
 
+def finished(file: Path, probe: str) -> list[dict[str, Any]]:
+    """The stored runs of a probe with its own steps and rate, and nano's other settings."""
+    chosen = PROBES[probe]
+    own = {"steps": chosen.steps, "learning_rate": chosen.learning_rate}
+    own |= {"weight_decay": NANO.weight_decay, "quiet": NANO.quiet}
+    return [run for run in stored(file) if run["probe"] == probe and own.items() <= run["recipe"].items()]
+
+
 def main(
     probe: str,
     without: tuple[str, ...] = tuple(WITHOUT),
-    steps: int = 600,
-    learning_rate: float = NANO.learning_rate,
+    steps: int | None = None,
+    learning_rate: float | None = None,
     weight_decay: float = NANO.weight_decay,
     quiet: bool = NANO.quiet,
     seeds: tuple[int, ...] = (0,),
@@ -120,32 +134,31 @@ def main(
     """Train what is not stored yet.
 
     Args:
-        probe: `whole`, `short`, or the name of a skill.
-        without: what the models lack, keys of `ling3.train.nano.WITHOUT`; all of them by default.
-        steps: batches of 3,072 tokens; half of that in `needed`.
-        learning_rate: at its peak.
+        probe: a key of `PROBES`, or `needed`, which is three of them.
+        without: what the models lack, keys of `ling3.train.nano.recipe.WITHOUT`; all of them by default.
+        steps: batches; by default those of the probe.
+        learning_rate: at its peak; by default that of the probe.
         weight_decay: of matrices.
         quiet: whether KDA's lasting heads begin silent, the others local.
         seeds: of weights and texts.
         out: the directory of the results.
     """
-    if probe not in PROBES:
-        raise ValueError(f"probe is {probe!r}, expected one of {', '.join(PROBES)}")
+    if probe not in (*PROBES, "needed"):
+        raise ValueError(f"probe is {probe!r}, expected needed or one of {', '.join(PROBES)}")
     file = out / "nano_probes.jsonl"
-    for seed, lacking in ((seed, lacking) for seed in seeds for lacking in without):
-        own = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "weight_decay": weight_decay}
-        own |= {"quiet": quiet, "without": lacking}
-        if any(line["probe"] == probe and own.items() <= line["recipe"].items() for line in stored(file)):
+    for seed, lacking, name in itertools.product(seeds, without, NEEDED if probe == "needed" else (probe,)):
+        chosen = PROBES[name]
+        own = {"seed": seed, "steps": steps or chosen.steps, "learning_rate": learning_rate or chosen.learning_rate}
+        own |= {"weight_decay": weight_decay, "quiet": quiet, "without": lacking}
+        if any(line["probe"] == name and own.items() <= line["recipe"].items() for line in stored(file)):
             continue
-        print(f"{probe} without {lacking}, seed {seed}", file=sys.stderr)
-        chosen = PROBES[probe]
-        begins = {"beginning": chosen.beginning, "first": chosen.first}
-        recipe = Recipe(**own, **begins, warmup=40, cycle=chosen.cycle, changes=chosen.changes)
+        print(f"{name} without {lacking}, seed {seed}", file=sys.stderr)
+        recipe = Recipe(**own, beginning=chosen.beginning, warmup=40, cycle=chosen.cycle, changes=chosen.changes)
         with tempfile.TemporaryDirectory() as scratch:
-            record = make(made := Path(scratch) / "probe", recipe, questions=200, every=max(1, steps // 6))
-            names = [name for name in record["right"] if SKILLS[name].longest <= 256]
+            record = make(made := Path(scratch) / "probe", recipe, questions=200, every=max(1, own["steps"] // 4))
+            names = [skill for skill in record["right"] if TEXTS[skill].longest <= 256]
             record["decays"] = decays(made, names)
-        append(file, {"probe": probe, **record, "machine": machine()})
+        append(file, {"probe": name, **record, "machine": machine()})
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 """Mechanisms against skills: what nano relies on, beside what training needs.
 
     SHORT=problems,chat,recall,resets,copying,facts,tracking,positions
-    ling3 ablate nano --skills $SHORT --questions 500 --json experiments/results/nano_relied_on.json
-    ling3 ablate nano --skills examples,long_recall --questions 100 --json experiments/results/nano_relied_on_long.json
-    python -m experiments.nano_probes --probe needed --steps 500 --seeds 0 1 2
+    ling3 ablate nano --skills $SHORT --questions 100 --json experiments/results/nano_relied_on.json
+    ling3 ablate nano --skills examples,long_recall --questions 60 --json experiments/results/nano_relied_on_long.json
+    python -m experiments.nano_probes --probe needed --seeds 0 1 2
     python -m experiments.nano_tables
 
-A cell is the share of right answers that is lost: on the left where the mechanism is cut from the trained model, on the
-right in models trained without it, a mean over seeds. The picture goes to `docs/which_part.png`, the two tables in
+A cell is the share of right answers that is lost: on the left where the mechanism is cut from nano, on the right in
+small models trained without it, a mean over seeds. The picture goes to `docs/which_part.png`, the two tables in
 Markdown to standard output.
 """
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -20,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tyro
 
-from experiments.__main__ import DOCS, RESULTS, stored
+from experiments.__main__ import DOCS, RESULTS
+from experiments.nano_probes import NEEDED, finished
 from ling3.interpret.skill_table import draw_losses
-from ling3.train.nano.recipe import NANO
-from ling3.train.nano.skills import SKILLS
+from ling3.train.nano.mixture import TEXTS
 
 
 class Mechanism(NamedTuple):
@@ -76,28 +77,32 @@ def relied_on(*reports: Mapping[str, Any]) -> Losses:
     }
 
 
-def needed(runs: list[dict[str, Any]]) -> Losses:
-    """Of finished runs of one budget: each seed against the same seed's whole model; ValueError for one run twice."""
-    shares = {(run["recipe"]["without"], run["recipe"]["seed"]): run["right"] for run in runs}
+def needed(runs: Sequence[Mapping[str, Any]]) -> Losses:
+    """Of finished runs, those of one probe and seed against the whole model of both; ValueError for one run twice."""
+    keys = [(run["probe"], run["recipe"]["without"], run["recipe"]["seed"]) for run in runs]
+    shares = dict(zip(keys, (run["right"] for run in runs), strict=True))
     if len(shares) < len(runs):
-        raise ValueError("runs: two of one seed without the same mechanism, expected those of one learning rate alone")
-    losses: dict[str, dict[str, float]] = {}
-    for mechanism in MECHANISMS:
-        seeds = [seed for lacking, seed in shares if lacking == mechanism.without and ("nothing", seed) in shares]
-        if seeds:
-            losses[mechanism.name] = {
-                skill: fmean(shares["nothing", seed][skill] - shares[mechanism.without, seed][skill] for seed in seeds)
-                for skill in shares["nothing", seeds[0]]
-            }
-    return losses
+        raise ValueError("runs: two of one probe and seed without the same mechanism, expected one of each")
+    losses: dict[str, dict[str, list[float]]] = {}
+    for mechanism, (probe, lacking, seed) in itertools.product(MECHANISMS, keys):
+        whole = shares.get((probe, "nothing", seed))
+        if whole is not None and mechanism.without == lacking:
+            for skill, share in shares[probe, lacking, seed].items():
+                losses.setdefault(mechanism.name, {}).setdefault(skill, []).append(whole[skill] - share)
+    return {name: {skill: fmean(lost) for skill, lost in row.items()} for name, row in losses.items()}
+
+
+def _skills(losses: Losses) -> list[str]:
+    """The columns of a table."""
+    return [name for name in TEXTS if any(name in row for row in losses.values())]
 
 
 def markdown(losses: Losses) -> str:
     """The table in points of a hundred; a loss of ten points is bold."""
-    skills = list(next(iter(losses.values())))
+    skills = _skills(losses)
     lines = ["| | " + " | ".join(skills) + " |", "|---" * (len(skills) + 1) + "|"]
     for name, row in losses.items():
-        points = [(round(100 * row[skill]), row[skill] >= 0.1) for skill in skills]
+        points = [(round(100 * row[skill]), row[skill] >= 0.1) if skill in row else ("", False) for skill in skills]
         cells = [f"**{lost}**" if much else str(lost) for lost, much in points]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -108,11 +113,12 @@ def draw(tables: Mapping[str, Losses], path: Path) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
 
     rows = [m.name for m in MECHANISMS if any(m.name in losses for losses in tables.values())]
-    figure = Figure(figsize=(3 + 5.2 * len(tables), 1.8 + 0.28 * len(rows)), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, len(tables), sharey=True))
+    columns = [len(_skills(losses)) for losses in tables.values()]
+    figure = Figure(figsize=(3 + 0.52 * sum(columns), 1.8 + 0.28 * len(rows)), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(tables), sharey=True, width_ratios=columns))
     images = []
     for axes, (title, losses) in zip(panels, tables.items(), strict=True):
-        skills = [name for name in SKILLS if any(name in row for row in losses.values())]
+        skills = _skills(losses)
         cells = np.array([[losses.get(row, {}).get(skill, np.nan) for skill in skills] for row in rows])
         images.append(draw_losses(axes, rows, skills, cells))
         axes.set_title(title, fontsize=10)
@@ -123,8 +129,6 @@ def draw(tables: Mapping[str, Losses], path: Path) -> None:
 def main(
     relied: tuple[Path, ...] = (RESULTS / "nano_relied_on.json", RESULTS / "nano_relied_on_long.json"),
     probes: Path = RESULTS / "nano_probes.jsonl",
-    steps: int = 500,
-    learning_rate: float = NANO.learning_rate,
     out: Path = DOCS / "which_part.png",
 ) -> None:
     """Draw both tables and print them.
@@ -132,15 +136,11 @@ def main(
     Args:
         relied: what `ling3 ablate MODEL --skills … --json` wrote, of different skills.
         probes: the runs of `experiments.nano_probes`.
-        steps: the budget of the runs that are taken.
-        learning_rate: their rate.
         out: the picture.
     """
-    own = {"steps": steps, "learning_rate": learning_rate, "weight_decay": NANO.weight_decay, "quiet": NANO.quiet}
-    runs = [run for run in stored(probes) if run["probe"] == "needed" and own.items() <= run["recipe"].items()]
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in relied]
     tables = {"cut from the trained model": relied_on(*reports)}
-    if losses := needed(runs):
+    if losses := needed([run for probe in NEEDED for run in finished(probes, probe)]):
         tables["trained without"] = losses
     draw(tables, out)
     for title, losses in tables.items():

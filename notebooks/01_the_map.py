@@ -209,7 +209,7 @@ missed, norms = {}, {}
 for name in ("problems", "recall", "copying", "positions", "facts"):
     asked, learned = rows(name, 24)
     seen = ling3.trace(model, asked)
-    np.testing.assert_allclose(seen.logits, model(asked), atol=1e-3)  # of logits up to 25, in another program
+    np.testing.assert_allclose(seen.logits, model(asked), atol=1e-3)  # of logits up to 39, in another program
     target = np.asarray(asked)[:, 1:, None]
     likely = [np.asarray(jax.nn.softmax(layer.logits[:, :-1], axis=-1)) for layer in seen.layers]
     right = [np.take_along_axis(p, target, axis=-1)[learned[:, 1:], 0] for p in likely]
@@ -226,22 +226,27 @@ left.set(xticks=range(4), xlabel="read after layer", ylabel="1 - p(right token),
 left.legend(fontsize=8)
 for values, label in zip(norms.values(), ("attention adds", "MLP adds", "the stream"), strict=True):
     right.semilogy(values, label=label)
-right.set(xlabel="layer", ylabel="Euclidean norm, mean over tokens", xticks=range(4), title="residual stream, problems")
+right.set(xlabel="layer", ylabel="norm, mean over tokens", xticks=range(4), title="residual stream, problems")
 right.legend(fontsize=8)
 plt.show()
 print({name: [round(float(x), 3) for x in values] for name, values in missed.items()})
 print({name: [round(float(x), 2) for x in values] for name, values in norms.items()})
 
-assert all(values[-1] < values[0] for values in missed.values())
-assert all(missed[name][0] > 0.8 for name in ("recall", "copying", "positions", "facts"))
-assert missed["copying"][3] < missed["copying"][2] / 2 and missed["positions"][3] < missed["positions"][2] / 2
+assert all(missed[name][1] > 0.8 for name in ("recall", "copying", "positions", "facts"))
+assert 0.3 < missed["recall"][2] < 0.5 and abs(missed["recall"][3] - missed["recall"][2]) < 0.05
+assert missed["copying"][3] < missed["copying"][2] / 10 and missed["positions"][3] < missed["positions"][2] / 10
+assert norms["mlp_norm"][1] < norms["residual_norm"][1] / 50
 
 # %% [markdown]
-# No layer knows everything. After the first two hardly an answer is in sight, but that is the lens, which shows what
-# points at a word of the vocabulary already. What a layer writes for later ones to read it cannot show: cut off one of
-# the first two, and answers are lost (notebook 5). Layer 2, the last KDA, finds most of what a state can keep: the
-# value that stands after a key. The MLA layer brings what needs a look at the text itself, as copying does, and the
-# distance between two tokens, which RoPE tells: the `positions`.
+# No layer knows everything. After the first two layers few answers to the exercises are in sight, but that is the lens,
+# which shows what points at a word of the vocabulary already. What a layer writes for later ones to read it cannot
+# show: cut off one of the first two, and answers are lost (notebook 5). Layer 2, the last KDA, finds most of what a
+# state can keep: the value that stands after a key, to which the last layer adds nothing. The MLA layer brings what
+# needs a look at the text itself, as copying does, and the distance between two tokens, which RoPE tells: the
+# `positions`.
+#
+# The norms show a part that training left almost unused: the MLP of layer 1 adds 0.06 to a stream of 5.55, and the
+# attention before it 3. Without this MLP nano answers just as many problems and facts.
 
 # %% [markdown]
 # ## Look for yourself

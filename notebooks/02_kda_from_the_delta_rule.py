@@ -260,9 +260,10 @@ for (i, rate), colour, style in zip(
     shown = np.maximum(rate.reshape(-1), bins[0])
     ax.hist(shown, bins, weights=share, histtype="step", color=colour, linestyle=style, label=f"layer {i}")
 ax.axvline(5, color=plots.BLACK, linewidth=1)
-ax.annotate("bound", (5, ax.get_ylim()[1] * 0.9), xytext=(-36, 0), textcoords="offset points")
+ax.annotate("bound", (5, 0.28), xytext=(-36, 0), textcoords="offset points")
 ax.set(
     xscale="log",
+    ylim=(0, 0.3),
     xlabel="decay $-g$, nats per token (in the first bin: all slower)",
     ylabel="share of all (token, channel)",
 )
@@ -270,11 +271,22 @@ top = ax.secondary_xaxis("top", functions=(lambda r: np.log(2) / np.maximum(r, 1
 top.set_xlabel("half-life, tokens")
 ax.legend(loc="upper left")
 plt.show()
-spread = {i: np.percentile(rate, (5, 50, 95)) for i, rate in decays.items()}
-print({i: [f"{x:.4f}" for x in p] for i, p in spread.items()}, "nats: 5th, 50th and 95th percentile")
-assert all(high > 20 * low for low, _, high in spread.values())
+slowest = []
+for i, rate in decays.items():
+    lasting, local = rate[:, :, :2], rate[:, :, 2:]  # heads 0 and 1, and 2 and 3
+    assert np.mean(lasting < 1) > 0.95 and np.mean(local > 1) > 0.95
+    spread = [np.percentile(half, (5, 50, 95)) for half in (lasting, local)]
+    slow, fast = (", ".join(f"{x:.4f}" for x in percentiles) for percentiles in spread)
+    print(f"layer {i}: {slow} nats in heads 0 and 1, {fast} in heads 2 and 3 (5th, 50th and 95th percentile)")
+    slowest.append(spread[0][0])
+assert slowest[1] < slowest[0] / 3 and slowest[2] < slowest[1] / 30
 
 # %% [markdown]
+# The two kinds of heads are still there. In heads 2 and 3 the median is 3 to 4 nats: of what was written with the last
+# token 2 to 5 % are left. Heads 0 and 1 keep more, and the longer the deeper they are: their median half-life is 1.7
+# tokens in layer 0, 7 in layer 1 and 13 in layer 2, where a twentieth of the decays is so slow, with half-lives above
+# 6,000 tokens, that nothing fades before a problem ends.
+#
 # ## The chunk form
 #
 # Token by token, the recurrence is a chain of small steps: each reads all of $S$, changes it a little and writes it

@@ -38,6 +38,7 @@ from ling3.layers.rope import rotate
 from ling3.train.nano.problems import ask, problems
 from ling3.train.nano.skills import SKILLS
 from ling3.train.nano.skills.exam import right_answers
+from ling3.train.nano.skills.facts import ATTRIBUTES
 
 jax.config.update("jax_enable_x64", True)  # so that equal can mean equal
 plots.use()
@@ -386,9 +387,12 @@ axes[0].legend(loc="upper left")
 plt.show()
 there = {name: back[:, period - 1].max() for name, back in looked.items()}
 print({name: f"{weight:.2f}" for name, weight in there.items()}, f"the best head's weight {period - 1} tokens back")
-assert there["as trained"] > 2 * there["without RoPE"]
+assert there["as trained"] > 0.8 and there["without RoPE"] < 0.1
 
 # %% [markdown]
+# One head does it: 92 % of its weight lies on the one token that is right. Without the rotation no head gives that
+# token more than 3 %.
+#
 # ## The gate
 #
 # The weights of a softmax sum to one. A head that finds nothing must still return a mean of values; models without a
@@ -410,11 +414,11 @@ t, h = np.unravel_index(int(jnp.argmin(gate)), gate.shape)
 loud, heard = (float(jnp.linalg.norm(z[t, h]) / jnp.linalg.norm(y[t])) for z in (said, gate[..., None] * said))
 print(f"token {t} ({tok.decode([int(tokens[0, t])])!r}), head {h}: the gate is {gate[t, h]:.1e}")
 print(f"its part of the layer's output, which has length 1: {loud:.0f} without the gate, {heard:.3f} with it")
-assert loud > 2 and heard < 0.1
+assert loud > 10 and heard < 0.1  # without its gate it would drown the others, with it it is not heard among them
 
 # %% [markdown]
 # What nano's gates do, token by token: in the problem; in a string that repeats, in which each word has to be found
-# again; and in a fact that nano knows by heart, for which there is nothing to find.
+# again; and in facts that nano knows by heart, for which there is nothing to find.
 
 # %%
 written = {name: next(SKILLS[name].texts(3, "train")) for name in ("positions", "facts")}
@@ -432,15 +436,14 @@ fig.colorbar(image, ax=axes, label="gate")
 plt.show()
 for name, gates in opened.items():
     print(f"{name}: {gates.min():.3f} to {gates.max():.3f}, on average {gates.mean():.2f}")
-assert opened["facts"].mean() < opened["positions"].mean() / 2
-signs, equals = (np.isin([tok.decode([t]).strip() for t in tokens[0].tolist()], list(s)) for s in ("+-×", "="))
-reads, computes = (opened["problem"][places].mean() for places in (signs, equals))
-print(f"in the problem: {reads:.2f} after + - ×, {computes:.2f} after =")
-assert reads > 2 * computes
+attributes = np.isin([tok.decode([t]).strip() for t in tok.encode(texts["facts"])], ATTRIBUTES)
+known, found = opened["facts"][attributes].mean(), opened["positions"][-2 * period - 1 : -1].mean()
+print(f"where a fact is due: {known:.2f} on average; in the string, where the next word is to be found: {found:.2f}")
+assert known < found / 3
 
 # %% [markdown]
-# The gates are open where something has to be found, and near zero where it has to be known. Even within an equation:
-# after a sign the next number stands in the story, after `=` comes a result, which no earlier token has.
+# The gates are open where this layer has something to find, and nearly shut where an answer is known: at `likes`,
+# `fears`, `seeks` and `owns`, after each of which comes a word that stands nowhere in the text.
 #
 # ## What nano needs its MLA layer for
 #
@@ -471,16 +474,21 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 ax.grid(axis="x", visible=False)
 plt.show()
 for skill in ("copying", "positions"):
-    assert right["as trained"][skill] - right["no MLA"][skill] > 0.3, skill
-assert right["as trained"]["positions"] - right["no RoPE"]["positions"] > 0.3
-assert right["no MLA"]["facts"] - right["no gate"]["facts"] > 0.2
+    assert right["as trained"][skill] > 0.8 and right["no MLA"][skill] < 0.1, skill
+assert right["no RoPE"]["positions"] < 0.1
+for skill in ("facts", "copying"):
+    assert abs(right["as trained"][skill] - right["no RoPE"][skill]) < 0.05, skill
+for cut in ("no MLA", "no RoPE"):
+    assert 0.5 < right[cut]["problems"] < right["as trained"]["problems"] - 0.05, cut
+assert right["no MLA"]["facts"] - right["no gate"]["facts"] > 0.5
 
 # %% [markdown]
 # Copying and positions are nothing without the layer: what they look for is one exact place, and that is what attention
-# can find and a KDA state of fixed size cannot promise. Only positions need the rotation as well. Copying finds its
-# place by what stands there, since no two words come twice in the same order, and short convolutions show a token the
-# words before it. Facts by heart do without the layer, and not without its gate: what nobody looked for would drown
-# them.
+# can find and a KDA state of fixed size cannot promise. Positions are nothing without the rotation either. Copying
+# finds its place by what stands there, since no two words come twice in the same order, and short convolutions show a
+# token the words before it. Problems lose some, here a quarter without the layer and a tenth without the rotation (of
+# 200 others it is 18 % either way, `docs/ablations.json`). Facts by heart do without both, and not without the gate:
+# what nobody looked for would drown them.
 
 # %% [markdown]
 # ## Exercises
@@ -536,7 +544,7 @@ assert right["no MLA"]["facts"] - right["no gate"]["facts"] > 0.2
 #
 # Nothing, up to rounding: softmax attention is a sum over a set, and an entry carries its position in its rotated key,
 # not in its place. With the latents alone each of them stands beside another token's rotated key, and the output is
-# 66 % off. A KDA state is no set: each token decays what came before and corrects what it finds, so the same tokens
-# in another order leave another state.
+# 100 % off: the error is as long as the output itself. A KDA state is no set: each token decays what came before and
+# corrects what it finds, so the same tokens in another order leave another state.
 #
 # </details>

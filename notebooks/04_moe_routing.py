@@ -268,7 +268,7 @@ assert early[0.01] < early[0.001] < early[0.0]
 # %% [markdown]
 # A small $u$ takes longer, a large one never comes to rest, since a sign always takes its whole step. With $u = 0.001$
 # what is left in the end is chance: 2,048 choices per batch fall on 32 experts with some unevenness even if all are
-# equally likely. nano was trained with this $u$ for 4,500 steps, DeepSeek-V3 with the same for nearly all of its own.
+# equally likely. nano was trained with this $u$ for 4,400 steps, DeepSeek-V3 with the same for nearly all of its own.
 #
 # ## What nano's experts do
 #
@@ -320,14 +320,20 @@ for i, ax in enumerate(axes):
     ax.legend(fontsize=8, title="effective experts", title_fontsize=8)
 axes[0].set_ylabel("load, % of a fair share")
 plt.show()
+sizes = []
 for i in range(layers):
     first, second = (np.sort(np.asarray(traced[i].chosen), axis=-1) for traced in seen.values())
     moved = np.mean(np.any(first != second, axis=-1))
-    print(f"layer {i}: the bias changes at least one expert of {100 * moved:.0f} % of the tokens")
-    assert effective(seen["as trained"][i].load) > effective(seen["biases zeroed"][i].load) and moved > 0.1
+    sizes.append(np.mean(np.linalg.norm(run(nano.model.layers[i].mlp, inputs[i][:200])[1], axis=-1)))
+    print(f"layer {i}: the bias changes at least one expert of {100 * moved:.0f} % of the tokens", end="; ")
+    print(f"the mean norm of what the mixture adds is {sizes[-1]:.2f}")
+    assert effective(seen["as trained"][i].load) > 1.2 * effective(seen["biases zeroed"][i].load) and moved > 0.5
     np.testing.assert_allclose(np.sum(seen["as trained"][i].load), 1.0, rtol=1e-6)
+assert sizes[1] < 0.25 * min(sizes[0], *sizes[2:])
 
 # %% [markdown]
+# Even loads are no sign of use: the experts of layer 1 are as busy as the others, and add next to nothing.
+#
 # Does it matter where the bias sends a token? And what are experts for at all? Two skills can tell. A *fact* is learned
 # by heart: nano was told four things about each of 2,048 people, and says what `About Anna fox: likes` goes on with. A
 # *problem* needs arithmetic. Below, the shares of both that are right if every token goes to the same experts; to its
@@ -376,15 +382,18 @@ for ax, title, values in zip(axes, titles, zip(*shares.values())):
     ax.grid(axis="y", visible=False)
 axes[0].invert_yaxis()
 plt.show()
-whole = np.asarray(shares["as trained"])
-assert np.all(np.abs(whole - shares["biases zeroed"]) < 0.05)
-for name in ("always the first experts", "the worst experts", "no routed experts"):
-    assert np.all(whole - shares[name] > 0.2), name
+whole, none, alone = (np.asarray(shares[name]) for name in ("as trained", "no routed experts", "no shared expert"))
+assert np.all(np.abs(whole - shares["biases zeroed"]) < 0.05) and np.all(whole - none > 0.3)
+for name in ("always the first experts", "the worst experts"):
+    assert np.all(none > shares[name]), name
+assert alone[0] - none[0] > 0.4 and whole[1] - alone[1] > 0.3
 
 # %% [markdown]
-# The bias sends many tokens elsewhere, and the answers stay what they were: the experts that it exchanges can stand in
-# for each other. That is what makes it a harmless thermostat. The choice itself is not arbitrary: with the same experts
-# for all tokens, whichever these are, most answers of both kinds are lost, about as many as without experts.
+# The bias sends most tokens elsewhere, and without it three facts of a hundred are lost and no problem: the experts
+# that it exchanges can nearly always stand in for each other. That is what makes it a harmless thermostat. The choice
+# itself is not arbitrary: with the same experts for all tokens, or the worst ones, more answers of both kinds are lost
+# than without any, as a wrong expert adds something wrong. The shared expert, which sees every token, matters to
+# problems as much as all routed ones together, and to facts far less: what is known by heart lies with the routed.
 
 # %% [markdown]
 # ### Which tokens an expert takes
@@ -415,43 +424,43 @@ for i, ax in enumerate(axes):
     tallies = [np.bincount(picks[mask].reshape(-1), minlength=experts) for mask in kinds.values()]
     loads_of = np.asarray([tally / tally.sum() for tally in tallies])
     spread[i] = dict(zip(kinds, map(effective, loads_of)))
-    image = ax.imshow(experts * loads_of, vmin=0, vmax=8, aspect="auto", interpolation="nearest")
+    image = ax.imshow(experts * loads_of, vmin=0, vmax=6, aspect="auto", interpolation="nearest")
     ax.set(title=f"layer {i}", xlabel="expert", xticks=range(0, experts, 8))
     ax.set_yticks(range(len(kinds)), [f"{name} ({mask.sum()})" for name, mask in kinds.items()])
     ax.grid(visible=False)
     for k, n in enumerate(spread[i].values()):
         ax.annotate(f"{n:.0f}", (experts, k), va="center", fontsize=8, annotation_clip=False)
-fig.colorbar(image, ax=axes, label="load, fair shares")
+fig.colorbar(image, ax=axes, label="load, fair shares", extend="max")
 plt.show()
 for i in range(layers):
-    assert spread[i]["facts: likes, fears, owns, seeks"] > 1.2 * spread[i]["facts: About"]
+    assert spread[i]["facts: likes, fears, owns, seeks"] > 2 * spread[i]["facts: About"]
 
 # %% [markdown]
 # Balance asks that each expert get its share of *all* tokens, and leaves open which. A word that always means the same,
-# such as `About`, goes to the same few experts. Where the answer depends on what came before, nearly all experts are in
-# use, each for its own cases: `likes` goes elsewhere for another person, as facts about many people have to lie in many
-# weights. Both at once are possible because the bias is added per expert, not per token.
+# such as `About`, goes to the same few experts. Where the answer depends on what came before, some twenty of the 32 are
+# in use, each for its own cases: `likes` goes elsewhere for another person, as facts about many people have to lie in
+# many weights. Both at once are possible because the bias is added per expert, not per token.
 #
 # ## Exercises
 #
-# **1.** Add 1 to the bias of expert 0 of nano's first mixture. Which share of the choices falls on it now, and what
+# **1.** Add 1 to the bias of expert 10 of nano's first mixture. Which share of the choices falls on it now, and what
 # becomes of the weight with which it is added up? Predict both, and then run:
 #
 # ```python
-# favoured = with_bias(moe, moe.gate.expert_bias.at[0].add(1.0))
-# for name, mixture in {"as trained": moe, "+1 on expert 0": favoured}.items():
+# favoured = with_bias(moe, moe.gate.expert_bias.at[10].add(1.0))
+# for name, mixture in {"as trained": moe, "+1 on expert 10": favoured}.items():
 #     picks, w = (np.asarray(y) for y in mixture.gate(x))
-#     first = picks == 0
-#     print(f"{name}: {first.mean():.1%} of choices; mean weight {w[first].mean():.3f}, sum {w[0].sum():.2f}")
+#     own = picks == 10
+#     print(f"{name}: {own.mean():.1%} of choices; mean weight {w[own].mean():.3f}, sum {w[0].sum():.2f}")
 # ```
 #
 # <details><summary>Solution</summary>
 #
-# 50 % instead of 8.5 %, which is the most there can be: scores lie in $(0, 1)$, so $+1$ lifts its $c$ above nearly all
-# others, and here each token takes it as one of its two. Its mean weight *falls*, from 1.20 to 0.74, and the sum stays
-# 2.5. The bias is not in the weight; but the expert now gets tokens that score it at 0.37 on average, where those that
-# chose it by themselves gave it 0.65. These are 17 % of the tokens, and they keep their two experts, and both weights
-# bit for bit. The price of a large bias is not a wrong sum but a wrong expert: 83 % of the tokens give up one for it.
+# 50 % instead of 6 %, which is the most there can be: scores lie in $(0, 1)$, so $+1$ lifts its $c$ above nearly all
+# others, and here each token takes it as one of its two. Its mean weight *falls*, from 1.29 to 1.09, and the sum stays
+# 2.5. The bias is not in the weight; but the expert now gets tokens that score it at 0.48 on average, where those that
+# chose it by themselves gave it 0.66. These are 12 % of the tokens, and they keep their two experts, and both weights
+# bit for bit. The price of a large bias is not a wrong sum but a wrong expert: 88 % of the tokens give up one for it.
 #
 # </details>
 #
@@ -461,9 +470,9 @@ for i in range(layers):
 #
 # <details><summary>Solution</summary>
 #
-# The routed part comes out at 40 % of its size beside an unchanged shared expert. The loss goes from 2.8 to 3.1
-# thousandths of a nat, where it is 9.7 without routed experts: answers hardly tell. So a mistake like this one survives
-# until logits are held against a reference.
+# The routed part comes out at 40 % of its size beside an unchanged shared expert. 88 % of the facts and 93 % of the
+# problems are still right, where it is 27 % and 50 % without routed experts. Most answers do not tell, so a mistake
+# like this one survives until logits are held against a reference.
 #
 # </details>
 #

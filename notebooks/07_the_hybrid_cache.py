@@ -203,7 +203,7 @@ naive, _ = nano.step(best, cut)
 restored, _ = nano.step(best, with_states(cut, at_prompt))
 off = float(jnp.sqrt(jnp.mean((naive - truth) ** 2) / jnp.mean((truth - truth.mean(-1, keepdims=True)) ** 2)))
 print(f"length set back alone: logits off by {off:.2f} of their standard deviation")
-assert jnp.array_equal(restored, truth) and off > 0.05
+assert jnp.array_equal(restored, truth) and off > 0.5
 
 # %% [markdown]
 # With the KDA states of that moment put back, the logits agree bit for bit; the MLA entries could stay where they were.
@@ -261,7 +261,7 @@ fig, ax = plt.subplots(figsize=(7, 3.2))
 for head, error in enumerate(errors.T):
     ax.semilogy(np.arange(1, len(errors) + 1), error, marker="", label=f"head {head}")
 ax.axhline(1, color=plots.BLACK, linewidth=1)
-ax.annotate("nothing is right", (1, 2.0), fontsize=9)
+ax.annotate("nothing is right", (49, 2.0), ha="right", fontsize=9)
 ax.set(xlabel="tokens undone", ylabel="relative error of the state", ylim=(1e-8, None))
 ax.legend(fontsize=9, loc="upper left")
 plt.show()
@@ -346,17 +346,17 @@ ax.grid(axis="y", visible=False)
 plt.show()
 
 # %% [markdown]
-# The second user's answers are computed with the first user's numbers. All of it comes through $S$: stale latents
-# change no bit, and the three tokens of a conv state hold no story. This is a leak of one request's content into
-# another's answer, and a test is likely to miss it: *complete* questions are answered nearly as well. (nano was trained
-# on rows of several stories, each of which has to be read by itself.)
+# The second user's answers are computed with the first user's numbers, and half of them are right. All of it comes
+# through $S$: stale latents change no bit, and the three tokens of a conv state hold no story. This is a leak of one
+# request's content into another's answer, and a test is likely to miss it: *complete* questions are answered as well as
+# ever. (nano was trained on rows of several stories, each of which has to be read by itself.)
 
 # %%
 whole = [tok.encode(ask(p)) for p in stories]
 fresh, stale = greedy(memories["fresh cache"], whole), greedy(memories["all stale"], whole)
 scores = [sum(last_number(text) == p.answer for text, p in zip(texts, stories)) for texts in (fresh, stale)]
 print(f"complete questions right: {scores[0]} of {BATCH} in a fresh cache, {scores[1]} in a stale one")
-assert min(scores) > 0.8 * BATCH
+assert min(scores) > 0.9 * BATCH
 
 # %% [markdown]
 # The remedy is one line, and it must run *every* time a slot is filled: in `ling3` that is `swap_in`
@@ -413,23 +413,29 @@ np.testing.assert_allclose(together[0, : len(prompts[0])], alone[0], atol=1e-4 *
 # </details>
 #
 # **2.** Why are the states float32 when the weights are bfloat16? Let the first layer of nano round its state after
-# every token, and compare with rounding once at the end. Will the error grow with the number of tokens for ever?
+# every token, and compare with rounding once at the end. What if it forgot ten or a hundred times more slowly?
 #
 # ```python
-# S, once = forwards[0], forwards[-1].astype(jnp.bfloat16).astype(jnp.float32)
-# for t in range(len(longest)):
-#     S = step(*(z[:, t] for z in (q, k, v, g, beta)), S)[1].astype(jnp.bfloat16).astype(jnp.float32)
-# for rounded in (once, S):
-#     print(jnp.linalg.norm(rounded - forwards[-1], axis=(2, 3)) / jnp.linalg.norm(forwards[-1], axis=(2, 3)))
+# def rounded(S):
+#     return S.astype(jnp.bfloat16).astype(jnp.float32)
+#
+#
+# for slower in (1, 10, 100):
+#     S = exact = forwards[0]
+#     for t in range(len(longest)):
+#         token = [z[:, t] for z in (q, k, v, g / slower, beta)]
+#         S, exact = rounded(step(*token, S)[1]), step(*token, exact)[1]
+#     for state in (rounded(exact), S):
+#         print(slower, jnp.linalg.norm(state - exact, axis=(2, 3)) / jnp.linalg.norm(exact, axis=(2, 3)))
 # ```
 #
 # <details><summary>Solution</summary>
 #
-# Each token adds to $S$, and each addition is rounded: after 49 tokens the heads are off by 0.4 to 0.9 %, two to five
-# times as much as by one rounding. Errors decay like everything else in $S$, so they stop growing when as much is
-# forgotten as comes in; nano forgets quickly. A channel that keeps thousands of tokens collects as many roundings, and
-# with 8 bits of significand a write of less than 1/512 of what is there changes nothing at all. An MLA entry is written
-# once.
+# Rounded once, a state is off by 0.14 to 0.19 %. Rounded after each of the 49 tokens it is hardly worse as it is, 0.16
+# to 0.21 %: errors decay like everything else in $S$, and this layer forgets quickly. Ten times more slowly it is off
+# by 0.17 to 0.49 %, a hundred times by 0.35 to 0.65 %. A channel that keeps thousands of tokens collects as many
+# roundings, and with 8 bits of significand a write of less than 1/512 of what is there changes nothing at all. An MLA
+# entry is written once.
 #
 # </details>
 #

@@ -398,7 +398,7 @@ names, numbers = ([i for i, word in enumerate(words) if kind(word)] for kind in 
 print(f"mean β of each head at names {beta[names].mean(axis=0)}, at numbers {beta[numbers].mean(axis=0)}")
 assert np.max(np.abs(beta[names].mean(axis=0) - beta[numbers].mean(axis=0))) > 0.2
 print(f"mean g of each head {g[:-1].mean(axis=0)}, in the second layer {deeper[:-1].mean(axis=0)}")
-assert np.mean(g[:-1]) > -0.2 and np.mean(deeper[:-1]) > -0.2
+assert np.mean(g[:-1]) > -0.1 and np.mean(deeper[:-1]) > -0.1
 
 # %% [markdown]
 # The model has learned to write names and numbers with different strengths; and while it reads, it hardly forgets: an

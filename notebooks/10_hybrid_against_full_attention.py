@@ -332,8 +332,9 @@ table(
 # - *Rates* (H5 holds). Qwen3 is best at 0.002, the hybrids at 0.008.
 # - *Time*. **H6 is wrong** where this was written: a token of context costs Qwen3 9 to 13 times what it costs a
 #   hybrid, not 1.8 to 6.4 times. Four layers grow with the context instead of one, and each of them takes about three
-#   times as long over a token as MLA does, although it reads 1.6 times the bytes and computes less. All are above their
-#   thin lines: at this size memory is not the limit, and neither bytes nor operations predict the time.
+#   times as long over a token as MLA does, although it reads 1.6 times the bytes and computes less. In long contexts
+#   all are above their thin lines: at this size memory is not the limit, and neither bytes nor operations predict the
+#   time.
 
 # %%
 hybrid_loss, hybrid_error = (values["Kimi-Linear"] + values["Ling-3"] for values in (loss, error))

@@ -122,14 +122,13 @@ plt.show()
 # head, and of 1,237 rows of the vocabulary, dealt out by multiples of 64, the last of eight devices has none. What is
 # small is whole: routers, the projection to MLA's latent, norms.
 #
-# On four and eight devices `q_proj` and others are whole as well, though they have heads, and on two already the shared
-# expert's `up_proj`, though it has channels. Each device would compute 32 or fewer of their outputs, and XLA may sum a
-# product with so few columns in another order; `ling3` then lets every device compute all and keep its own, so that
-# each product is the sum that one device makes. (What is left of a
-# difference below is arithmetic between products, which XLA rounds otherwise for fewer heads; `Rules(same_bits=True)`
-# does that for all heads everywhere, and apart from the products.) With `Rules(sums=True)` everything is cut, and
-# matrices whose inputs are cut give partial sums that are added up. In a model of the published sizes this concerns
-# fewer matrices, as they are wider.
+# On four and eight devices `q_proj` and others are whole as well, though they have heads, and on two already the
+# shared expert's `up_proj`, though it has channels. Each device would compute 32 or fewer of their outputs, and XLA
+# may sum a product with so few columns in another order; `ling3` then lets every device compute all and keep its own,
+# so that each product is the sum that one device makes. (What is left of a difference below is arithmetic between
+# products, which XLA rounds otherwise for fewer heads; `Rules(same_bits=True)` does that for all heads everywhere,
+# and apart from the products.) With `Rules(sums=True)` everything is cut, and matrices whose inputs are cut give
+# partial sums that are added up. In a model of the published sizes this concerns fewer matrices, as they are wider.
 #
 # Each device's part holds the numbers of the checkpoint, bit for bit, and together they are the model:
 

@@ -131,13 +131,14 @@ print(f"majority {majority:.3f}", {stage: round(float(share), 3) for stage, shar
 
 # %% [markdown]
 # The number itself does not tell: the probe on the embeddings is no better than the majority, and neither are those
-# after the first two layers. Then layer 2's attention brings the operator, and it can be read in nearly all problems
-# that the probe was not fitted on. It can also be read at `Answer:`, two tokens earlier, if not as often: the decision
-# is made more than once.
+# after the first two layers. Then layer 2's attention brings the operator, and it can be read in every problem that the
+# probe was not fitted on. At the two tokens before the number a probe is right in seven or eight problems of ten, more
+# than the majority: something that goes with the operator is there already, and the operator itself where it is needed.
 
 # %%
 assert number["token"] < majority + 0.05 and max(number["1 attn"], number["1"]) < majority + 0.1
-assert number["2 attn"] > 0.9 and number["3"] > 0.95
+assert number["2 attn"] > 0.97 and number["3"] > 0.97
+assert all(max(read[name].values()) < 0.87 for name in places if name != "the number")
 
 # %% [markdown]
 # ### Does the model use what a probe reads?
@@ -180,10 +181,10 @@ for chosen in range(len(kinds)):
     cut[chosen] = np.mean(operators(*off) == own)
     print(f"without layer {chosen}'s {kinds[chosen]} at this token: {cut[chosen]:.1%} right")
 DECIDES = min(cut, key=cut.get)
-assert DECIDES == 2 and cut[DECIDES] < 0.5
+assert DECIDES == 2 and cut[DECIDES] < 0.1 and sorted(cut.values())[1] > 0.95
 
 # %% [markdown]
-# The cuts say what the probes said: the operator comes from layer 2.
+# The cuts say what the probes said: the operator comes from layer 2, and at this token from no other.
 #
 # ## Steering
 #
@@ -211,7 +212,7 @@ def cosine(a, b):
 
 print(f"cosine of w and d: {cosine(w, d):.2f}; length of d: {np.linalg.norm(d):.0f}, of a stream: "
       f"{np.mean(np.linalg.norm(x, axis=1)):.0f}")  # fmt: skip
-assert np.isclose(cosine(pattern, d), 1) and cosine(w, d) < 0.4
+assert np.isclose(cosine(pattern, d), 1) and 0.6 < cosine(w, d) < 0.7
 
 # %% [markdown]
 # We add multiples of $d$ after layer 2 at the prompt's last token, towards plus where the answer is a minus and the
@@ -250,19 +251,21 @@ plt.show()
 flipped = {name: dict(zip(DOSES, np.mean(found == other, axis=1), strict=True)) for name, found in steered.items()}
 broken = {name: np.mean((found[-1] != other) & (found[-1] != own)) for name, found in steered.items()}
 for name, share in flipped.items():
-    print(f"{name}: {share[1.0]:.0%} turned at 1, {share[2.0]:.0%} at 2; {broken[name]:.0%} without an operator at 3")
-assert flipped["difference d"][2.0] > 0.98 and broken["difference d"] < 0.02
-assert flipped["probe's w"][2.0] < 0.4 and flipped["random"][3.0] < 0.1
-assert broken["probe's w"] > 0.2 and broken["random"] > 0.2
+    print(f"{name}: {share[0.5]:.0%} turned at 0.5, {share[1.0]:.0%} at 1; {broken[name]:.0%} without an operator at 3")
+assert flipped["difference d"][1.0] > 0.98 and broken["difference d"] < 0.02
+assert flipped["probe's w"][0.5] < 0.1 and 0.35 < flipped["difference d"][0.5] < 0.6
+assert 0.9 < flipped["probe's w"][1.0] < 0.96
+assert max(flipped["random"].values()) < 0.02 and broken["random"] > 0.3
 
 # %% [markdown]
-# Twice $d$ turns every operator, and nothing breaks. The vector $w$ turns a fifth at that length, and three times the
-# length of $d$ along $w$ costs nearly as many prompts their operator as a random vector does. So **the direction that
-# reads best is not the one to write with**. (Marks & Tegmark, arXiv 2310.06824, found the same of truth and falsehood
-# in large models.)
+# Once $d$ turns every operator, and three times $d$ breaks nothing. The vector $w$, two thirds of it along $d$, is a
+# weaker tool: at half the length of $d$ it turns 2 % where $d$ turns 48, and at the full length 93 %, while 7 % of the
+# prompts lose their operator. So **the direction that reads best is not the best to write with**. (Marks & Tegmark,
+# arXiv 2310.06824, found the same of truth and falsehood in large models.) A random vector turns none, but a long one
+# costs more than a third of the prompts their operator.
 #
-# Half of $d$ turns a quarter. Which? Those whose story has a step of the other kind too, so that there is something to
-# choose from:
+# Half of $d$ turns half, and so it should: it takes the mean stream of one class midway to that of the other. Are they
+# those whose story has a step of the other kind too, so that there is something to choose from?
 
 # %%
 choice = np.array(
@@ -271,9 +274,11 @@ choice = np.array(
 half = steered["difference d"][DOSES.index(0.5)] == other
 print(f"flipped by d/2: {np.mean(half[choice]):.0%} of the {sum(choice)} stories with a later step of the other kind, "
       f"{np.mean(half[~choice]):.0%} of the others")  # fmt: skip
-assert np.mean(half[choice]) > 0.3 and np.mean(half[~choice]) < 0.12
+assert 0.4 < np.mean(half[choice]) < 0.7 and 0.25 < np.mean(half[~choice]) < 0.55
 
 # %% [markdown]
+# Hardly: 55 % of them against 41 % of the others is little more than 64 problems of either kind differ by chance.
+#
 # ### The sum that follows
 #
 # Does the rest of the solution go along? `SamplingParams(interventions=…)` steers a request of the engine, each with a
@@ -295,36 +300,29 @@ truth = left_operand + operand * np.array([1 if e[1] == "+" else -1 for e in equ
 fits, holds = (truth >= 0) & (truth <= LIMIT), truth == result
 print(f"the equation holds in {np.mean(holds[fits]):.0%} of the {sum(fits)} problems whose result is in 0..{LIMIT}, "
       f"and in {np.mean(holds[~fits]):.0%} of the {sum(~fits)} others")  # fmt: skip
-told = np.array([str(n) in re.findall(r"\d+", p.question) for n, p in zip(operand, asked[FIT:], strict=True)])
-later = np.array(
-    [
-        next((step.right for step in p.steps[1:] if step.operator == e[1]), None) == n
-        for n, e, p in zip(operand, equations, asked[FIT:], strict=True)
-    ]
-)
-print(f"the second number is in the story in {np.mean(told):.0%}; "
-      f"it is that of the later step of this kind in {np.mean(later[choice]):.0%} of the stories with one")  # fmt: skip
-assert np.mean(holds[fits]) > 0.95 and np.mean(holds[~fits]) < 0.2
-assert 0.7 < np.mean(told) < 0.9 and np.mean(later[choice]) > 0.35
+kept = operand == np.array([p.steps[0].right for p in asked[FIT:]])
+print(f"the second number is that of the unsteered equation in {np.mean(kept):.0%}")
+assert np.mean(holds[fits]) > 0.97 and np.mean(holds[~fits]) < 0.1
+assert np.mean(kept) > 0.97
 
 # %% [markdown]
 # One vector at one token, and the model does another sum, correctly, as long as the result is a number that it knows; a
-# difference below 0 it has never seen, and gets it wrong. But more has changed than the sign. `6 + 11` in the first
-# story takes the eleven of a *later* sentence, in which something is gained. In about half of the stories that have
-# such a step the model takes that step's number, and in a fifth of all a number that is in no sentence.
+# difference below 0 or a sum beyond 60 it has never seen, and gets all of these wrong. And nothing but the sign has
+# changed. The second number is in every problem that of the story's first step: David's 6 yellow coins are taken away,
+# though what he gives away in the story is 11. Sign and number are fetched apart.
 #
-# Does the vector do that, or the sign that follows from it? We write the other sign ourselves, and add no vector:
+# Is that still the vector, or the sign that follows from it? We write the other sign ourselves, and add no vector:
 
 # %%
 forced = [[*ids, int(sign)] for ids, sign in zip(held, other, strict=True)]
 after = [out.text for out in engine.generate(forced, ling3.SamplingParams(max_tokens=4, temperature=0.0))]
 same = [text.startswith(tok.decode([int(sign)]) + rest) for text, sign, rest in zip(texts, other, after, strict=True)]
 print(f"the same equation in {np.mean(same):.0%}")
-assert np.mean(same) > 0.9
+assert np.mean(same) > 0.97
 
 # %% [markdown]
-# The sign does nearly all of it. The vector has turned one decision, and everything else follows from the token that
-# was written: the pass at the next token reads the sign, not what was done to the stream before it.
+# The sign does all of it. The vector has turned one decision, and everything else follows from the token that was
+# written: the pass at the next token reads the sign, not what was done to the stream before it.
 #
 # What steering does not show: that the model itself uses this direction and no other. A push of twice the difference
 # takes the stream far beyond the mean of the other class.
@@ -481,12 +479,16 @@ differs, laws, grid, parts = traced(*memories)
 draw(memories[0][0], grid, parts, "a fact")
 
 assert laws[0] > 1 and laws[1] == 0 and np.max(laws[1:]) < 1e-3
-assert max(parts.values()) < 0.9 and sum(parts[f"added {i}"] for i in range(len(kinds))) > 0.2
+assert np.all(grid[1:3, -1] > 0.6) and np.all(grid[1:3, -1] < 0.9) and np.all(grid[3:, -1] > 0.95)
+assert 0.6 < parts["attended 0"] == max(parts.values()) < 0.9 and 0.15 < parts["attended 2"] < 0.45
+assert all(0.15 < parts[f"added {i}"] < 0.55 for i in (0, 2, 3)) and abs(parts["added 1"]) < 0.1
 
 # %% [markdown]
-# No one jump, and no one carrier. The name is two tokens, and the attribute a third. The early layers begin to bring
-# them together at the last position; layer 2's attention brings the rest of the name. And here the experts matter: what
-# a person likes stands nowhere in the prompt, and a good part of the answer is what the experts add at the last token.
+# No one jump, and no one carrier. The name is two tokens, and the attribute a third. Layer 0 brings most of the name to
+# the last position, three quarters of the answer; the rest waits at the name's second word, and layer 2's attention
+# brings it. And here the experts matter: what a person likes stands nowhere in the prompt, and what those of layer 0,
+# 2 or 3 add at the last token is worth a quarter to two fifths of the answer. Layer 1's add nothing. (With attention's,
+# the shares sum to more than one: what layer 0 brings, the experts above it go on with.)
 #
 # In a large model expect maps that are less clean, and read them with care: a patch shows that a site is *enough* to
 # bring the answer back, not that there is no other way.
@@ -499,7 +501,7 @@ assert max(parts.values()) < 0.9 and sum(parts[f"added {i}"] for i in range(len(
 # <details><summary>Solution</summary>
 #
 # ```python
-# for scale in (1, 2, 3):
+# for scale in (0.25, 0.5, 1):
 #     changes = [
 #         ling3.Intervention.add(DECIDES, (scale * s * d).astype(np.float32), from_position=t)
 #         for s, t in zip(towards, last, strict=True)
@@ -509,8 +511,9 @@ assert max(parts.values()) < 0.9 and sum(parts[f"added {i}"] for i in range(len(
 #     print(scale, np.mean([re.match(r" [+-] \d+ = \d+\.", text) is not None for text in texts]), texts[0])
 # ```
 #
-# 98 % still write an equation at $d$, 80 % at $2d$, 10 % at $3d$: then the push is there at every later token too, and
-# each of them gets an operator, as in ` + 11 +  +  +  + `. Steer where the decision is made, not everywhere.
+# All still write an equation at $d/4$, which turns nothing, 30 % at $d/2$, and none at $d$: the push is there at every
+# later token too, and each of them gets an operator, as in ` + 4 +  +  +  + `. Steer where the decision is made, not
+# everywhere.
 #
 # </details>
 #
@@ -548,7 +551,7 @@ assert max(parts.values()) < 0.9 and sum(parts[f"added {i}"] for i in range(len(
 # print(cosine(gradient, d), cosine(gradient, w))
 # ```
 #
-# To $d$: 0.69 against 0.25. What the later layers listen to is where the streams do differ. (This vector is added at
+# To $d$: 0.83 against 0.61. What the later layers listen to is where the streams do differ. (This vector is added at
 # all tokens of the prompt; at the last token alone each row needs positions of its own, by `together`.)
 #
 # </details>

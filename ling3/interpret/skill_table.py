@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -125,6 +126,7 @@ def compare_skills(
             rows.append(SkillRow(name, formula, scores(variant, tokenizer, names, questions)))
             report(rows[-1])
             advance(1)
+            jax.clear_caches()  # no other ablation runs these programs, and Linux maps only so many of a process's
     return SkillTable(tuple(rows))
 
 

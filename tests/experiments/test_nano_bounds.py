@@ -7,14 +7,15 @@ import pytest
 
 from experiments import nano_bounds
 from experiments.nano_bounds import BOUNDS, at_least, by_bound, histogram, markdown
-from experiments.nano_probes import EDGES
-from ling3.train.nano.recipe import WITHOUT
+from experiments.nano_probes import EDGES, PROBES
+from ling3.train.nano.recipe import NANO, WITHOUT
 
 
 def run(without, seed, right, rates):
     counts, _ = np.histogram(rates, EDGES)
-    recipe = {"without": without, "seed": seed, "steps": 500}
-    return {"probe": "forgetting", "recipe": recipe, "right": {"resets": right}, "decays": {"0": counts.tolist()}}
+    recipe = {"without": without, "seed": seed, "weight_decay": NANO.weight_decay, "quiet": NANO.quiet}
+    recipe |= {"steps": PROBES["in_states"].steps, "learning_rate": PROBES["in_states"].learning_rate}
+    return {"probe": "in_states", "recipe": recipe, "right": {"resets": right}, "decays": {"0": counts.tolist()}}
 
 
 RUNS = [
@@ -50,6 +51,6 @@ def test_the_table_has_a_row_for_each_bound_and_the_picture_all(tmp_path, capsys
 
 
 def test_without_runs_it_says_what_to_run(tmp_path):
-    (file := tmp_path / "runs.jsonl").write_text("")
-    with pytest.raises(ValueError, match="no runs of the probe 'forgetting' of 500 steps: run experiments"):
+    (file := tmp_path / "runs.jsonl").write_text(json.dumps(run("RoPE", 0, 1.0, [0.01])) + "\n")
+    with pytest.raises(ValueError, match="no runs of the probe 'in_states' with a bound: run experiments"):
         nano_bounds.main(file)

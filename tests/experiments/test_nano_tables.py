@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from experiments import nano_tables
+from experiments.nano_probes import NEEDED
 from experiments.nano_tables import MECHANISMS, markdown, needed, relied_on
 from ling3.families import init
 from ling3.interpret.ablations import ablations
@@ -22,10 +23,10 @@ REPORT = {
 }
 
 
-def trained(without, seed, recall, facts, steps=10, probe="needed", learning_rate=0.01, quiet=True):
-    recipe = {"without": without, "seed": seed, "steps": steps, "learning_rate": learning_rate}
-    recipe |= {"weight_decay": NANO.weight_decay, "quiet": quiet}
-    return {"probe": probe, "recipe": recipe, "right": {"recall": recall, "facts": facts}}
+def trained(without, seed, recall, facts, probe="in_context", **changes):
+    recipe = {"without": without, "seed": seed, "steps": NEEDED[probe].steps, "weight_decay": NANO.weight_decay}
+    recipe |= {"learning_rate": NEEDED[probe].learning_rate, "quiet": NANO.quiet}
+    return {"probe": probe, "recipe": recipe | changes, "right": {"recall": recall, "facts": facts}}
 
 
 RUNS = [
@@ -57,24 +58,32 @@ def test_what_training_needs_is_a_mean_over_seeds_of_the_loss_against_the_same_s
     assert needed(RUNS) == {"decay": {"recall": pytest.approx(0.35), "facts": pytest.approx(-0.05)}}
 
 
+def test_probes_are_columns_of_one_table():
+    other = [{**trained(lacking, 0, 0, 0, "in_states"), "right": {"resets": 0.6}} for lacking in ("nothing", "decay")]
+    other[1]["right"]["resets"] = 0.5
+    losses = {"recall": pytest.approx(0.35), "facts": pytest.approx(-0.05), "resets": pytest.approx(0.1)}
+    assert needed([*RUNS, *other]) == {"decay": losses}
+
+
 def test_two_runs_of_one_seed_are_not_mixed():
-    with pytest.raises(ValueError, match="two of one seed without the same mechanism"):
+    with pytest.raises(ValueError, match="two of one probe and seed without the same mechanism"):
         needed([*RUNS, trained("decay", 1, 0.0, 0.0, learning_rate=0.02)])
 
 
-def test_a_loss_of_ten_points_is_bold():
-    assert markdown({"decay": {"recall": 0.35, "facts": -0.05}}) == (
-        "| | recall | facts |\n|---|---|---|\n| decay | **35** | -5 |"
+def test_a_loss_of_ten_points_is_bold_and_what_was_not_run_is_empty():
+    assert markdown({"decay": {"recall": 0.35, "facts": -0.05}, "RoPE": {"facts": 0.0}}) == (
+        "| | recall | facts |\n|---|---|---|\n| decay | **35** | -5 |\n| RoPE |  | 0 |"
     )
 
 
 def test_the_command_draws_both(tmp_path, capsys):
     relied, probes, out = tmp_path / "relied.json", tmp_path / "probes.jsonl", tmp_path / "tables.png"
     relied.write_text(json.dumps(REPORT))
-    changed = ({"steps": 5}, {"probe": "short"}, {"learning_rate": 0.02}, {"quiet": False})
+    changed = ({"steps": 5}, {"learning_rate": 0.02}, {"quiet": not NANO.quiet}, {"weight_decay": 0.0})
     others = [trained("nothing", 0, 0.0, 0.0, **change) for change in changed]
+    others.append({**RUNS[0], "probe": "short"})
     probes.write_text("".join(json.dumps(run) + "\n" for run in [*RUNS, *others]))
-    nano_tables.main((relied,), probes, 10, 0.01, out)
+    nano_tables.main((relied,), probes, out)
     printed = capsys.readouterr().out
     assert printed.index("cut from the trained model") < printed.index("trained without")
     assert "| decay | **50** | 5 |" in printed and "| decay | **35** | -5 |" in printed

@@ -5,9 +5,19 @@ import re
 import numpy as np
 import pytest
 
-import ling3
 from experiments.design import EXPERIMENTS
-from experiments.tasks import NULL, RESET, SEPARATOR, TASKS, mqar, palindrome, parity, segment_reset, word_recall
+from experiments.tasks import (
+    NULL,
+    RESET,
+    SEPARATOR,
+    TASKS,
+    mqar,
+    palindrome,
+    parity,
+    segment_reset,
+    tokenizer,
+    word_recall,
+)
 from ling3.train.nano.problems import Problem, Step
 
 SMALL = {
@@ -140,7 +150,7 @@ def test_stale_keys_were_bound_in_an_earlier_segment():
 
 
 def test_text_asks_for_each_next_token_and_held_out_problems_have_solutions_of_their_own():
-    task, tok = TASKS["text_and_recall"](), ling3.load_tokenizer("nano")
+    task, tok = TASKS["text_and_recall"](), tokenizer()
     unseen, recall = (part.batch(0, 0, 40) for part in task.parts)
     assert (task.parts[0].name, task.parts[1].name) == ("text", "recall")
     rows = {"train": task.batch(0, 0, 80).tokens[:40], "held_out": unseen.tokens}

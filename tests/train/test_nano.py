@@ -1,5 +1,6 @@
 """The checkpoint in the package: its tokenizer, its size, and what it answers to problems it has not seen."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,9 @@ import ling3
 from ling3.families.ling3_config import Ling3Config
 from ling3.train.nano.exam import exact_answers, examine
 from ling3.train.nano.problems import ask, chat_prompt, exam, worked_examples
-from ling3.train.nano.recipe import Recipe
+from ling3.train.nano.recipe import NANO as RECIPE
+from ling3.train.nano.recipe import shares_right
+from ling3.train.nano.skills import SKILLS
 
 NANO = Path(ling3.__file__).parent / "checkpoints" / "nano"
 
@@ -73,23 +76,31 @@ def test_the_chat_template_is_ling_3s(tokenizer):
 def test_it_has_every_mechanism_and_fits_eight_mebibytes(model):
     config = model.config
     assert isinstance(config, Ling3Config)
-    kinds = {(config.attention_kind(layer), config.mlp_kind(layer)) for layer in range(config.num_hidden_layers)}
-    assert {attention for attention, _ in kinds} == {"kda", "mla"}
-    assert {mlp for _, mlp in kinds} == {"dense", "moe"}
+    kinds = [(config.attention_kind(layer), config.mlp_kind(layer)) for layer in range(config.num_hidden_layers)]
+    assert kinds == [*[("kda", "moe")] * 3, ("mla", "moe")]
     assert config.n_group > config.topk_group > 1
     assert config.q_lora_rank
     assert (NANO / "model.safetensors").stat().st_size <= 8 * 2**20
     assert sum(leaf.size for leaf in jax.tree.leaves(model)) < 4_100_000
-    assert any(np.any(np.asarray(layer.mlp.gate.expert_bias)) for layer in model.model.layers[1:])
+    assert all(np.any(np.asarray(layer.mlp.gate.expert_bias)) for layer in model.model.layers)
 
 
 def test_its_record_is_that_of_the_recipe_in_the_code():
     record = json.loads((NANO / "training.json").read_text())
-    recipe = json.loads(json.dumps(vars(Recipe())))
-    assert record["recipe"] == recipe
-    assert record["curve"][-1]["step"] == recipe["steps"]
-    assert record["exact_answers"]["alone"] >= 0.95
-    assert record["exact_answers"]["after_four_examples"] >= 0.90
+    assert record["recipe"] == json.loads(json.dumps(dataclasses.asdict(RECIPE)))
+    assert record["curve"][-1]["step"] == RECIPE.beginning + RECIPE.steps
+    assert set(record["right"]) == set(SKILLS)
+    assert record["right"]["problems"] >= 0.95
+    assert record["right"]["examples"] >= 0.90
+
+
+@pytest.mark.slow
+def test_it_answers_held_out_texts_of_its_skills_as_its_record_says(model, tokenizer):
+    record = json.loads((NANO / "training.json").read_text())
+    short = [name for name, skill in SKILLS.items() if skill.longest <= 256]
+    for name, share in shares_right(model, tokenizer, short, 64).items():
+        before = record["curve"][-1]["right"][name]  # to the same texts, in float32
+        assert share == pytest.approx(before, abs=3 / 64), name
 
 
 def test_it_answers_problems_it_has_not_seen(model, tokenizer):

@@ -10,6 +10,7 @@ import pytest
 
 import ling3
 from experiments import nano_probes
+from experiments.nano_probes import NEEDED
 from ling3.cache import Span
 from ling3.families import init
 from ling3.layers.kda import KDA
@@ -171,6 +172,10 @@ def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):
     assert {recipe.beginning for recipe in made} == {0}  # what a probe trains on is what it names
     nano_probes.main("whole", ("nothing",), seeds=(1,), out=tmp_path / "whole")
     assert made.pop().beginning == NANO.beginning
+    nano_probes.main("needed", ("RoPE",), seeds=(1,), out=tmp_path / "needed")
+    assert [made.pop().learning_rate for _ in NEEDED] == [own.learning_rate for own in NEEDED.values()][::-1]
+    stored = [nano_probes.finished(tmp_path / "needed" / "nano_probes.jsonl", name) for name in NEEDED]
+    assert list(map(len, stored)) == [1, 1, 1] and not nano_probes.finished(tmp_path / "nano_probes.jsonl", "in_states")
     assert len(made) == 6 and len((tmp_path / "nano_probes.jsonl").read_text().splitlines()) == 6
 
 

@@ -16,11 +16,12 @@ from ling3.train.loop import Batch
 from ling3.train.nano.drills import drills, single_steps
 from ling3.train.nano.problems import SYSTEM_TURN, ask, problems
 from ling3.train.nano.skills import SKILLS, encode
+from ling3.train.nano.skills.facts import facts
 from ling3.train.nano.skills.recall import MANY
 from ling3.train.nano.skills.skill import Row
 
-TEXTS = {**SKILLS, "recall of many": MANY}
-"""What a share may be of, by name, beside `DRILLS`: the skills, and what is trained and not examined."""
+TEXTS = {**SKILLS, "recall of many": MANY, "facts of 512": facts(512)}
+"""What a share may be of, by name, beside `DRILLS`: the skills, and two that are for beginnings and smaller models."""
 DRILLS = "drills"
 """Bare equations, whose results are learned; they fill any room."""
 

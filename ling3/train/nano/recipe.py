@@ -31,8 +31,7 @@ from ling3.layers.moe import MoE
 from ling3.model import CausalLM
 from ling3.text.tokenizer import load_tokenizer
 from ling3.train.loop import Optimization, Progress, train
-from ling3.train.nano.mixture import Rows, batches, corpus
-from ling3.train.nano.skills import SKILLS
+from ling3.train.nano.mixture import TEXTS, Rows, batches, corpus
 from ling3.train.nano.skills.exam import right_answers
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
@@ -192,10 +191,10 @@ def _quiet(kda: KDA) -> KDA:
 
 
 def shares_right(model: CausalLM, tokenizer: Any, names: list[str], count: int) -> dict[str, float]:
-    """Each skill's share of right answers to its first `count` held-out texts, an eighth as many of long ones."""
+    """The share of right answers to the first `count` held-out texts of each of `TEXTS`, an eighth of them if long."""
     shares = {}
     for name in names:
-        texts = SKILLS[name].exam(count if SKILLS[name].longest <= 256 else -(-count // 8))
+        texts = TEXTS[name].exam(count if TEXTS[name].longest <= 256 else -(-count // 8))
         shares[name] = sum(right_answers(model, tokenizer, texts)) / len(texts)
     return shares
 
@@ -227,7 +226,7 @@ def make(out: Path, recipe: Recipe, questions: int = 500, every: int = 200) -> d
     write(model)  # an unsuitable directory is told at once, not after the first thousand steps
     tokenizer = load_tokenizer(out)
     mixed = {name for rows in recipe.cycle for name, share in rows.shares.items() if share > 0}
-    names = [name for name in SKILLS if name in mixed]
+    names = [name for name in TEXTS if name in mixed]
 
     def report(before: dict[str, float], progress: Progress, model: CausalLM) -> None:
         point = {name: value + before.get(name, 0) for name, value in dataclasses.asdict(progress).items()}

@@ -11,8 +11,13 @@ from ling3.model import CausalLM
 from ling3.text.tokenizer import Tokenizer
 from ling3.train.nano.skills.skill import Text
 
-PADDING, TOKENS = 128, 4096
-"""Rows of an exam have a multiple of PADDING tokens, and a batch about TOKENS of them: few shapes to compile."""
+TOKENS = 4096
+"""Of a batch, about."""
+
+
+def padded(length: int) -> int:
+    """How many tokens a row has for a text of `length`: 128, 256, or a multiple of 512, few shapes to compile."""
+    return next((size for size in (128, 256) if length <= size), -(-length // 512) * 512)
 
 
 @eqx.filter_jit
@@ -31,7 +36,7 @@ def right_answers(model: CausalLM, tokenizer: Tokenizer, texts: Sequence[Text]) 
     the same text. Prompt and answer are encoded apart, as they are where an answer is generated.
     """
     encoded = [(tokenizer.encode(t.prompt), tokenizer.encode(t.answer, add_special_tokens=False)) for t in texts]
-    lengths = [-(-(len(prompt) + len(answer)) // PADDING) * PADDING for prompt, answer in encoded]
+    lengths = [padded(len(prompt) + len(answer)) for prompt, answer in encoded]
     right: dict[int, bool] = {}
     for length in sorted(set(lengths)):
         own, rows = [i for i in range(len(texts)) if lengths[i] == length], -(-TOKENS // length)
