@@ -3,7 +3,7 @@
     python -m experiments.nano_probes --probe needed --seeds 0 1 2
     python -m experiments.nano_probes --probe short --without nothing RoPE
 
-`needed` are three probes of a model with all mechanisms in 64 channels, each about two minutes of one core: answers
+`needed` are three probes of a model with all mechanisms in 64 channels, each two or three minutes of one core: answers
 that stand in the context, answers that a state has to keep up with, and answers that are in the weights. Without each
 mechanism they are the table of what is needed, and `in_states`, with each bound on the decay, tells how many nats a
 model wants. `short`, or a skill's name, is a dense model on some skills or on this one; `whole` is nano's recipe with
@@ -68,8 +68,8 @@ class Probe:
 
 NEEDED = {
     "in_context": Probe((Rows(12, 64, {"copying": 0.5, "positions": 0.5}),), LITTLE, 700, 0.015),
-    "in_states": Probe((Rows(6, 128, {"resets": 0.5, "tracking": 0.5}),), LITTLE, 700, 0.01),
-    "in_weights": Probe((Rows(12, 64, {"facts of 512": 1.0}),), LITTLE, 700, 0.01),
+    "in_states": Probe((Rows(12, 128, {"resets": 0.5, "tracking": 0.5}),), LITTLE, 600, 0.01),
+    "in_weights": Probe((Rows(12, 64, {"facts of 1024": 1.0}),), LITTLE, 700, 0.01),
 }
 """By where the answers are."""
 

@@ -20,7 +20,7 @@ from ling3.train.nano.skills.facts import facts
 from ling3.train.nano.skills.recall import MANY
 from ling3.train.nano.skills.skill import Row
 
-TEXTS = {**SKILLS, "recall of many": MANY, "facts of 512": facts(512)}
+TEXTS = {**SKILLS, "recall of many": MANY, "facts of 1024": facts(1024)}
 """What a share may be of, by name, beside `DRILLS`: the skills, and two that are for beginnings and smaller models."""
 DRILLS = "drills"
 """Bare equations, whose results are learned; they fill any room."""
