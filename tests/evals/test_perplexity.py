@@ -139,7 +139,7 @@ def test_command(nano, tmp_path, capsys, monkeypatch):
     path.write_text(TEXT, encoding="utf-8")
     found = perplexity(*nano, TEXT)
     code, out, err = run(capsys, "nano", path, "--dtype", "float32")
-    assert code == 0 and "nano: 1.32M parameters, float32, on cpu" in err
+    assert code == 0 and "nano: 2.37M parameters, float32, on cpu" in err
     assert out == (
         f"{found.tokens} tokens, {found.nbytes} bytes\nnats per token: {found.nats_per_token:.4f}\n"
         f"bits per byte: {found.bits_per_byte:.4f}\nperplexity: {found.perplexity:.4f}\n"
