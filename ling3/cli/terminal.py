@@ -33,7 +33,7 @@ def print_json(value: Any, indent: int | None = None) -> None:
 
 
 def count(number: int) -> str:
-    """A number with its unit, as in 1.32M."""
+    """A number with its unit, as in 2.37M."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"

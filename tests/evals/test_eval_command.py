@@ -64,7 +64,7 @@ def test_the_last_line(prompts, tmp_path, capsys):
     assert right >= 36, "nano answers nine in ten of its own problems"
     low, high = map(float, re.fullmatch(r"95 % \(Wilson\): (0\.\d{4}) to ([01]\.\d{4})", interval).groups())
     assert low < right / 40 <= high
-    assert "nano: 1.32M parameters, float32, on cpu" in err
+    assert "nano: 2.37M parameters, float32, on cpu" in err
     options = ("--prompts", prompts, "--out", out, "--limit", 40, "--json", *ENGINE)
     found = json.loads(run(capsys, "gsm8k", "nano", *options)[1])
     assert (found["right"], found["total"], found["accuracy"]) == (right, 40, right / 40)
