@@ -15,7 +15,7 @@ import ling3
 from ling3 import cli
 
 NANO = pathlib.Path(ling3.__file__).parent / "checkpoints" / "nano"
-ROOM = {"vocab_size": 704, "max_position_embeddings": 256}
+ROOM = {"vocab_size": 1248, "max_position_embeddings": 256}
 CASES = {
     name: {field: tiny_transformers.SIZES.get(field, value) for field, value in base.items()} | own | ROOM
     for name, (base, own) in tiny_transformers.CASES.items()
@@ -23,7 +23,7 @@ CASES = {
     "deepseek-v4": deepseek_v4_checkpoint.SMALL
     | ROOM
     | {"compress_ratios": [4, 128], "num_hash_layers": 1, "num_hidden_layers": 2},
-    "kimi-linear": kimi_reference.SMALL | {"vocab_size": 704, "model_max_length": 256},
+    "kimi-linear": kimi_reference.SMALL | {"vocab_size": ROOM["vocab_size"], "model_max_length": 256},
 }
 ENGINE = ["--max-running-requests", "2", "--num-pages", "8", "--page-size", "128", "--max-model-len", "128"]
 
