@@ -127,7 +127,9 @@ def test_keys_move_over_tokens_layers_and_heads(shown, seen):
     shown.press(Keys.ARROW_UP, Keys.ARROW_UP)
     assert (shown.selected, shown.layer) == (2, 2)
     shown.press(Keys.ARROW_DOWN)
-    assert shown.layer == 1 and "MLA" in shown["heads-title"].text
+    assert shown.layer == 1 and "KDA" in shown["heads-title"].text
+    shown.press(Keys.ARROW_UP, Keys.ARROW_UP)
+    assert shown.layer == 3 and "MLA" in shown["heads-title"].text
     shown.press("h")
     assert "Head 0 reads" in shown["sentence"].text and "head 0" in shown["map-title"].text
     shown.press("H", Keys.END, Keys.ENTER)
@@ -142,7 +144,7 @@ def test_slider_and_buttons_move_over_layers(shown, seen):
     assert shown.layer == 1
     shown["slider"].send_keys(Keys.END)
     assert shown.layer == len(seen.data["layers"]) - 1
-    assert shown["slider"].get_attribute("aria-valuetext") == "Layer 3 of 4: MLA, mixture of 8 experts"
+    assert shown["slider"].get_attribute("aria-valuetext") == "Layer 3 of 4: MLA, mixture of 32 experts"
     shown.all("#layers > button")[2].click()
     assert shown.layer == 2
 
@@ -164,7 +166,7 @@ def test_the_numbers_of_a_kda_layer_are_the_datas(shown, seen):
         word, likely = row[2].split("\n")
         assert word == text and numbers([likely]) == pytest.approx([100 * layer["lens"]["p"][11][0]], rel=0.006)
     chosen = own["moe"]["chosen"][11]
-    assert shown["experts-title"].text == f"Experts: {', '.join(map(str, sorted(chosen)))} of 8"
+    assert shown["experts-title"].text == f"Experts: {', '.join(map(str, sorted(chosen)))} of 32"
     assert [i for i, bar in enumerate(shown.all("#experts > span")) if bar.get_attribute("class")] == sorted(chosen)
     assert f"expert {chosen[1]} with weight" in shown["chosen"].text
     added = re.search(r"attention adds ([\d.]+), feed-forward adds ([\d.]+)", shown["norm-values"].text).groups()
@@ -173,12 +175,12 @@ def test_the_numbers_of_a_kda_layer_are_the_datas(shown, seen):
 
 def test_a_cell_of_the_map_is_the_traces(shown, seen):
     """The third of MLA's rows from the last, in the mean of the heads: its first column, and one that comes later."""
-    shown.all("#layers > button")[1].click()
+    shown.all("#layers > button")[3].click()
     box, count = shown["map"], len(seen.data["tokens"])
     size, row = box.size["width"], count - 3
     shown.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", box)
     shown.point(box, round(0.5 * size / count - size / 2), round((row + 0.5) * size / count - size / 2))
-    weight = float(seen.trace.mla[1].attention_map[0, :, row, 0].mean())
+    weight = float(seen.trace.mla[3].attention_map[0, :, row, 0].mean())
     said = re.search(rf"\({row}\) reads .* \(0\) with ([\d.e−-]+)\.", shown["cell"].text)
     assert float(said[1].replace("−", "-")) == pytest.approx(weight, rel=0.06)
     shown.point(box, round((row + 1.5) * size / count - size / 2), round((row + 0.5) * size / count - size / 2))
@@ -205,7 +207,9 @@ def test_everything_is_reached_by_keyboard_and_named(shown):
             break
         assert element.value_of_css_property("outline-style") == "solid", element.accessible_name
         names.append(element.accessible_name)
-    for expected in ("Light", "Layer 1 of 4: MLA, mixture of 8 experts", "Layer 0 of 4: KDA, dense MLP", "all"):
+    kinds = ("KDA", "KDA", "KDA", "MLA")
+    layers = [f"Layer {i} of 4: {kind}, mixture of 32 experts" for i, kind in enumerate(kinds)]
+    for expected in ("Light", *layers, "all"):
         assert expected in names, names
     assert any(re.match(r"\d+: ", name) for name in names)
 
