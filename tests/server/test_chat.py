@@ -109,7 +109,7 @@ def test_a_client_that_goes_away_frees_its_slot(engine, url):
 
 def test_thinking_and_answer_come_apart(url):
     """A bias has nano end its thinking by `</think>` (5), a special token, which the engine's text lacks."""
-    asked = {**ASKED, "chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"5": 8}, "max_tokens": 80}
+    asked = {**ASKED, "chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"5": 20}, "max_tokens": 80}
     asked["structured_outputs"] = {"grammar": 'start: "The answer is " /[0-9]/ "."'}
     whole = httpx.post(f"{url}/v1/chat/completions", headers=KEY, json=asked).json()["choices"][0]["message"]
     assert "=" in whole["reasoning_content"] and re.fullmatch(r"The answer is \d\.", whole["content"])

@@ -113,7 +113,7 @@ def test_answers_are_parsed_into_pydantic_models(engine, think):
     effort = {"effort": "low" if think else "none"}
 
     async def call(client):
-        bias = {"logit_bias": {"5": 8}}  # else nano never ends its thinking by `</think>`
+        bias = {"logit_bias": {"5": 20}}  # else nano never ends its thinking by `</think>`
         return await client.responses.parse(**ASKED, text_format=Answer, reasoning=effort, extra_body=bias)
 
     answer = ask(service, call)

@@ -15,7 +15,7 @@ from ling3.server.running import Service
 CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
 ASKED = {"model": "nano", "messages": CHAT, "temperature": 0, "max_tokens": 120}
 # Nano ends its thinking by an end of its own; a bias says to do so by `</think>` (5).
-THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"5": 8}}
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"5": 20}}
 
 
 class Answer(pydantic.BaseModel, extra="forbid"):
@@ -51,7 +51,7 @@ def said(service, stream=False, **fields):
 SCHEMA = Answer.model_json_schema()
 FORMS = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, None),
-    ({"response_format": {"type": "json_object"}, "logit_bias": {"5": 8, "1": 1}}, None),
+    ({"response_format": {"type": "json_object"}, "logit_bias": {"5": 20, "1": 1}}, None),
     ({"guided_json": SCHEMA}, ling3.JSONSchema(SCHEMA)),
     ({"guided_regex": "(yes|no)/[0-9]{2}"}, ling3.Regex("(yes|no)/[0-9]{2}")),
     ({"guided_choice": ["seven", "eight"]}, ling3.Choice(["seven", "eight"])),
@@ -81,7 +81,7 @@ def test_a_form_holds_after_the_thinking(engine, service, fields, structured):
     if structured is None:
         return
     held = after_thinking(structured, engine.tokenizer)
-    params = ling3.SamplingParams(max_tokens=120, structured=held, logit_bias={5: 8})
+    params = ling3.SamplingParams(max_tokens=120, structured=held, logit_bias={5: 20})
     prompt = engine.tokenizer.apply_chat_template(CHAT, enable_thinking=True)
     (output,) = engine.generate([prompt], params)
     text = engine.tokenizer.decode(output.token_ids, skip_special_tokens=False)

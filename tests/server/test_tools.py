@@ -113,7 +113,7 @@ def test_a_call_that_has_to_come_is_held_to_its_schema(engine, form, think):
     service = Service(engine, tokenizer(TEMPLATES[form]), "nano", 8)
     how = {"tools": [ADD, SAY], "extra_body": {"chat_template_kwargs": {"enable_thinking": think}}}
     how["tool_choice"] = {"type": "function", "function": {"name": "add"}}
-    how["logit_bias"] = {"5": 8}  # else nano never ends its thinking by `</think>`
+    how["logit_bias"] = {"5": 20}  # else nano never ends its thinking by `</think>`
     choice = ask(service, create(**how, parallel_tool_calls=False)).choices[0]
     [(name, said)] = arguments(choice.message)
     assert choice.finish_reason == "tool_calls" and name == "add" and said.keys() == {"a", "b", "unit"}
