@@ -34,7 +34,7 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     assert text.startswith(" 7 + 5 = 12. The answer is 12. stop")
     exec(branch, scope)
     printed = capsys.readouterr().out.strip()
-    assert printed == f"95 {scope['one'].snapshot.held}" and f"# {printed}:" in branch
+    assert printed == f"93 {scope['one'].snapshot.held}" and f"# {printed}:" in branch
     exec(cut, scope)
     assert scope["cut"].config.at(0).kda_output_gate == "none" and scope["seen"].kda[0].decay.shape[:2] == (
         1,
@@ -42,7 +42,7 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     )
     exec(looked, scope)
     plain, steered = scope["plain"], scope["steered"]
-    assert plain.text == answer and steered.captured.router.keys() == {1, 2, 3}
+    assert plain.text == answer and steered.captured.router.keys() == {0, 1, 2, 3}
     assert plain.captured.residual[1].shape[0] == len(scope["ids"]) + len(plain.token_ids)
 
 

@@ -27,7 +27,7 @@ FASTEST_PREFILL = 60
 
 def _directory(setting: Setting) -> Path:
     # Rows of a multiple of 32 numbers, and as many ids as nano's tokenizer has at least.
-    toy = dataclasses.replace(TOY, vocab_size=1024, kv_lora_rank=32, quantization_config=INT4_TINY.quantization_config)
+    toy = dataclasses.replace(TOY, vocab_size=1280, kv_lora_rank=32, quantization_config=INT4_TINY.quantization_config)
     return checkpoint(setting.size(full=INT4_TINY, toy=toy), setting.scratch)
 
 

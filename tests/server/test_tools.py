@@ -162,7 +162,7 @@ def test_tools_and_answers_are_parsed_into_pydantic_models(engine, form):
 
     called = parse(tools=[tool], tool_choice="required", parallel_tool_calls=False)
     assert isinstance(called.tool_calls[0].function.parsed_arguments, Sum)
-    either = parse(tools=[tool], response_format=Reply)
+    either = parse(tools=[tool], response_format=Reply, parallel_tool_calls=False)
     assert either.tool_calls or isinstance(either.parsed, Reply)
     only = parse(tools=[tool], response_format=Reply, tool_choice="none")
     assert isinstance(only.parsed, Reply)
