@@ -115,7 +115,8 @@ def compare_skills(
 ) -> SkillTable:
     """The table: the whole model first, then each of the `chosen`, on `questions` held-out texts of each skill.
 
-    `report` is called with each row as it is measured. Raises ValueError for a name that is no skill's.
+    `report` is called with each row as it is measured; then all that JAX has compiled in this process is dropped
+    (`jax.clear_caches`). Raises ValueError for a name that is no skill's.
     """
     check_skills(names)
     calibration = _calibration(tokenizer, names)
