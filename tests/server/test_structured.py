@@ -14,7 +14,8 @@ from ling3.server.running import Service
 
 CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
 ASKED = {"model": "nano", "messages": CHAT, "temperature": 0, "max_tokens": 120}
-# Nano ends its thinking by an end of its own; a bias says to do so by `</think>` (5).
+# Nano ends its thinking by an end of its own; a bias says to do so by `</think>` (5). After an answer that token is 16
+# below the next best but the end, which the grammar forbids, and more than 21 below the best at each other place.
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"5": 20}}
 
 
