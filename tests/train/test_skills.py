@@ -11,7 +11,7 @@ from ling3.train.nano.mixture import DRILLS, Rows, corpus, packed
 from ling3.train.nano.problems import SYSTEM_TURN
 from ling3.train.nano.skills import SKILLS, encode
 from ling3.train.nano.skills.copying import COPYING
-from ling3.train.nano.skills.exam import right_answers
+from ling3.train.nano.skills.exam import padded, right_answers
 from ling3.train.nano.skills.facts import ATTRIBUTES, FACTS, fact, never_first, subjects
 from ling3.train.nano.skills.positions import POSITIONS
 from ling3.train.nano.skills.recall import LONG_RECALL, PAIRS, RECALL
@@ -226,6 +226,11 @@ def test_a_text_longer_than_a_row_is_left_out(tokenizer):
     rows = itertools.islice(packed(tokenizer, Rows(1, 24, {"recall": 0.9, DRILLS: 0.1}), seed=0), 20)
     lengths = {len(tokens) for tokens, _ in rows}
     assert lengths == {24}
+
+
+def test_rows_of_exams_have_room_and_few_lengths():
+    assert all(length <= padded(length) < length + 512 for length in range(1, 2049))
+    assert {padded(length) for length in range(1, 1537)} == {128, 256, 512, 1024, 1536}
 
 
 def test_an_answer_is_right_if_greedy_decoding_would_give_it():
