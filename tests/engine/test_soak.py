@@ -28,7 +28,7 @@ def test_soak():
     assert found.memory["arrays"][-1] == found.memory["arrays"][0]
     assert found.compiled == 0
     assert found.preemptions >= 20
-    assert found.cached_tokens > 1000, "the cache that is tested is hit"
+    assert found.cached_tokens >= 5 * SETTINGS["chunked_prefill_size"], "the cache is hit, each time for whole chunks"
     assert set(found.aborted) == set(soak.STAGES) and sum(found.aborted.values()) >= 15
     assert sum(found.completions.values()) == found.compared > 200
     assert found.completions["error"] == 0
