@@ -13,7 +13,7 @@ from ling3.train.nano.recipe import NANO, WITHOUT
 
 def run(without, seed, right, rates):
     counts, _ = np.histogram(rates, EDGES)
-    recipe = {"without": without, "seed": seed, "weight_decay": NANO.weight_decay, "quiet": NANO.quiet}
+    recipe = {"without": without, "seed": seed, "weight_decay": NANO.weight_decay, "quiet": PROBES["in_states"].quiet}
     recipe |= {"steps": PROBES["in_states"].steps, "learning_rate": PROBES["in_states"].learning_rate}
     return {"probe": "in_states", "recipe": recipe, "right": {"resets": right}, "decays": {"0": counts.tolist()}}
 

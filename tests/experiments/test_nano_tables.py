@@ -25,7 +25,7 @@ REPORT = {
 
 def trained(without, seed, recall, facts, probe="in_context", **changes):
     recipe = {"without": without, "seed": seed, "steps": NEEDED[probe].steps, "weight_decay": NANO.weight_decay}
-    recipe |= {"learning_rate": NEEDED[probe].learning_rate, "quiet": NANO.quiet}
+    recipe |= {"learning_rate": NEEDED[probe].learning_rate, "quiet": NEEDED[probe].quiet}
     return {"probe": probe, "recipe": recipe | changes, "right": {"recall": recall, "facts": facts}}
 
 
