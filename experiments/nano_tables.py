@@ -7,15 +7,15 @@
     python -m experiments.nano_tables
 
 A cell is the share of right answers that is lost: on the left where the mechanism is cut from nano, on the right in
-small models trained without it, a mean over seeds. The picture goes to `docs/which_part.png`, the two tables in
-Markdown to standard output.
+small models trained without it, the median of seeds. The picture goes to `docs/which_part.png`, the two tables in
+Markdown, with the least and the most over seeds, to standard output.
 """
 
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,8 +60,8 @@ MECHANISMS = (
 )
 """In the order of the rows. Fewer experts: one instead of two."""
 
-Losses = Mapping[str, Mapping[str, float]]
-"""The loss in each skill, by mechanism."""
+Losses = Mapping[str, Mapping[str, Sequence[float]]]
+"""The losses in each skill, by mechanism: one, or one for each seed."""
 
 
 def relied_on(*reports: Mapping[str, Any]) -> Losses:
@@ -71,7 +71,7 @@ def relied_on(*reports: Mapping[str, Any]) -> Losses:
         shares.setdefault(row["name"], {}).update({name: s["accuracy"] for name, s in row["scores"].items()})
     whole = shares["whole"]
     return {
-        mechanism.name: {skill: whole[skill] - share for skill, share in shares[mechanism.cut].items()}
+        mechanism.name: {skill: [whole[skill] - share] for skill, share in shares[mechanism.cut].items()}
         for mechanism in MECHANISMS
         if mechanism.cut in shares
     }
@@ -89,7 +89,7 @@ def needed(runs: Sequence[Mapping[str, Any]]) -> Losses:
         if whole is not None and mechanism.without == lacking:
             for skill, share in shares[probe, lacking, seed].items():
                 losses.setdefault(mechanism.name, {}).setdefault(skill, []).append(whole[skill] - share)
-    return {name: {skill: fmean(lost) for skill, lost in row.items()} for name, row in losses.items()}
+    return losses
 
 
 def _skills(losses: Losses) -> list[str]:
@@ -98,14 +98,21 @@ def _skills(losses: Losses) -> list[str]:
 
 
 def markdown(losses: Losses) -> str:
-    """The table in points of a hundred; a loss of ten points is bold."""
+    """The table in points of a hundred; a median of ten points is bold."""
     skills = _skills(losses)
     lines = ["| | " + " | ".join(skills) + " |", "|---" * (len(skills) + 1) + "|"]
     for name, row in losses.items():
-        points = [(round(100 * row[skill]), row[skill] >= 0.1) if skill in row else ("", False) for skill in skills]
-        cells = [f"**{lost}**" if much else str(lost) for lost, much in points]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | " + " | ".join(_cell(row.get(skill, ())) for skill in skills) + " |")
     return "\n".join(lines)
+
+
+def _cell(lost: Sequence[float]) -> str:
+    """The median, and of several the least and the most."""
+    if not lost:
+        return ""
+    least, middle, most = (round(100 * of(lost)) for of in (min, median, max))
+    shown = f"**{middle}**" if median(lost) >= 0.1 else str(middle)
+    return shown if len(lost) == 1 else f"{shown} ({least} to {most})"
 
 
 def draw(tables: Mapping[str, Losses], path: Path) -> None:
@@ -119,7 +126,7 @@ def draw(tables: Mapping[str, Losses], path: Path) -> None:
     images = []
     for axes, (title, losses) in zip(panels, tables.items(), strict=True):
         skills = _skills(losses)
-        cells = np.array([[losses.get(row, {}).get(skill, np.nan) for skill in skills] for row in rows])
+        cells = np.array([[median(losses.get(row, {}).get(skill, [np.nan])) for skill in skills] for row in rows])
         images.append(draw_losses(axes, rows, skills, cells))
         axes.set_title(title, fontsize=10)
     figure.colorbar(images[0], ax=list(panels), label="answers lost, as a share of all")

@@ -46,23 +46,25 @@ def test_every_row_is_an_ablation_and_every_model_without_something_is_in_a_row(
 
 
 def test_what_a_trained_model_relies_on():
-    lost = {"recall": pytest.approx(0.5), "facts": pytest.approx(0.05)}
+    lost = {"recall": [pytest.approx(0.5)], "facts": [pytest.approx(0.05)]}
     assert relied_on(REPORT) == {"decay": lost}
     longer = {
         "rows": [{"name": name, "scores": {"examples": {"accuracy": 0.5}}} for name in ("whole", "KDA: no decay")]
     }
-    assert relied_on(REPORT, longer) == {"decay": lost | {"examples": 0}}
+    assert relied_on(REPORT, longer) == {"decay": lost | {"examples": [0]}}
 
 
-def test_what_training_needs_is_a_mean_over_seeds_of_the_loss_against_the_same_seed():
-    assert needed(RUNS) == {"decay": {"recall": pytest.approx(0.35), "facts": pytest.approx(-0.05)}}
+LOST = {"recall": [pytest.approx(0.3), pytest.approx(0.4)], "facts": [0, pytest.approx(-0.1)]}
+
+
+def test_what_training_needs_is_by_seed_the_loss_against_the_same_seed():
+    assert needed(RUNS) == {"decay": LOST}
 
 
 def test_probes_are_columns_of_one_table():
     other = [{**trained(lacking, 0, 0, 0, "in_states"), "right": {"resets": 0.6}} for lacking in ("nothing", "decay")]
     other[1]["right"]["resets"] = 0.5
-    losses = {"recall": pytest.approx(0.35), "facts": pytest.approx(-0.05), "resets": pytest.approx(0.1)}
-    assert needed([*RUNS, *other]) == {"decay": losses}
+    assert needed([*RUNS, *other]) == {"decay": LOST | {"resets": [pytest.approx(0.1)]}}
 
 
 def test_two_runs_of_one_seed_are_not_mixed():
@@ -70,9 +72,9 @@ def test_two_runs_of_one_seed_are_not_mixed():
         needed([*RUNS, trained("decay", 1, 0.0, 0.0, learning_rate=0.02)])
 
 
-def test_a_loss_of_ten_points_is_bold_and_what_was_not_run_is_empty():
-    assert markdown({"decay": {"recall": 0.35, "facts": -0.05}, "RoPE": {"facts": 0.0}}) == (
-        "| | recall | facts |\n|---|---|---|\n| decay | **35** | -5 |\n| RoPE |  | 0 |"
+def test_a_median_of_ten_points_is_bold_and_what_was_not_run_is_empty():
+    assert markdown({"decay": {"recall": [0.35], "facts": [-0.05]}, "RoPE": {"facts": [0.5, 0.0, 0.04]}}) == (
+        "| | recall | facts |\n|---|---|---|\n| decay | **35** | -5 |\n| RoPE |  | 4 (0 to 50) |"
     )
 
 
@@ -86,5 +88,5 @@ def test_the_command_draws_both(tmp_path, capsys):
     nano_tables.main((relied,), probes, out)
     printed = capsys.readouterr().out
     assert printed.index("cut from the trained model") < printed.index("trained without")
-    assert "| decay | **50** | 5 |" in printed and "| decay | **35** | -5 |" in printed
+    assert "| decay | **50** | 5 |" in printed and "| decay | **35** (30 to 40) | -5 (-10 to 0) |" in printed
     assert out.read_bytes().startswith(b"\x89PNG")
