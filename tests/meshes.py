@@ -56,30 +56,30 @@ def model(name: str, dtype=jnp.float32) -> ling3.CausalLM:
 
 
 @functools.cache
-def logits(name: str) -> np.ndarray:
-    """One device's, of `TOKENS`, in float32."""
+def logits(name: str):
+    """One device's in float32, for each of `TOKENS` the vocabulary's."""
     return np.asarray(model(name)(jnp.asarray(TOKENS, jnp.int32)))
 
 
 @functools.cache
-def exact(name: str) -> np.ndarray:
-    """The equations' own logits, in float64."""
+def exact(name: str):
+    """The equations' own logits, of the same shape in float64."""
     with jax.enable_x64(True):
         return np.asarray(logits_as_computed(model(name, jnp.float64), jnp.asarray(TOKENS, jnp.int32)))
 
 
 @functools.cache
-def rounding(name: str) -> float:
+def rounding_error(name: str) -> float:
     """How far one device's logits in float32 are, at most, from the equations' own."""
     return float(np.abs(logits(name) - exact(name)).max())
 
 
-def within(name: str) -> float:
+def tolerance(name: str) -> float:
     """How far a mesh's logits in float32, or log probabilities, may be from one device's.
 
-    Both are so far from the equations' own, at most 1.5 of `rounding` on a mesh.
+    Both are so far from the equations' own, at most 1.5 of `rounding_error` on a mesh.
     """
-    return 2.5 * rounding(name)
+    return 2.5 * rounding_error(name)
 
 
 def mesh(tensor=1, data=1, **others) -> jax.sharding.Mesh:

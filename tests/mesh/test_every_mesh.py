@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import MESHES, TOKENS, exact, logits, logits_as_computed, mesh, model, rounding, within
+from meshes import MESHES, TOKENS, exact, logits, logits_as_computed, mesh, model, rounding_error, tolerance
 
 import ling3
 from ling3.mesh import place
@@ -60,9 +60,9 @@ def answered(name):
 def test_logits_are_as_near_to_the_equations_as_one_device_s(name, where):
     """Rounding, measured on one device of the same model, is all that a mesh changes."""
     largest = np.abs(exact(name)).max()
-    assert rounding(name) <= 32 * np.finfo(np.float32).eps * largest, "a model that does not amplify rounding"
+    assert rounding_error(name) <= 32 * np.finfo(np.float32).eps * largest, "a model that does not amplify rounding"
     found = np.asarray(on(where, name)(jnp.asarray(TOKENS, jnp.int32)))
-    assert np.abs(found - exact(name)).max() <= 1.5 * rounding(name)
+    assert np.abs(found - exact(name)).max() <= 1.5 * rounding_error(name)
     squares = [np.mean((each - exact(name)) ** 2) for each in (found, logits(name))]
     assert np.sqrt(squares[0] / squares[1]) <= 1.15
 
@@ -88,7 +88,7 @@ def test_an_engine_answers_as_on_one_device_and_alike_in_any_company(name, where
     for one, other in zip(answered(name), found, strict=True):
         assert one.token_ids == other.token_ids
         logprobs = zip(one.logprobs, other.logprobs, strict=True)
-        assert max(abs(own.logprob - cut.logprob) for own, cut in logprobs) <= within(name)
+        assert max(abs(own.logprob - cut.logprob) for own, cut in logprobs) <= tolerance(name)
     assert (busy.stats().preemptions > 0) == (groups < SLOTS)
     busy.forget_prefixes()
     for prompt, params, together in zip(PROMPTS, PARAMS, found, strict=True):

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import TOKENS, mesh, model, placed, within
+from meshes import TOKENS, mesh, model, placed, tolerance
 
 import ling3
 from ling3.evals.predictions import fingerprint
@@ -55,7 +55,7 @@ SLOW = pytest.mark.slow
 def test_logits_are_those_of_one_device(name, tensor, data, rules):
     """Also of a cache; `test_every_mesh.py` has more meshes."""
     for found, own in zip(forward(placed(name, tensor, data, rules)), expected(name), strict=True):
-        assert np.abs(found - own).max() <= within(name)
+        assert np.abs(found - own).max() <= tolerance(name)
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_bits_do_not_depend_on_the_number_of_devices_where_asked(name):
         for found, own in zip(other, one, strict=True):
             assert np.array_equal(found, own)
     for own, plain in zip(one, expected(name), strict=True):
-        assert np.abs(own - plain).max() <= within(name)
+        assert np.abs(own - plain).max() <= tolerance(name)
 
 
 DRAWN = np.random.default_rng(0)
@@ -95,7 +95,7 @@ def test_an_engine_answers_as_on_one_device_and_alike_in_any_company(tensor, dat
     for one, other in zip(own, found, strict=True):
         assert one.token_ids == other.token_ids
         logprobs = zip(one.logprobs, other.logprobs, strict=True)
-        assert max(abs(own.logprob - cut.logprob) for own, cut in logprobs) <= within("tiny")
+        assert max(abs(own.logprob - cut.logprob) for own, cut in logprobs) <= tolerance("tiny")
     engine.forget_prefixes()
     for prompt, params, together in zip(PROMPTS, PARAMS, found, strict=True):
         [alone] = engine.generate([prompt], params)

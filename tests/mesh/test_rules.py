@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import TOKENS, logits_as_computed, mesh, model, placed, within
+from meshes import TOKENS, logits_as_computed, mesh, model, placed, tolerance
 
 from ling3.leaves import leaves
 from ling3.mesh import MeshError, Rules, place
@@ -65,5 +65,5 @@ def test_everything_else_that_does_not_divide_is_padded():
     cut = placed("tiny", 3, 1, rules)
     tokens = jnp.asarray(TOKENS, jnp.int32)
     np.testing.assert_allclose(
-        logits_as_computed(cut, tokens), logits_as_computed(own, tokens), rtol=0, atol=within("tiny")
+        logits_as_computed(cut, tokens), logits_as_computed(own, tokens), rtol=0, atol=tolerance("tiny")
     )
