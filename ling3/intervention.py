@@ -174,7 +174,7 @@ class Intervention(eqx.Module):
         index = (*where.shape, *[1] * (x.ndim - 2))
         held = where.reshape(index)
         if self.site in OF_HEADS:
-            own = (jnp.arange(x.shape[2])[None] == self.part[:, None]) | (self.part == ALL)[:, None]
+            own = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] == self.part[:, None]) | (self.part == ALL)[:, None]
             held = held & own.reshape(own.shape[0], 1, -1, *[1] * (x.ndim - 3))
         value = jnp.asarray(self.value)
         if value.shape[1] > 1:
@@ -192,7 +192,7 @@ class Intervention(eqx.Module):
         each = lambda x: jnp.repeat(jnp.broadcast_to(jnp.asarray(x), (batch,)), seq)[:, None]  # noqa: E731
         expert, weight = each(self.part), each(self.value[:, 0]).astype(weights.dtype)
         own = chosen == expert
-        last = (jnp.arange(chosen.shape[1]) == chosen.shape[1] - 1)[None] & (weight != 0)
+        last = (jnp.arange(chosen.shape[1], dtype=jnp.int32) == chosen.shape[1] - 1)[None] & (weight != 0)
         place = jnp.where(jnp.any(own, axis=1, keepdims=True), own, last)
         place = place & self._where(span, seq).reshape(-1, 1)
         return jnp.where(place, expert, chosen), jnp.where(place, weight, weights)
