@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from slow_cases import slowly
 from tiny import TINY, open_model
 
 import ling3
@@ -264,6 +265,7 @@ def windows(module):
 SLOW = (
     *("layers/csa", "layers/hyper", "ops/compressed_attention", "ops/few_token_experts"),
     *("afd/attention_worker", "afd/ffn_worker", "model", "engine/pool", "ops/attention"),
+    *("layers/mla", "engine/passes", "ops/packed_kv"),
 )
 """Those that take longest."""
 
@@ -325,7 +327,7 @@ def mutants(source):
         yield mutant.decode(), f"line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("file", [pytest.param(f, marks=pytest.mark.slow) if f in SLOW else f for f in FILES])
+@pytest.mark.parametrize("file", slowly(FILES, but=FILES.keys() - set(SLOW)))
 def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

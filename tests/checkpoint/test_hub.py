@@ -161,6 +161,7 @@ print(json.dumps(seen), file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_one_commit_for_weights_and_tokenizer_of_a_branch_that_moves(tmp_path):
     one, other, bare = "1" * 40, "2" * 40, "3" * 40
     backend = train_tokenizer(["hello"] * 3, 400)

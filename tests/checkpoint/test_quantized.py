@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from quantized_models import CONFIGS, SIZES, compressed, config, model
+from slow_cases import slowly
 
 import ling3
 from ling3.checkpoint import weight_names
@@ -30,7 +31,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slowly(CONFIGS, but=["int4"]))
 def test_what_was_loaded_is_saved_byte_for_byte(name, tmp_path):
     own = model(name)
     ling3.save(own, tmp_path / "one")
@@ -49,7 +50,8 @@ def test_what_was_loaded_is_saved_byte_for_byte(name, tmp_path):
     assert names["lm_head.weight"] == (96, 64) and names["model.word_embeddings.weight"] == (96, 64)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n != "int4" else n for n in CONFIGS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_quantized_model_computes_as_its_numbers_do(name, tmp_path):
     own = model(name)
     ling3.save(own, tmp_path / "x")

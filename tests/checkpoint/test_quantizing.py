@@ -10,6 +10,7 @@ import safetensors.numpy
 from fresh_process import in_a_process
 from quantized_models import CONFIGS, SIZES, model
 from random_checkpoint import TINY_LIKE, write
+from slow_cases import slowly
 
 import ling3
 from ling3 import cli
@@ -74,7 +75,7 @@ def plain(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("to", ["int4", *(pytest.param(to, marks=pytest.mark.slow) for to in ("int8", "fp8", "mxfp4"))])
+@pytest.mark.parametrize("to", ["int4", *slowly(["int8", "fp8", "mxfp4"])])
 def test_what_is_written_loads_and_is_near(plain, to, tmp_path):
     ling3.quantize(plain, tmp_path / "q", to, keep=["lm_head", "b_proj"], max_shard_bytes=40_000)
     assert (tmp_path / "q" / "tokenizer.json").read_bytes() == (plain / "tokenizer.json").read_bytes()

@@ -50,10 +50,11 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING * max(np.abs(expected).max(), 1.0))
 
 
-def shown(model, tokens):
-    """What a trace shows of that, by field and layer: norms in place of vectors."""
-    found = {}
-    trace = ling3.trace(model, jnp.asarray([tokens], jnp.int32))
+def shown(model, texts):
+    """What a trace shows of that of each text, by field and layer: norms in place of vectors."""
+    found, longest = {}, max(map(len, texts))
+    rows = [[*text, *[0] * (longest - len(text))] for text in texts]  # no token knows of a later one
+    trace = ling3.trace(model, jnp.asarray(rows, jnp.int32))
     for i, layer in enumerate(trace.layers):
         found |= {("residual", i, 0): layer.residual_norm, ("attended", i, 0): layer.attention_norm}
         found |= {("added", i, 0): layer.mlp_norm, ("gates", i, 0): layer.attention.gate}
@@ -61,7 +62,9 @@ def shown(model, tokens):
         found |= {("decays", i, 0): layer.decay, ("betas", i, 0): layer.beta, ("state_norms", i, 0): layer.state_norm}
     for i, layer in trace.moe.items():
         found |= {("router", i, 0): layer.chosen, ("router", i, 1): layer.weights, ("router", i, 2): layer.scores}
-    return {key: np.asarray(array[0]) for key, array in found.items()}
+    return [
+        {key: np.asarray(array[row, : len(text)]) for key, array in found.items()} for row, text in enumerate(texts)
+    ]
 
 
 def test_it_is_the_trace_of_the_whole_sequence(alone):
@@ -69,14 +72,14 @@ def test_it_is_the_trace_of_the_whole_sequence(alone):
 
     A few tokens of a random model amplify rounding, a trace's as much as a capture's.
     """
+    whole = [[*text, *output.token_ids] for text, output in zip(TEXTS, alone, strict=True)]
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf, model())
-        exact = [shown(wide, [*text, *output.token_ids]) for text, output in zip(TEXTS, alone, strict=True)]
+        exact = shown(wide, whole)
     errors, own = [], []
-    for text, output, expected in zip(TEXTS, alone, exact, strict=True):
-        tokens = [*text, *output.token_ids]
-        found, traced = arrays(output.captured), shown(model(), tokens)
-        assert output.captured.tokens == len(tokens) == len(text) + 12
+    for tokens, output, expected, traced in zip(whole, alone, exact, shown(model(), whole), strict=True):
+        found = arrays(output.captured)
+        assert output.captured.tokens == len(tokens) == len(output.prompt_token_ids) + 12
         assert found.keys() == expected.keys() | {("heads", i, 0) for i in range(CONFIG.num_hidden_layers)}
         for key, array in expected.items():
             name, _, part = key

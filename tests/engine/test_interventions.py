@@ -37,10 +37,10 @@ def alone():
 
 
 def test_the_tokens_are_those_of_generate(alone):
-    for text, found in zip(TEXTS, alone, strict=True):
-        expected = ling3.generate(model(), [text], max_tokens=20, ignore_eos=True, interventions=STEERED)
-        plain = ling3.generate(model(), [text], max_tokens=20, ignore_eos=True)
-        assert list(found[0]) == expected[0] != plain[0]
+    steered = ling3.generate(model(), TEXTS, max_tokens=20, ignore_eos=True, interventions=STEERED)
+    plain = ling3.generate(model(), TEXTS, max_tokens=20, ignore_eos=True)
+    for found, expected, other in zip(alone, steered, plain, strict=True):
+        assert list(found[0]) == expected != other
 
 
 def test_nobody_else_notices_and_neither_do_they(served, alone):
@@ -78,6 +78,7 @@ def test_they_use_no_known_prefix_and_leave_none(served, alone):
     assert known.cached_tokens == 64 and again.cached_tokens == 0 and answer(again.outputs[0]) == alone[-1]
 
 
+@pytest.mark.slow
 def test_a_patched_prompt_decodes_beside_the_others(served):
     """Its positions all lie in the prompt: then its decode calls are anyone's."""
     text = TEXTS[1]
@@ -92,6 +93,7 @@ def test_a_patched_prompt_decodes_beside_the_others(served):
     assert list(found[0].token_ids) == expected[0] and calls[0] == calls[1]
 
 
+@pytest.mark.slow
 def test_causal_tracing_through_the_engine(served):
     """The residuals of another prompt's run, patched in, make its scores of this one's tokens."""
     ours, theirs = TEXTS[1], TEXTS[2][:33]
@@ -106,6 +108,7 @@ def test_causal_tracing_through_the_engine(served):
         np.testing.assert_allclose(found, logits[np.arange(32), ours[1:]], atol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_what_is_captured_is_under_them(served):
     params = dataclasses.replace(OWN, capture=ling3.Capture(residual=True, gates=True, state_norms=True))
     for text in TEXTS:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slowly
 from tiny import TINY, open_model
 
 import ling3
@@ -30,7 +31,7 @@ def compiled(program, **changes):
     return size, memory.alias_size_in_bytes, memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("program", [decode, prefill], ids=["decode", "prefill"])
+@pytest.mark.parametrize("program", [decode, *slowly([prefill])], ids=["decode", "prefill"])
 def test_a_step_touches_what_is_in_use_alone(program):
     """A pool of forty times the slots and pages: in place too, and not a byte more of temporaries per page or slot."""
     small, alias, temporary = compiled(program, max_running_requests=5, num_pages=100, max_model_len=512)

@@ -145,6 +145,7 @@ def test_a_killed_run_is_taken_up(prompts, tmp_path, capsys, monkeypatch):
     assert run(capsys, *arguments, out)[1] == text, "what is whole is only counted"
 
 
+@pytest.mark.slow
 def test_the_public_files_of_gsm8k(tmp_path, capsys):
     """Nano's problems in the data set's own form: the prompts are those of its examination."""
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slowly
 from tiny import TINY, open_model
 
 import ling3
@@ -40,7 +41,7 @@ def whole(model, ids):
     return scores[np.arange(len(ids) - 1), ids[1:]]
 
 
-@pytest.mark.parametrize("count", [2, 3, 129, 130, LONGEST])
+@pytest.mark.parametrize("count", slowly([2, 3, 129, 130, LONGEST], but=[130]))
 def test_a_text_of_one_window(model, count):
     ids = tokens(count)
     found = log_likelihoods(model, ids)
@@ -48,12 +49,10 @@ def test_a_text_of_one_window(model, count):
     np.testing.assert_allclose(found, whole(model, ids), **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("context", "stride"),
-    [(16, 8), (16, 16), (150, 40), (1, 1), (64, None), pytest.param(16, 1, marks=pytest.mark.slow)],
-)
-def test_windows(model, context, stride):
+@pytest.mark.parametrize("window", slowly([(16, 8), (16, 16), (150, 40), (1, 1), (64, None), (16, 1)], but=[(16, 8)]))
+def test_windows(model, window):
     """Each token as its own window scores it: the one that begins where the docstring says."""
+    context, stride = window
     ids = tokens(201, seed=1)
     found = log_likelihoods(model, ids, context, stride)
     step = context // 2 if stride is None else stride

@@ -11,6 +11,7 @@ import safetensors.numpy
 import transformer_reference
 from family_laws import answers_in_company_and_alone, losses_of_training
 from rich.console import Console
+from slow_cases import slowly
 from tiny_transformers import CASES, FROZEN, GREEDY, POSITIONS, TOKENS, VOCAB, open_model, write
 
 import ling3
@@ -19,7 +20,7 @@ from ling3.interpret.ablations import ablations
 from ling3.interpret.inspect import report
 
 # What takes long to compile: a user's run takes one family, `make slow` the rest.
-SOME = [name if name == "mistral" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+SOME = slowly(CASES, but=["mistral"])
 ROW = np.asarray([TOKENS], np.int32)
 
 

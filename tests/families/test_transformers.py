@@ -22,6 +22,7 @@ from published_transformers import (
     QWEN3_235B_A22B,
     QWEN25_05B,
 )
+from slow_cases import slowly
 
 import ling3
 from ling3.checkpoint import weight_names
@@ -49,9 +50,7 @@ def config_of(tmp_path, raw):
     return read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "B-A" in name else name for name in CENSUS]
-)
+@pytest.mark.parametrize("name", slowly(CENSUS, but=[name for name in CENSUS if "B-A" not in name]))
 def test_the_census_of_published_configs(tmp_path, name):
     """Parameters and tensors as on the hub; nothing is allocated, as no machine could hold the largest."""
     raw, parameters, tensors = CENSUS[name]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slowly
 from tiny import DEEP, FLASH, TINY, UNBOUNDED, open_model
 
 import ling3
@@ -82,13 +83,7 @@ BY_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name.startswith("no ") and "expert" not in name else pytest.param(name, marks=pytest.mark.slow)
-        for name in BY_WEIGHTS
-    ],
-)
+@pytest.mark.parametrize("name", slowly(BY_WEIGHTS, but=["no output gate"]))
 def test_an_ablation_is_what_a_weight_can_do(name):
     expected = BY_WEIGHTS[name]()(TOKENS)
     # One rounding apart where a factor of exactly 1 or 0 is not multiplied by.
@@ -96,13 +91,8 @@ def test_an_ablation_is_what_a_weight_can_do(name):
     assert np.abs(open_model(TWO)(TOKENS) - expected).max() > 1e-3
 
 
-# Every ablation compiles three programs of its own: a user's test run takes those that leave out most.
-FIRST = {"gates at their mean", "no attention in layer 0", "several at once"}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
-)
+# Every ablation compiles three programs of its own: a user's test run takes the one that leaves out most.
+@pytest.mark.parametrize("name", slowly(ABLATIONS, but=["several at once"]))
 def test_what_is_left_is_a_model(name, tmp_path):
     model = ablated(name)
     assert jax.tree.structure(model) == jax.tree.structure(structure(model.config))

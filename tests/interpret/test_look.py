@@ -68,6 +68,7 @@ def nano():
     return ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
 
 
+@pytest.mark.slow
 def test_kdas_numbers_are_the_traces(shown, traced):
     for i, inside in traced.kda.items():
         own = shown["layers"][i]["attention"]

@@ -42,6 +42,7 @@ def two():
     return planned(2, compiler=plan.FOR_CPUS, platforms=("tpu", "abacus"))
 
 
+@pytest.mark.slow
 def test_bytes_of_a_device(two):
     recurrent, conv = 2 * 4 * 8 * 8 * 4, 2 * 3 * 3 * 32 * 2
     assert two.slots == 4 * (recurrent + conv) // 2, "two layers of KDA, and half of their heads"
@@ -60,6 +61,7 @@ def test_bytes_of_a_device_in_groups(two):
     assert two.weights - divided.weights == experts / 4
 
 
+@pytest.mark.slow
 def test_programs_are_the_engines(two):
     decode, prefill = two.programs
     assert (decode.tokens, prefill.tokens) == (4, 16)

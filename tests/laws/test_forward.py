@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slow_cases import slowly
 from tiny import FLASH, TINY, UNBOUNDED, open_model
 
 from ling3.cache import KDAState
@@ -25,11 +26,7 @@ CASES = {
 }
 
 
-# A user's run takes a bounded model in float32 and an unbounded one in float64; `make slow` the rest.
-FIRST = ("tiny", "unbounded-float64")
-
-
-@pytest.fixture(params=[name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.fixture(params=slowly(CASES, but=["tiny-float64"]))
 def name(request):
     with jax.enable_x64(CASES[request.param][1] == jnp.float64):
         yield request.param

@@ -158,6 +158,7 @@ def test_a_profile_reads_like_the_tree():
         assert f"{path}/" in text, path
 
 
+@pytest.mark.slow
 def test_the_accumulation_dtype_is_an_argument():
     """Sums in float64 are those of float64; nothing else of a float32 model changes its dtype."""
     with pytest.raises(ValueError, match="accumulation is 'bfloat16', expected 'float32' or 'float64'"):

@@ -10,6 +10,7 @@ import tiny
 import tiny_transformers
 from family_laws import answers_in_company_and_alone, prompts
 from native_kernels import installed, needs_compiler
+from slow_cases import slowly
 
 import ling3
 from ling3.execution import Execution
@@ -163,7 +164,7 @@ class TestWhereItDoesNotSuit:
 MODELS = {"llama": lambda: tiny_transformers.open_model("llama"), "ling3": tiny.open_model}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slowly(MODELS, but=["ling3"]))
 def test_a_models_decode_steps_are_the_plain_forms(name):
     """What the engine and `generate` run, through the model's own caches."""
     model = MODELS[name]()

@@ -141,6 +141,7 @@ def test_the_state_is_updated_in_place():
     np.testing.assert_allclose(compiled(state), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_its_derivatives_are_those_of_the_plain_forms():
     inputs = token(2, 2, 8, 8)
 

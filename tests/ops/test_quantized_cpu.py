@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from expert_cases import by_hand
 from native_kernels import installed, needs_compiler
+from slow_cases import slowly
 
 from ling3.ops import products_cpu
 from ling3.ops.experts import native_experts
@@ -29,6 +30,7 @@ FORMATS = [
     *(f"int{bits}-{group}-{dtype}" for bits in (4, 8) for group in (32, 128) for dtype in SCALES),
     *("int8-row-bfloat16", "int4-row-float32", "fp8-float32", "fp8-bfloat16", "fp8-powers", "mxfp4"),
 ]
+SOME = slowly(FORMATS, but=["int4-32-bfloat16", "int8-128-float16", "fp8-float32", "mxfp4"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,20 +85,18 @@ def sizes(kind):
     return [(outer, -(-inner // multiple) * multiple) for outer, inner in ((1, 9), (6, 260), (139, 1100), (53, 2600))]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", SOME)
 def test_the_numbers_are_the_plain_forms_bit_for_bit(kind):
     for outer, inner in sizes(kind)[:3:2]:
         check_numbers(drawn(kind, outer, inner))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [*((kind, jnp.float32) for kind in FORMATS), *((kind, jnp.bfloat16) for kind in FORMATS[::6])]
-)
-def test_it_is_the_product_summed_in_float32(kind, dtype):
+@pytest.mark.parametrize("kind", SOME)
+def test_it_is_the_product_summed_in_float32(kind):
     for outer, inner in sizes(kind)[1:]:
         matrix = drawn(kind, outer, inner)
         weight = np.asarray(matrix.decoded(), np.float64)
-        for rows in (1, 3, 13):
+        for rows, dtype in ((1, jnp.float32), (3, jnp.float32), (13, jnp.float32), (3, jnp.bfloat16)):
             x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, inner)), dtype)
             assert CALL in KERNEL.lower(x, matrix).as_text()
             y, wide = KERNEL(x, matrix), np.asarray(x, np.float64)
@@ -105,7 +105,7 @@ def test_it_is_the_product_summed_in_float32(kind, dtype):
             assert np.all(np.abs(np.asarray(y, np.float64) - wide @ weight.T) <= bound)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", SOME)
 def test_a_rows_bits_are_its_own(kind):
     """Whoever its neighbours are, and however many; with steps and strips that are not whole at the end."""
     outer, inner = sizes(kind)[2]
@@ -232,7 +232,7 @@ EXPERT_FORMATS = ["int4-32-bfloat16", "int4-row-float32", "int8-32-bfloat16", "m
 
 
 class TestExperts:
-    @pytest.mark.parametrize("kind", EXPERT_FORMATS)
+    @pytest.mark.parametrize("kind", slowly(EXPERT_FORMATS, but=["int4-32-bfloat16", "mxfp4"]))
     @pytest.mark.parametrize(
         ("tokens", "experts", "top_k", "limit"), [(1, 9, 3, 0.0), (7, 4, 4, 0.5), (150, 3, 2, 0.0)]
     )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slowly
 
 import ling3
 from experiments import nano_probes
@@ -95,7 +96,9 @@ def test_a_run_is_two_trainings_the_first_on_answers_that_stand_in_the_text():
     assert len(Recipe(beginning=0).trainings()) == 1
 
 
-@pytest.mark.parametrize("without", ["nothing", "KDA", "decay", "bound", "bound -0.1", "beta", "shared expert"])
+@pytest.mark.parametrize(
+    "without", ["nothing", *slowly(["KDA", "decay", "bound", "bound -0.1", "beta", "shared expert"])]
+)
 def test_a_new_model_is_quiet(without, tokenizer):
     """No MLP says anything, and what a token leaves behind in a state is hardly heard six tokens later."""
     config = Recipe(without=without, changes=TINY).config(tokenizer)
@@ -118,7 +121,7 @@ def test_a_new_model_is_quiet(without, tokenizer):
     assert changed == (0 if without in ("KDA", "decay") else 3)
 
 
-@pytest.mark.parametrize("without", ["nothing", "bound -20", "bound -0.1", "bound"])
+@pytest.mark.parametrize("without", ["nothing", *slowly(["bound -20", "bound -0.1", "bound"])])
 def test_states_forget_at_first_by_the_same_rates_whatever_the_bound(without, tokenizer):
     model = quieted(init(Recipe(without=without).config(tokenizer), key=jax.random.key(1)))
     kda = model.model.layers[0].attention
