@@ -73,7 +73,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         points = [(i + shift, run["right"][skill]) for i, own in enumerate(swept.values()) for run in own]
         axes.plot(*zip(*points), marker, label=skill, alpha=0.8)
     axes.set_xticks(range(len(swept)), [label(bound) for bound in swept])
-    axes.set(xlabel="lower_bound in training, nats a token", ylabel="right answers", ylim=(-0.03, 1.03))
+    axes.set(xlabel="lower_bound in training, nats a token", ylabel="right answers")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     middles = np.sqrt(np.asarray(EDGES[1:-1]) * np.asarray(EDGES[2:]))
