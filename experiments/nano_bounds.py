@@ -1,11 +1,11 @@
 """Does a model want to forget by more than five nats a token? `lower_bound` swept in training, and the decays learned.
 
-    python -m experiments.nano_probes --probe in_states --seeds 0 1 2 --without \\
+    python -m experiments.nano_probes --probe needed --seeds 0 1 2 --without \\
         nothing "bound -0.1" "bound -1" "bound -10" "bound -20" bound
     python -m experiments.nano_bounds
 
-Above, the share of right answers in the two skills of the probe, a point for each seed; below, which share of (token,
-channel) of a layer decays by so many nats, over all seeds. The line is the bound. The picture goes to
+Above, the share of right answers in the skills of the probes, a point for each seed; below, a row for each probe, which
+share of (token, channel) of a layer decays by so many nats, over all seeds. The line is the bound. The picture goes to
 `docs/bounds.png`, the same in Markdown to standard output.
 """
 
@@ -18,7 +18,7 @@ import tyro
 from jaxtyping import Float
 
 from experiments.__main__ import DOCS, RESULTS
-from experiments.nano_probes import EDGES, finished
+from experiments.nano_probes import EDGES, NEEDED, finished
 
 BOUNDS = {"bound -0.1": 0.1, "bound -1": 1.0, "nothing": 5.0, "bound -10": 10.0, "bound -20": 20.0, "bound": None}
 """Nats a token at most, by what a probe is trained without; None is the softplus law, which has no bound."""
@@ -50,43 +50,64 @@ def by_bound(runs: Sequence[Run]) -> dict[float | None, list[Run]]:
     return {bound: found for bound, found in own.items() if found}
 
 
-def markdown(runs: Sequence[Run]) -> str:
-    """Each bound's scores, seed by seed, and which share of its decays is of one and of five nats or more."""
-    skills = list(runs[0]["right"])
-    lines = ["| bound | " + " | ".join(skills) + " | 1 nat or more | 5 or more |", "|---" * (len(skills) + 3) + "|"]
-    for bound, own in by_bound(runs).items():
-        scores = [", ".join(f"{run['right'][skill]:.3f}" for run in own) for skill in skills]
-        shares = [f"{at_least(own, nats):.1%}" for nats in (1.0, 5.0)]
-        lines.append(f"| {label(bound)} | " + " | ".join([*scores, *shares]) + " |")
-    return "\n".join(lines)
+def markdown(probes: Mapping[str, Sequence[Run]]) -> str:
+    """For each bound the scores of each probe's skills, and the shares of its decays of one and five nats or more."""
+    head, rows = ["bound"], {label(bound): [label(bound)] for bound in BOUNDS.values()}
+    for runs in probes.values():
+        skills = list(runs[0]["right"])
+        head += [*skills, "≥ 1 / ≥ 5 nats"]
+        for name, bound in BOUNDS.items():
+            own = [run for run in runs if run["recipe"]["without"] == name]
+            scores = [_spread([run["right"][skill] for run in own]) for skill in skills]
+            shares = " / ".join(f"{at_least(own, nats):.1%}" for nats in (1.0, 5.0)) if own else ""
+            rows[label(bound)] += [*scores, shares]
+    told = [row for row in rows.values() if any(row[1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *told))
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Scores by bound, and a histogram of decays for each bound with a line for each layer."""
+def _spread(scores: Sequence[float]) -> str:
+    """The least and the most."""
+    if not scores:
+        return ""
+    least, most = f"{min(scores):.2f}", f"{max(scores):.2f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def draw(probes: Mapping[str, Sequence[Run]], path: Path) -> None:
+    """Scores by bound, and a histogram of decays for each probe and bound with a line for each layer."""
     from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
 
-    swept = by_bound(runs)
-    figure = Figure(figsize=(2.4 * len(swept), 5.6), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.15))
+    bounds = [bound for bound in BOUNDS.values() if any(bound in by_bound(runs) for runs in probes.values())]
+    figure = Figure(figsize=(2.3 * len(bounds) + 0.4, 2.7 + 2.1 * len(probes)), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(2.7, 2.1 * len(probes)))
     axes = above.subplots()
-    for skill, marker, shift in zip(runs[0]["right"], "osD^", (-0.08, 0.08, -0.16, 0.16)):
-        points = [(i + shift, run["right"][skill]) for i, own in enumerate(swept.values()) for run in own]
+    skills = [(skill, runs) for runs in probes.values() for skill in runs[0]["right"]]
+    for (skill, runs), marker, shift in zip(skills, "osD^vPX", np.linspace(-0.24, 0.24, len(skills))):
+        swept = by_bound(runs)
+        points = [(i + shift, run["right"][skill]) for i, bound in enumerate(bounds) for run in swept.get(bound, ())]
         axes.plot(*zip(*points), marker, label=skill, alpha=0.8)
-    axes.set_xticks(range(len(swept)), [label(bound) for bound in swept])
+    axes.set_xticks(range(len(bounds)), [label(bound) for bound in bounds])
     axes.set(xlabel="lower_bound in training, nats a token", ylabel="right answers")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     middles = np.sqrt(np.asarray(EDGES[1:-1]) * np.asarray(EDGES[2:]))
-    panels = np.atleast_1d(below.subplots(1, len(swept), sharex=True, sharey=True))
-    for panel, (bound, own) in zip(panels, swept.items(), strict=True):
-        for layer, style in zip(sorted(own[0]["decays"]), ("-", "--", ":", "-.")):
-            panel.plot(middles, 100 * histogram(own, layer)[1:], style, label=f"layer {layer}")
-        if bound is not None:
-            panel.axvline(bound, color="0.3", linewidth=1)
-        panel.set(xscale="log", title=label(bound), xlabel="nats a token")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("% of decays in a bin")
-    panels[0].legend(frameon=False, fontsize=8)
+    for panels, runs in zip(below.subplots(len(probes), len(bounds), sharex=True, squeeze=False), probes.values()):
+        swept = by_bound(runs)
+        for panel, bound in zip(panels, bounds, strict=True):
+            if bound not in swept:
+                panel.set_axis_off()
+                continue
+            for layer, style in zip(sorted(swept[bound][0]["decays"]), ("-", "--", ":", "-.")):
+                panel.plot(middles, 100 * histogram(swept[bound], layer)[1:], style, label=f"layer {layer}")
+            if bound is not None:
+                panel.axvline(bound, color="0.3", linewidth=1)
+            panel.set(xscale="log", title=label(bound))
+            panel.tick_params(labelbottom=True)
+            panel.grid(alpha=0.3)
+        drawn = [panel for panel, bound in zip(panels, bounds, strict=True) if bound in swept]
+        drawn[0].set_ylabel(f"{', '.join(runs[0]['right'])}:\n% of decays in a bin")
+        drawn[0].legend(frameon=False, fontsize=8)
+    below.supxlabel("nats a token", fontsize=10)
     figure.savefig(path, dpi=160)
 
 
@@ -97,11 +118,14 @@ def main(file: Path = RESULTS / "nano_probes.jsonl", out: Path = DOCS / "bounds.
         file: the runs of `experiments.nano_probes`.
         out: the picture.
     """
-    swept = [run for run in finished(file, "in_states") if run["recipe"]["without"] in BOUNDS]
-    if not swept:
-        raise ValueError(f"{file} has no runs of the probe 'in_states' with a bound: run experiments.nano_probes")
-    draw(swept, out)
-    print(markdown(swept))
+    found = {name: [run for run in finished(file, name) if run["recipe"]["without"] in BOUNDS] for name in NEEDED}
+    probes = {name: runs for name, runs in found.items() if runs}
+    if not probes:
+        raise ValueError(
+            f"{file} has no runs of the probes {', '.join(NEEDED)} with a bound: run experiments.nano_probes"
+        )
+    draw(probes, out)
+    print(markdown(probes))
 
 
 if __name__ == "__main__":

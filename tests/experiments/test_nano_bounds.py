@@ -40,9 +40,11 @@ def test_shares_of_decays():
 
 def test_the_table_has_a_row_for_each_bound_and_the_picture_all(tmp_path, capsys):
     assert list(by_bound(RUNS)) == [5.0, None]
-    assert markdown(RUNS).splitlines()[2:] == [
-        "| -5 | 0.900, 0.700 | 20.0% | 0.0% |",
-        "| softplus | 0.500 | 50.0% | 50.0% |",
+    assert markdown({"in_states": RUNS, "in_weights": RUNS[2:]}).splitlines() == [
+        "| bound | resets | ≥ 1 / ≥ 5 nats | resets | ≥ 1 / ≥ 5 nats |",
+        "| --- | --- | --- | --- | --- |",
+        "| -5 | 0.70 to 0.90 | 20.0% / 0.0% |  |  |",
+        "| softplus | 0.50 | 50.0% / 50.0% | 0.50 | 50.0% / 50.0% |",
     ]
     file = tmp_path / "runs.jsonl"
     file.write_text("".join(json.dumps(own) + "\n" for own in RUNS))
@@ -52,5 +54,7 @@ def test_the_table_has_a_row_for_each_bound_and_the_picture_all(tmp_path, capsys
 
 def test_without_runs_it_says_what_to_run(tmp_path):
     (file := tmp_path / "runs.jsonl").write_text(json.dumps(run("RoPE", 0, 1.0, [0.01])) + "\n")
-    with pytest.raises(ValueError, match="no runs of the probe 'in_states' with a bound: run experiments"):
+    with pytest.raises(
+        ValueError, match="no runs of the probes in_context, in_states, in_weights with a bound: run experiments"
+    ):
         nano_bounds.main(file)
