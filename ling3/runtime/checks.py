@@ -115,6 +115,7 @@ def _unscoped(like: Any) -> Callable[..., Any]:
             annotation=parameter.empty, default=parameter.default if parameter.default is parameter.empty else None
         )
         for parameter in inspect.signature(like).parameters.values()
+        if parameter.name in like.__code__.co_varnames  # Ray adds one to the signatures of an actor's methods
     ]
     stub = _stub(like, f"{inspect.Signature(parameters)}: pass", hints)
     stub.__defaults__, stub.__kwdefaults__ = like.__defaults__, like.__kwdefaults__
