@@ -56,8 +56,9 @@ def markdown(probes: Mapping[str, Sequence[Run]]) -> str:
     for runs in probes.values():
         skills = list(runs[0]["right"])
         head += [*skills, "≥ 1 / ≥ 5 nats"]
-        for name, bound in BOUNDS.items():
-            own = [run for run in runs if run["recipe"]["without"] == name]
+        swept = by_bound(runs)
+        for bound in BOUNDS.values():
+            own = swept.get(bound, [])
             scores = [_spread([run["right"][skill] for run in own]) for skill in skills]
             shares = " / ".join(f"{at_least(own, nats):.1%}" for nats in (1.0, 5.0)) if own else ""
             rows[label(bound)] += [*scores, shares]
