@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_transformers
 from slow_cases import slowly
-from tiny import FLASH, open_model
+from tiny import FLASH, open_model, widened
 
 import ling3
 from ling3 import ablate
@@ -252,7 +252,7 @@ def test_generation_goes_on_under_it(model):
 
 
 def test_other_families_have_the_sites_that_they_have():
-    model, tokens = tiny_transformers.open_model("llama"), TOKENS % tiny_transformers.SIZES["vocab_size"]
+    model, tokens = widened(tiny_transformers.open_model("llama")), TOKENS % tiny_transformers.SIZES["vocab_size"]
     found = model(tokens, interventions=[CHANGE.set(0, "heads", 0.0)])
     np.testing.assert_allclose(found, ablate.no_attention(model, [0])(tokens), atol=ROUNDING)
     with pytest.raises(ValueError, match="layer 0 has no gate; none has"):

@@ -76,3 +76,8 @@ def open_model(config: ling3.Ling3Config = TINY, seed: int = 0, dtype=jnp.float3
         for i, layer in enumerate(model.model.layers)
     )
     return eqx.tree_at(lambda m: m.model.layers, model, layers)
+
+
+def widened(model: ling3.CausalLM) -> ling3.CausalLM:
+    """The same weights in float64, in which it computes then; under `jax.enable_x64(True)`."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf, model)

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_engine import CONFIG, LONG, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, model
+from tiny import widened
 
 import ling3
 from ling3.engine.capture import PATHS
@@ -51,7 +51,7 @@ def close(found, expected):
 
 
 def shown(model, texts):
-    """What a trace shows of that of each text, by field and layer: norms in place of vectors."""
+    """For each text what a trace shows of what is captured, by field and layer: norms in place of vectors."""
     found, longest = {}, max(map(len, texts))
     rows = [[*text, *[0] * (longest - len(text))] for text in texts]  # no token knows of a later one
     trace = ling3.trace(model, jnp.asarray(rows, jnp.int32))
@@ -74,8 +74,7 @@ def test_it_is_the_trace_of_the_whole_sequence(alone):
     """
     whole = [[*text, *output.token_ids] for text, output in zip(TEXTS, alone, strict=True)]
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf, model())
-        exact = shown(wide, whole)
+        exact = shown(widened(model()), whole)
     errors, own = [], []
     for tokens, output, expected, traced in zip(whole, alone, exact, shown(model(), whole), strict=True):
         found = arrays(output.captured)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_engine import CONFIG, LONG, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, model
+from tiny import widened
 
 import ling3
 from ling3.engine import passes
@@ -42,7 +43,7 @@ MEDIAN, WORST = 1.5e-6, 3e-5
 def test_they_are_the_log_softmax_of_the_models_logits(alone):
     errors = []
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf, model())
+        wide = widened(model())
         rows = [[*prompt, *[0] * (max(LENGTHS) - len(prompt))] for prompt in TEXTS]  # no token knows of a later one
         all_scores = np.asarray(jax.nn.log_softmax(wide(jnp.asarray(rows, jnp.int32))))
         for prompt, expected, found in zip(TEXTS, all_scores, alone, strict=True):

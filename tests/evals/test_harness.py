@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tiny import widened
 
 from ling3.engine.sampling_params import SamplingParams
 from ling3.evals.harness import Ling3LM
@@ -45,19 +45,13 @@ def scored(model, ids):
     return scores.astype(np.float64), np.asarray(jnp.argmax(logits, axis=-1)) == ids[1:]
 
 
-def whole(lm, ids):
-    """The same of the adapter's model."""
-    return scored(lm.model, ids)
-
-
 @pytest.fixture(scope="module")
 def rounding(lm):
     """How far a token's score in float32 is, at most, from the equations' own: of a text that nano finds unlikely."""
     ids = [lm.eot_token_id, *list(range(3, 90)) * 2]
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_inexact_array(x) else x, lm.model)
-        exact, _ = scored(wide, ids)
-    return np.abs(whole(lm, ids)[0] - exact).max()
+        exact, _ = scored(widened(lm.model), ids)
+    return np.abs(scored(lm.model, ids)[0] - exact).max()
 
 
 def test_loglikelihoods_are_those_of_the_model(lm):
@@ -68,7 +62,7 @@ def test_loglikelihoods_are_those_of_the_model(lm):
     for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
         before = lm.tok_encode(context.rstrip()) or [lm.eot_token_id]
         ids = [*before, *lm.tok_encode(context + continuation)[len(before) if context else 0 :]]
-        scores, best = whole(lm, ids)
+        scores, best = scored(lm.model, ids)
         assert abs(score - scores[len(before) - 1 :].sum()) < 1e-5, "what is promised"
         assert greedy == best[len(before) - 1 :].all()
     assert [greedy for _, greedy in found[:6]].count(True) >= 5 and not found[-1][1]
@@ -77,7 +71,7 @@ def test_loglikelihoods_are_those_of_the_model(lm):
 def test_a_context_that_is_too_long_loses_its_beginning(lm, rounding):
     context, continuation = list(range(3, 90)) * 8, [5, 6, 7]
     ((score, _),) = lm._loglikelihood_tokens([(None, context, continuation)])
-    scores, _ = whole(lm, [*context, *continuation][-LENGTH - 1 :])
+    scores, _ = scored(lm.model, [*context, *continuation][-LENGTH - 1 :])
     assert abs(score - scores[-3:].sum()) < 3 * 2 * rounding
     with pytest.raises(ValueError, match="a continuation of 257 tokens, where max_length is 256"):
         lm._loglikelihood_tokens([(None, [3], [4] * (LENGTH + 1))])
@@ -88,7 +82,7 @@ def test_a_rolling_likelihood_is_that_of_the_whole_text(lm, rounding):
     texts = [ask(exam(1)[0]), "x", "", " ".join(ask(p) + p.solution for p in exam(7))]
     found = lm.loglikelihood_rolling(instances("loglikelihood_rolling", *[(text,) for text in texts]))
     for text, score in zip(texts[:2], found, strict=False):
-        scores, _ = whole(lm, [lm.eot_token_id, *lm.tok_encode(text)])
+        scores, _ = scored(lm.model, [lm.eot_token_id, *lm.tok_encode(text)])
         assert abs(score - scores.sum()) < len(scores) * 2 * rounding
     assert found[2] == 0.0
     # By the harness's own windows, each scored by one forward pass.
