@@ -7,5 +7,8 @@ import pytest
 
 
 def slowly(cases: Iterable[Any], but: Collection[Any] = ()) -> list[Any]:
-    """The cases, for `pytest.mark.parametrize`, of which a user's run takes some alone."""
-    return [case if case in but else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    """The cases, for `pytest.mark.parametrize`, of which a user's run takes some; a tuple has several arguments."""
+    return [
+        case if case in but else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]

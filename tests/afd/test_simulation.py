@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from slow_cases import slowly
 
 import ling3
 from ling3.afd import layouts
@@ -17,10 +18,6 @@ from ling3.afd.simulation import simulate
 SHAPES = [(2, 1, 2), (3, 2, 3)]
 """Sessions, cards and micro-batches."""
 MORE = [(1, 1, 1), (1, 2, 4), (2, 3, 1), (4, 3, 5), (8, 4, 2)]
-
-
-def slowly(shapes):
-    return [pytest.param(*shape, marks=pytest.mark.slow) for shape in shapes]
 
 
 def drawn(rng, sessions):

@@ -49,10 +49,11 @@ def test_a_text_of_one_window(model, count):
     np.testing.assert_allclose(found, whole(model, ids), **CLOSE)
 
 
-@pytest.mark.parametrize("window", slowly([(16, 8), (16, 16), (150, 40), (1, 1), (64, None), (16, 1)], but=[(16, 8)]))
-def test_windows(model, window):
+@pytest.mark.parametrize(
+    ("context", "stride"), slowly([(16, 8), (16, 16), (150, 40), (1, 1), (64, None), (16, 1)], but=[(16, 8)])
+)
+def test_windows(model, context, stride):
     """Each token as its own window scores it: the one that begins where the docstring says."""
-    context, stride = window
     ids = tokens(201, seed=1)
     found = log_likelihoods(model, ids, context, stride)
     step = context // 2 if stride is None else stride
