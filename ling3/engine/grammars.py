@@ -56,7 +56,7 @@ class Constraint:
     `forced` are the tokens that must follow the text so far, `mask` has a bit for each token that may follow these:
     bit i of word w stands for token 32·w + i. Special tokens are no text, so none is in the mask but those that the
     grammar names, and where the text may end, `ends`. It is `complete` where it can only end, which it is `whole` after
-    what is forced, and `error` says what was wrong where llguidance gave up.
+    what is forced, and `error` says what was wrong where llguidance gave up, or broke.
     """
 
     def __init__(self, matcher: Any, ends: Sequence[int], vocab: int, eos: Sequence[int]):
@@ -107,7 +107,7 @@ class Constraint:
         while True:
             follow = matcher.compute_ff_tokens()
             if not follow:
-                mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+                mask = self._computed()
                 alone = _only(mask)
                 if alone is None or matcher.is_accepting() or matcher.is_stopped():
                     break
@@ -124,6 +124,16 @@ class Constraint:
         elif matcher.is_stopped():
             mask = np.zeros_like(mask)
         self.mask, self.complete = mask, self.whole and not self.forced
+
+    def _computed(self) -> UInt32[np.ndarray, " words"]:
+        """The mask of the next token, as wide as the vocabulary.
+
+        llguidance's has a bit more than there are tokens, so a word more where the tokens fill theirs.
+        """
+        mask, expected = np.frombuffer(self._matcher.compute_bitmask(), np.uint32), len(self._ends)
+        if len(mask) < expected:
+            raise ValueError(f"a mask of {len(mask)} words, expected {expected}")
+        return mask[:expected]
 
 
 class Grammars:

@@ -306,7 +306,11 @@ class Loop:
         """Gives each sequence of a call its tokens, and settles those that end with them."""
         for sequence, results in call.tokens():
             held = len(sequence.token_ids)
-            delta = sequence.take(*results)
+            try:
+                delta = sequence.take(*results)
+            except Exception as error:
+                sequence.decoder = None  # it may be what raised
+                delta = sequence.fail(f"its tokens could not be read: {error!r}")
             self._counts["output_tokens"] += len(sequence.token_ids) - held
             self._settle(sequence, delta)
 
