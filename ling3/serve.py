@@ -150,6 +150,7 @@ class Engine:
             page_size=shapes.page_size,
             most_pages=shapes.most_pages,
             max_queue=settings.max_queue,
+            leads=self._leads,
             structured=passes is None or passes.constrained is not None,
             prompt_logprobs=passes is None or passes.score is not None,
             sites=functools.partial(sites, model) if watches else None,
@@ -304,7 +305,11 @@ class Engine:
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio, any number of them at once. Checked and queued when the first delta is asked for."""
         events, news = asyncio.get_running_loop(), asyncio.Queue()
-        request = self._request(prompt, params, truncate, "prompt")
+        asked = (prompt, params, truncate, "prompt")
+        if isinstance(params, SamplingParams) and params.structured is not None:  # a grammar takes up to seconds
+            request = await asyncio.to_thread(self._request, *asked)
+        else:
+            request = self._request(*asked)
         put = functools.partial(events.call_soon_threadsafe, news.put_nowait)
         reader = Reader([request], put)
         leave = self._actor.last_message(reader.leave)

@@ -45,6 +45,8 @@ class Intake:
     """False: they give no scores of a prompt."""
     origin: Callable[[], Mapping[str, Any]] | None = None
     """What the engine's snapshots belong to; None where it takes none."""
+    leads: bool = True
+    """False: another process has checked each request before."""
     sites: Callable[[], Mapping[str, tuple[int, ...]]] | None = None
     """What the model shows to a recorder; None: they capture nothing and take no interventions."""
 
@@ -113,7 +115,7 @@ class Intake:
     @functools.cached_property
     def _grammars(self) -> Grammars:
         assert self.tokenizer is not None, "checked before"
-        return Grammars(self.tokenizer, self.vocab, self.ends)
+        return Grammars(self.tokenizer, self.vocab, self.ends, tried=self.leads)
 
     def _watched(self, params: SamplingParams) -> tuple[tuple[Intervention, ...], tuple[str, ...]]:
         """The interventions, ready for the model, and the paths of what is to be captured."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ling3.engine.one_of import check_one_of
 from ling3.engine.structured import Grammar, JSONSchema, Structured
 from ling3.text.replies import THINK_END
 from ling3.text.tokenizer import Tokenizer
@@ -102,6 +103,7 @@ def _json(function: Callable, form: ToolForm, i: int) -> tuple[str, dict[str, St
 def _tagged(tags: "_Tags", function: Callable, i: int) -> tuple[str, dict[str, Structured]]:
     """A call with its arguments in tags, in the schema's order; strings are bare, and other values JSON."""
     root = function.parameters
+    check_one_of(root)
     schema = resolved(root, root)
     if function.strict:
         _check(schema, OF_ARGUMENTS)

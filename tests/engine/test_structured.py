@@ -384,6 +384,18 @@ def test_a_hostile_grammar_costs_no_more_than_its_limits(served, structured):
     assert outputs[0].finish_reason in ("length", "stop", "error") and told(outputs[1]) == told(plain)
 
 
+def test_others_go_on_beside_a_grammar_that_crashes_the_compiler(either, alone):
+    """It is refused where it is submitted, and no bit of a request under way changes."""
+    number, ends = either.submit(*COMPANY[1]), []
+    either.step()
+    chained = "".join(f'\nT{i}: "x" T{i + 1}' for i in range(3000))
+    with pytest.raises(ValueError, match="structured: the Grammar cannot be used: it is nested too deeply"):
+        either.submit(PROMPTS[0], params(ling3.Grammar(f'start: T0{chained}\nT3000: "a"')))
+    while either.has_work:
+        ends += [delta.output for delta in either.step() if delta.output is not None]
+    assert [output.request_id for output in ends] == [number] and told(ends[0]) == alone[1]
+
+
 def test_the_limits_are_llguidances(monkeypatch, served):
     """A grammar that runs in them fails in smaller ones: at the submission, or in the middle, for itself alone."""
     (plain,) = served.generate([PROMPTS[1]], SamplingParams(max_tokens=20, ignore_eos=True))
