@@ -33,6 +33,7 @@ from ling3.engine.runner import Extra, Runner
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings, changed
 from ling3.engine.shapes import settle
+from ling3.engine.snapshot_layout import Layout
 from ling3.execution import Execution
 from ling3.intervention import sites
 from ling3.model import CausalLM
@@ -161,6 +162,7 @@ class Engine:
         how = (settings.chunked_prefill_size, settings.decode_steps, settings.max_queue, settings.overlap)
         journal = Journal(self._wire) if self._wire is not None and self._leads else None
         self._loop = Loop(runner, *how, journal)
+        self._intake.layout = Layout.of(runner.pool, config.vocab_size, shapes.page_size, self._loop.first_page)
         if journal is not None:
             weakref.finalize(self, journal.close).atexit = False
             atexit.register(journal.close)  # before JAX's own end, which waits for the others

@@ -78,6 +78,10 @@ class Loop:
         """True if there is queued or running work, or a call whose results are still to be read."""
         return bool(self.requests or self.in_flight or self._backlog)
 
+    def first_page(self, position: int) -> int:
+        """The first page that the token at a position of a sequence needs."""
+        return self.scheduler.groups[0].first_page(position)
+
     def has_room(self, request: Request) -> bool:
         """True if the queue has room for a request."""
         return self.scheduler.waiting + request.params.n <= self.max_queue
