@@ -10,7 +10,7 @@ from ling3.engine.structured import Grammar, JSONSchema, Regex, Structured
 
 MOST_RULES = 10_000
 """Rules and terminals of a grammar and its parts."""
-LONGEST_PATTERN = 2**15
+LONGEST_PATTERN = 2**16
 """Characters of one regular expression: the time that it takes may grow with the square of its length."""
 MOST_REFERENCES = 64
 """References of a schema, each inside the target of the one before it."""

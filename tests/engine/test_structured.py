@@ -1,5 +1,6 @@
 """Structured output: what a grammar allows, in any company, and what it does not change for others."""
 
+import asyncio
 import collections
 import json
 import re
@@ -394,6 +395,29 @@ def test_others_go_on_beside_a_grammar_that_crashes_the_compiler(either, alone):
     while either.has_work:
         ends += [delta.output for delta in either.step() if delta.output is not None]
     assert [output.request_id for output in ends] == [number] and told(ends[0]) == alone[1]
+
+
+def test_a_grammar_that_takes_long_holds_no_event_loop(served):
+    """`astream` has it compiled in another thread."""
+    heavy = ling3.Grammar("start: T\nT: /.*a/" + "".join(f" & /.*b{i}.*/" for i in range(300)))
+    beats = 0
+
+    async def beat():
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.01)
+            beats += 1
+
+    async def ask():
+        pulse = asyncio.create_task(beat())
+        try:
+            with pytest.raises(ValueError, match="structured: the Grammar cannot be used: it takes more than"):
+                await anext(served.astream(PROMPTS[0], params(heavy)))
+        finally:
+            pulse.cancel()
+
+    asyncio.run(ask())
+    assert beats > 5
 
 
 def test_the_limits_are_llguidances(monkeypatch, served):
