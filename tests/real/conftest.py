@@ -78,9 +78,9 @@ def engine(make_engine):
 
 @pytest.fixture(scope="session")
 def crowded(make_engine):
-    """An engine whose requests preempt each other: three of the longest fit."""
+    """An engine whose requests preempt each other: it has pages for one of the longest and a few short ones."""
     made = make_engine()
-    made._loop.dispatcher.scheduler = Scheduler(SLOTS, 3 * LENGTH // PAGE // 2, PAGE)
+    made._loop.dispatcher.scheduler = Scheduler(SLOTS, LENGTH // PAGE - 3, PAGE)
     return made
 
 

@@ -96,7 +96,10 @@ def test_a_prompt_is_scored(client):
 
 
 def test_json_by_schema(client):
-    schema = {"name": "capital", "schema": {"type": "object", "properties": {"capital": {"type": "string", "maxLength": 20}}}}
+    schema = {
+        "name": "capital",
+        "schema": {"type": "object", "properties": {"capital": {"type": "string", "maxLength": 20}}},
+    }
     schema["schema"] |= {"required": ["capital"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": schema}
     asked = {"model": MODEL, "messages": CHATS[0], "temperature": 0, "max_tokens": 48, "response_format": form}
@@ -122,7 +125,11 @@ def test_a_tool_is_called(caller, stream):
     arguments = json.loads(call.function.arguments)
     assert call.function.name == "get_weather" and choice.finish_reason == ("tool_calls")
     assert arguments["city"] == "Paris" and arguments["unit"] in ("celsius", "fahrenheit")
-    call = {"id": call.id, "type": "function", "function": {"name": "get_weather", "arguments": call.function.arguments}}
+    call = {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": call.function.arguments},
+    }
     chat += [{"role": "assistant", "content": "", "tool_calls": [call]}]
     chat += [{"role": "tool", "tool_call_id": call["id"], "content": "19 degrees"}]
     answer = caller.chat.completions.create(model=MODEL, messages=chat, temperature=0, max_tokens=32, tools=[WEATHER])
