@@ -54,11 +54,11 @@ class Tokenizer:
         ]
         pads = [
             *self._id_of("pad_token"),
-            *_ids(generation, "pad_token_id", directory / GENERATION),
-            *_ids(model, "pad_token_id", directory / MODEL),
+            *_ids(generation, "pad_token_id", directory / GENERATION, least=-1),
+            *_ids(model, "pad_token_id", directory / MODEL, least=-1),
         ]
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(ends)))
-        self.pad_token_id: int | None = pads[0] if pads else None
+        self.pad_token_id: int | None = next((pad for pad in pads if pad >= 0), None)
 
     def __repr__(self) -> str:
         template = "no chat template" if self.chat_template is None else "a chat template"
@@ -87,8 +87,12 @@ class Tokenizer:
         return on != off
 
     def check_fits(self, rows: int) -> None:
-        """Raises TokenizerError if an id of this tokenizer has no row in an embedding of `rows`."""
-        largest = max(self.vocab_size - 1, *self.eos_token_ids, self.pad_token_id or 0)
+        """Raises TokenizerError if an id of this tokenizer has no row in an embedding of `rows`.
+
+        The padding token needs none: some checkpoints name one that was added after the model's training.
+        """
+        ids = self.backend.get_vocab(with_added_tokens=True).values()
+        largest = max([*(token for token in ids if token != self.pad_token_id), *self.eos_token_ids], default=-1)
         if largest >= rows:
             raise TokenizerError(
                 f"{self.directory}: the tokenizer's ids go up to {largest}, but the model's embedding has {rows} rows "
@@ -224,6 +228,8 @@ def _special_tokens(settings: Mapping[str, Any], backend: tokenizers.Tokenizer, 
         if not isinstance(token, str):
             raise TokenizerError(f"{path}: {name} is {shown(value)}, where a string or {{'content': …}} was expected")
         if backend.token_to_id(token) is None:
+            if name == "pad_token":  # transformers would add it, with an id that the model knows nothing of
+                continue
             raise TokenizerError(f"{path}: {name} is {shown(token)}, which is no token of {VOCABULARY}")
         tokens[name] = token
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -262,10 +268,10 @@ def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> Chat
     return ChatTemplate(value, f"{path}: chat_template")
 
 
-def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path) -> list[int]:
+def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path, least: int = 0) -> list[int]:
     value = fields.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
-        if type(token) is not int or token < 0:
+        if type(token) is not int or token < least:
             raise TokenizerError(f"{path}: {name} is {shown(value)}, where an id or a list of ids was expected")
     return ids

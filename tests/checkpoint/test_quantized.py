@@ -192,6 +192,11 @@ def test_a_block_that_a_mesh_would_cut_is_refused(name, message):
         (compressed(group=64), r"group_0.weights.group_size: found 64; expected 32 or 128"),
         (compressed(bits=3), "weights.num_bits: found 3; expected 4 or 8"),
         (compressed(group=128), r"q_proj: found 64 columns; expected a multiple of the group size, 128; ignore it"),
+        (
+            compressed(sparsity_config={"format": "sparse-24-bitmask"}),
+            r"sparsity_config: found .*; expected the format",
+        ),
+        (compressed(sparsity_config=["dense"]), r"sparsity_config: found \['dense'\]; expected the format 'dense'"),
         (compressed(ignore=["re:("]), r"ignore: found 're:\(', which is no pattern"),
         (
             compressed(ignore=["model.layers.1.mlp.experts.0.up_proj"]),
@@ -206,6 +211,12 @@ def test_a_block_that_a_mesh_would_cut_is_refused(name, message):
 def test_what_would_change_the_numbers_is_refused_by_name(raw, message):
     with pytest.raises(ConfigError, match=message):
         ling3.init(dataclasses.replace(SIZES, quantization_config=raw), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("sparsity", [None, {}, {"format": "dense", "global_sparsity": 0.153, "ignore": []}])
+def test_a_dense_layout_is_no_sparse_one(sparsity):
+    raw = compressed(sparsity_config=sparsity)
+    assert dataclasses.replace(SIZES, quantization_config=raw).quantization_config.to_dict() == raw
 
 
 def test_asymmetric_integers_and_activations_are_refused():
