@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from ling3.families.config_fields import ConfigError, found
@@ -48,7 +49,8 @@ class Scheme:
         """
         options = {"key": key, "std": std, "axes": like.axes, "bias": like.bias}
         if self.kind == "integers":
-            return PackedLinear.init(like.shape, bits=self.bits, group=self.group, **options)
+            options |= {"bits": self.bits, "group": self.group, "wide": like.dtype == jnp.float32}
+            return PackedLinear.init(like.shape, **options)
         if self.kind == "fp8":
             return Fp8Linear.init(like.shape, powers=self.powers, **options)
         return (Mxfp4Linear if self.kind == "mxfp4" else Fp4Linear).init(like.shape, **options)

@@ -62,9 +62,9 @@ def checkpoint(tmp_path_factory):
     return made_once
 
 
-def matrices(path):
+def matrices(path, dtype=None):
     """The model's quantized matrices, by published module."""
-    model = ling3.load(path)
+    model = ling3.load(path, dtype)
     for leaf in leaves(model):
         if isinstance(leaf.module, QuantizedMatrix) and leaf.field in ("weight", "weight_packed"):
             (weight,) = leaf.weights()
@@ -115,6 +115,26 @@ def test_bfloat16_scales_of_fp8_are_read_and_written(checkpoint, tmp_path):
     written = load_file(tmp_path / "y" / "model.safetensors")
     assert written.keys() == narrow.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in narrow.items())
+
+
+@pytest.mark.parametrize("to", ["int4", "int8"])
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
+def test_a_model_in_float32_does_not_round_to_narrow_scales(checkpoint, tmp_path, to, scales):
+    """transformers widens them when it loads such a model, before the first product."""
+    shutil.copytree(checkpoint(to, "float32"), tmp_path / "x")
+    file = tmp_path / "x" / "model.safetensors"
+    tensors = {n: t.to(scales) if n.endswith("_scale") else t for n, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float32).eval()
+    tokens = np.random.default_rng(0).integers(3, 97, size=(1, 40))
+    with torch.no_grad():
+        logits = theirs(torch.as_tensor(tokens)).logits[0].numpy()  # decompresses them, too
+    for dtype in (jnp.float32, None):
+        own = ling3.load(tmp_path / "x", dtype)
+        for module, matrix in matrices(tmp_path / "x", dtype):
+            expected = theirs.get_submodule(module).weight.numpy(force=True)
+            np.testing.assert_array_equal(np.asarray(matrix.dense()), expected, err_msg=f"{module}, {dtype}")
+        np.testing.assert_allclose(own(jnp.asarray(tokens, jnp.int32))[0], logits, atol=2e-4)
 
 
 @pytest.mark.parametrize("to", ["int4", "int8"])
