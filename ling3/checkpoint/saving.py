@@ -162,7 +162,9 @@ def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) 
     if not there:
         return [], False
     if not overwrite:
-        raise CheckpointError(f"{target}: is not empty; give another directory, or overwrite=True to replace it")
+        raise CheckpointError(
+            f"{target}: is not empty; give another directory, or overwrite it (overwrite=True, --overwrite)"
+        )
     try:
         read_config(target)
     except ConfigError as error:
