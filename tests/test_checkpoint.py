@@ -127,6 +127,20 @@ class TestLoad:
         np.testing.assert_array_equal(layer.mlp.experts.up_proj.weight[5], STORED[EXPERT])
         np.testing.assert_array_equal(model.lm_head.weight, STORED["lm_head.weight"])
 
+    @pytest.mark.parametrize("place", ["model.layers.{}.self_attn", "model.layers.{}.attention", "model"])
+    def test_tables_of_rope_are_skipped(self, directory, place):
+        """As old checkpoints have them; the numbers follow from the configuration."""
+        old = {
+            f"{place.format(layer)}.rotary_emb.{table}": np.ones(2, np.float32)
+            for layer in range(CONFIG.num_hidden_layers)
+            for table in ("inv_freq", "cos_cached", "sin_cached")
+        }
+        assert_same(arrays_of(load(with_weights(directory, lambda w: w.update(old)))), arrays_of(load(directory)))
+
+    def test_other_tables_are_not(self, directory):
+        message = refusal(with_weights(directory, lambda w: w.update({"model.inv_freq": np.ones(2, np.float32)})))
+        assert "no place for:\n    model.inv_freq, in" in message
+
     def test_as_stored(self, directory):
         dtypes = {leaf.path: np.dtype(leaf.value.dtype) for leaf in leaves(load(directory))}
         for weight in weight_names(CONFIG):
@@ -539,10 +553,14 @@ class TestSave:
         assert_same(stored_in(tmp_path / "out"), weights)
         assert load(tmp_path / "out").config == config
 
-    def test_what_is_loaded_is_what_is_saved(self, directory, tmp_path):
-        save(load(directory), tmp_path / "out")
-        assert_same(stored_in(tmp_path / "out"), STORED)
-        assert Ling3Config.from_file(tmp_path / "out") == CONFIG
+    @pytest.mark.parametrize("vocabulary", [61, 128])
+    def test_what_is_loaded_is_what_is_saved(self, vocabulary, tmp_path):
+        config = dataclasses.replace(CONFIG, vocab_size=vocabulary)
+        weights = to_bfloat16(draw(config, seed=0))
+        write(tmp_path / "x", config, weights)
+        save(load(tmp_path / "x"), tmp_path / "out")
+        assert_same(stored_in(tmp_path / "out"), weights)
+        assert Ling3Config.from_file(tmp_path / "out") == config
         assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
         assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from slow_cases import slowly
-from tiny import TINY, open_model
+from tiny import ALIGNED, TINY, open_model
 
 import ling3
 from ling3.engine.pool import Pool, Rows, decode, prefill
@@ -35,7 +35,9 @@ def likeliest(model, prompts, rows):
     return [line[len(prompt) - 1 :][: len(row)].tolist() for line, prompt, row in zip(best, prompts, rows, strict=True)]
 
 
-def test_greedy_is_the_argmax_of_the_whole_forward(model):
+@pytest.mark.parametrize("config", [TINY, ALIGNED], ids=lambda config: f"vocabulary of {config.vocab_size}")
+def test_greedy_is_the_argmax_of_the_whole_forward(config):
+    model = open_model(config)
     rows = ling3.generate(model, PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
     assert [len(row) for row in rows] == [24, 24, 24]
     assert rows == likeliest(model, PROMPTS, rows)
@@ -77,6 +79,16 @@ def test_a_stop_token_is_the_last_of_its_row(model):
     ending = type(model)(model.model, model.lm_head, dataclasses.replace(TINY, eos_token_id=(stop,)))
     assert ling3.generate(ending, PROMPTS, max_tokens=24) == stopped
     assert ling3.generate(ending, PROMPTS, max_tokens=24, ignore_eos=True) == free
+
+
+def test_every_id_of_a_vocabulary_can_be_drawn():
+    """The last one too, where the vocabulary is a multiple of 128."""
+    model, last = open_model(ALIGNED), ALIGNED.vocab_size - 1
+    norm = eqx.tree_at(lambda m: m.model.norm.weight, model, replace_fn=jnp.zeros_like)  # all logits are 0
+    drawn = ling3.generate(norm, [[5]] * 8, max_tokens=96, temperature=1.0, seed=3, ignore_eos=True)
+    assert {token for row in drawn for token in row} == set(range(last + 1))
+    rows = ling3.generate(model, [[last]], max_tokens=4, ignore_eos=True)
+    assert rows == likeliest(model, [[last]], rows)
 
 
 def test_one_token_and_no_prompts(model):

@@ -1,5 +1,6 @@
 """Quantized checkpoints against compressed-tensors and transformers: the same bits are the same numbers and logits."""
 
+import json
 import shutil
 
 import jax
@@ -170,3 +171,25 @@ def test_transformers_reads_what_is_written_and_computes_the_same(checkpoint, to
     assert theirs.std() > 0.5
     np.testing.assert_allclose(own, dequantized, atol=1e-4)
     np.testing.assert_allclose(own, theirs, atol=2e-4)
+
+
+def test_a_dense_sparsity_config_changes_nothing(checkpoint, tmp_path):
+    """llm-compressor writes one beside integers; transformers and ling3 read the matrices as without it."""
+    shutil.copytree(checkpoint("int4", "float32"), tmp_path / "x")
+    config = tmp_path / "x" / "config.json"
+    raw = json.loads(config.read_text())
+    raw["quantization_config"]["sparsity_config"] = {
+        "format": "dense",
+        "global_sparsity": 0.153,
+        "ignore": [],
+        "registry_requires_subclass": False,
+        "sparsity_structure": "unstructured",
+        "targets": ["model.layers.0.self_attn.q_proj"],
+    }
+    config.write_text(json.dumps(raw))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float32).eval()
+    tokens = np.random.default_rng(0).integers(3, 97, size=(1, 40))
+    with torch.no_grad():
+        logits = theirs(torch.as_tensor(tokens)).logits[0].numpy()
+    own = ling3.load(tmp_path / "x", jnp.float32)
+    np.testing.assert_allclose(own(jnp.asarray(tokens, jnp.int32))[0], logits, atol=2e-4)
