@@ -185,7 +185,7 @@ def _wrong_scales(copy: Copy, start: int, target: Shaped[np.ndarray, "rows colum
     for at in (np.flatnonzero(scales == 0), np.flatnonzero((scales < 0) | (scales > most))):
         numbers = (start + at) // (copy.target.size // len(copy.stack)) if copy.stack else np.zeros_like(at)
         for number, first in zip(*np.unique(numbers, return_index=True), strict=True):
-            wrong[names[number]] = float(scales[at[first]])
+            wrong[names[int(number)]] = float(scales[at[first]])
     return wrong
 
 

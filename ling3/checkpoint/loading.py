@@ -220,7 +220,7 @@ def _target_dtype(
     stored = files[weights[0].name].tensors[weights[0].name].dtype
     if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
         if stored in FLOATS and wanted == np.float32:
-            return wanted
+            return np.dtype(np.float32)
         return np.dtype(np.int32) if stored == "I64" else DTYPES[stored]
     if stored_as(leaf) != FLOATS:
         return np.dtype(leaf.value.dtype)
