@@ -87,12 +87,8 @@ class Tokenizer:
         return on != off
 
     def check_fits(self, rows: int) -> None:
-        """Raises TokenizerError if an id of this tokenizer has no row in an embedding of `rows`.
-
-        The padding token needs none: some checkpoints name one that was added after the model's training.
-        """
-        ids = self.backend.get_vocab(with_added_tokens=True).values()
-        largest = max([*(token for token in ids if token != self.pad_token_id), *self.eos_token_ids], default=-1)
+        """Raises TokenizerError if an id of this tokenizer has no row in an embedding of `rows`."""
+        largest = max(self.vocab_size - 1, *self.eos_token_ids)
         if largest >= rows:
             raise TokenizerError(
                 f"{self.directory}: the tokenizer's ids go up to {largest}, but the model's embedding has {rows} rows "
@@ -228,8 +224,6 @@ def _special_tokens(settings: Mapping[str, Any], backend: tokenizers.Tokenizer, 
         if not isinstance(token, str):
             raise TokenizerError(f"{path}: {name} is {shown(value)}, where a string or {{'content': …}} was expected")
         if backend.token_to_id(token) is None:
-            if name == "pad_token":  # transformers would add it, with an id that the model knows nothing of
-                continue
             raise TokenizerError(f"{path}: {name} is {shown(token)}, which is no token of {VOCABULARY}")
         tokens[name] = token
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}

@@ -128,27 +128,14 @@ def test_fits(directory):
         tokenizer.check_fits(500)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_padding_needs_no_row(directory, named):
-    """Llama 2's derivatives have a padding token with the id 32,000 beside an embedding of 32,000 rows."""
-    backend, rows = tokenizers.Tokenizer.from_str(BACKEND.to_str()), BACKEND.get_vocab_size()
-    backend.add_special_tokens(["<pad>"])
-    backend.save(str(directory / "tokenizer.json"))
-    write(directory, "tokenizer_config.json", pad_token="<pad>" if named else None)
-    write(directory, "generation_config.json", pad_token_id=0 if named else rows)
-    tokenizer = load_tokenizer(directory)
-    assert (tokenizer.pad_token_id, tokenizer.vocab_size) == (rows, rows + 1)
-    tokenizer.check_fits(rows)
-    with pytest.raises(TokenizerError, match=f"go up to {rows - 1}, but"):
-        tokenizer.check_fits(rows - 1)
-
-
-def test_padding_may_be_no_token_at_all(directory):
-    write(directory, "config.json", pad_token_id=-1)
+@pytest.mark.parametrize("pad", [-1, 100_000])
+def test_padding_may_be_outside_of_the_vocabulary(directory, pad):
+    """Nothing is padded here: -1 is none, and an id without a token needs no row."""
+    write(directory, "config.json", pad_token_id=pad)
     write(directory, "generation_config.json", pad_token_id=None)
-    write(directory, "tokenizer_config.json", pad_token="[PAD]")
+    write(directory, "tokenizer_config.json", pad_token=None)
     tokenizer = load_tokenizer(directory)
-    assert tokenizer.pad_token_id is None and "pad_token" not in tokenizer.special_tokens
+    assert tokenizer.pad_token_id == (None if pad < 0 else pad)
     tokenizer.check_fits(tokenizer.vocab_size)
 
 
@@ -168,7 +155,7 @@ def test_stream(directory):
         ("tokenizer_config.json", "{", "tokenizer_config.json: no valid JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json: a list, where an object"),
         ("tokenizer_config.json", '{"eos_token": 3}', "tokenizer_config.json: eos_token is 3"),
-        ("tokenizer_config.json", '{"unk_token": "<none>"}', "unk_token is '<none>', which is no token"),
+        ("tokenizer_config.json", '{"pad_token": "<none>"}', "pad_token is '<none>', which is no token"),
         ("tokenizer_config.json", '{"a": 1, "a": 2}', "the same key twice"),
         ("tokenizer_config.json", '{"chat_template": 1}', "chat_template is neither"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "a", "template": "x"}]}', "chat_template is neither"),
