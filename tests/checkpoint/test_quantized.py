@@ -165,8 +165,8 @@ def changed(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
-@pytest.mark.parametrize("scale", [0.0, -0.0, -0.5, 3e38])
+@pytest.mark.parametrize("name", slowly(["int4", "int8", "fp8"], but=["int4", "fp8"]))
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3e38])
 def test_scales_that_are_none_are_refused(name, scale, changed):
     stored = np.asarray([scale], jnp.float32 if name == "fp8" else jnp.bfloat16)
     path = changed(name, {f"{KEY}.{SCALE[name]}": stored})
@@ -185,7 +185,7 @@ def test_an_exponent_that_makes_infinities_is_refused(changed):
         ling3.load(changed("mxfp4", {f"{KEY}.weight_scale": np.asarray([253], np.uint8)}))
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("name", slowly(["int4", "int8", "fp8"], but=["int4", "fp8"]))
 def test_a_scale_of_0_may_multiply_zeros(name, changed):
     """As where a writer has pruned a group, or divides by the largest number of a block that has none."""
     zeros = {
