@@ -50,6 +50,71 @@ LLAMA_31_405B = LLAMA_31_8B | {
     "num_attention_heads": 128,
     "num_hidden_layers": 126,
 }
+LLAMA_2_7B = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+TINYLLAMA_11B = LLAMA_2_7B | {
+    "attention_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 2048,
+    "num_hidden_layers": 22,
+    "num_key_value_heads": 4,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.35.0",
+}
+YI_6B = LLAMA_2_7B | {"num_key_value_heads": 4, "pad_token_id": 0, "rope_theta": 5000000.0, "vocab_size": 64000}
+SMOLLM2_135M = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16", "q4f16": "float16"}},
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
 MISTRAL_V01 = {
     "architectures": ["MistralForCausalLM"],
     "bos_token_id": 1,
@@ -78,6 +143,13 @@ MISTRAL_V03 = MISTRAL_V01 | {
     "sliding_window": None,
     "vocab_size": 32768,
 }
+MISTRAL_NEMO = MISTRAL_V03 | {
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "max_position_embeddings": 131072,
+    "num_hidden_layers": 40,
+    "vocab_size": 131072,
+}
 QWEN25_05B = {
     "architectures": ["Qwen2ForCausalLM"],
     "attention_dropout": 0.0,
@@ -103,6 +175,18 @@ QWEN25_05B = {
     "use_mrope": False,
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+R1_DISTILL_QWEN_15B = QWEN25_05B | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 21,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "rope_theta": 10000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.44.0",
 }
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -172,4 +256,14 @@ QWEN3_235B_A22B = QWEN3_30B_A3B | {
     "moe_intermediate_size": 1536,
     "num_attention_heads": 64,
     "num_hidden_layers": 94,
+}
+QWEN3_CODER_30B_A3B = QWEN3_30B_A3B | {
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "qkv_bias": False,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "use_qk_norm": True,
 }

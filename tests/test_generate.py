@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from slow_cases import slowly
-from tiny import TINY, open_model
+from tiny import ALIGNED, TINY, open_model
 
 import ling3
 from ling3.engine.pool import Pool, Rows, decode, prefill
@@ -35,7 +35,9 @@ def likeliest(model, prompts, rows):
     return [line[len(prompt) - 1 :][: len(row)].tolist() for line, prompt, row in zip(best, prompts, rows, strict=True)]
 
 
-def test_greedy_is_the_argmax_of_the_whole_forward(model):
+@pytest.mark.parametrize("config", [TINY, ALIGNED], ids=lambda config: f"vocabulary of {config.vocab_size}")
+def test_greedy_is_the_argmax_of_the_whole_forward(config):
+    model = open_model(config)
     rows = ling3.generate(model, PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
     assert [len(row) for row in rows] == [24, 24, 24]
     assert rows == likeliest(model, PROMPTS, rows)
@@ -77,6 +79,17 @@ def test_a_stop_token_is_the_last_of_its_row(model):
     ending = type(model)(model.model, model.lm_head, dataclasses.replace(TINY, eos_token_id=(stop,)))
     assert ling3.generate(ending, PROMPTS, max_tokens=24) == stopped
     assert ling3.generate(ending, PROMPTS, max_tokens=24, ignore_eos=True) == free
+
+
+def test_ids_up_to_the_last_are_drawn_and_read():
+    """Where the vocabulary is a multiple of 128, too."""
+    model, last = open_model(ALIGNED), ALIGNED.vocab_size - 1
+    even = eqx.tree_at(lambda m: m.model.norm.weight, model, replace_fn=jnp.zeros_like)  # all logits are 0
+    rows = ling3.generate(even, PROMPTS, max_tokens=24, temperature=1.0, seed=7, ignore_eos=True)
+    assert {token // 32 for row in rows for token in row} == {0, 1, 2, 3}
+    prompts = [[last, 6, 7], *PROMPTS[1:]]
+    rows = ling3.generate(model, prompts, max_tokens=24, ignore_eos=True)
+    assert rows == likeliest(model, prompts, rows)
 
 
 def test_one_token_and_no_prompts(model):

@@ -3,6 +3,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import zipfile
 
 import jaxtyping
 import pytest
@@ -42,6 +43,36 @@ def test_importing_the_package_leaves_for_later_what_not_everyone_needs():
     program = f"import sys; from ling3 import *; print([name for name in {LATER!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+BUILD = "import sys, setuptools.build_meta as build; print(build.build_editable(sys.argv[1]))"
+BESIDE = """
+import site, sys
+site.addsitedir(sys.argv[1])
+import ling3
+print(ling3.name)
+"""
+
+
+def test_a_script_beside_the_clone_finds_the_package(tmp_path):
+    """Not the clone's directory, which has the package's name and is first on the path."""
+    clone, installed = tmp_path / "ling3", tmp_path / "site-packages"
+    (clone / "ling3").mkdir(parents=True)
+    root = pathlib.Path(ling3.__file__).parents[1]
+    for name in ("pyproject.toml", "README.md", "LICENSE", "ling3/version.py"):
+        (clone / name).write_bytes((root / name).read_bytes())
+    (clone / "ling3" / "__init__.py").write_text("name = 'the package'")
+    run = {"capture_output": True, "text": True}
+    built = subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=clone, check=True, **run).stdout.split()[
+        -1
+    ]
+    with zipfile.ZipFile(tmp_path / built) as wheel:
+        wheel.extractall(installed)
+    (tmp_path / "script.py").write_text(BESIDE)
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    script = [sys.executable, "-S", str(tmp_path / "script.py"), str(installed)]  # without what is really installed
+    found = subprocess.run(script, env=bare, check=True, **run)
+    assert found.stdout == "the package\n"
 
 
 def test_type_checkers_see_the_names_that_are_imported():

@@ -46,6 +46,8 @@ FLASH = dataclasses.replace(
     expert_swiglu_limit_list=(0.0, 0.5, 0.5, 0.0),
     share_expert_swiglu_limit_list=(0.0, 0.5, 0.0, 0.5),
 )
+# Published vocabularies are multiples of 128, and so fill every word of a mask and every row of a tile.
+ALIGNED = dataclasses.replace(TINY, vocab_size=128)
 UNBOUNDED = dataclasses.replace(TINY, kda_lower_bound=None)
 
 

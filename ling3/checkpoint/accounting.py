@@ -20,6 +20,9 @@ from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, S
 from ling3.layers.quantized import QuantizedMatrix
 from ling3.mesh.sharding import processes
 
+ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|cos_cached|sin_cached)$")
+"""Tables of RoPE that checkpoints of older programs have, such as Llama 2. They follow from the configuration."""
+
 
 def account(
     directory: pathlib.Path,
@@ -30,6 +33,8 @@ def account(
     mesh: Mesh | None = None,
 ) -> None:
     """Every name, shape and dtype in the headers against what the configuration asks for, in both directions.
+
+    Tables of RoPE are skipped, and so is what the family skips.
 
     Then copies of tensors (a tied `lm_head`) against their originals, of which each process of a mesh compares a part.
     """
@@ -62,7 +67,7 @@ def account(
         quantized += _wrong_shapes(leaf, fitting, files)
         if len(stored) > 1 and (wanted is None or isinstance(leaf.module, QuantizedMatrix)):
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
-    others = [name for name in files if name not in expected and not family.skips(name, config)]
+    others = [n for n in files if n not in expected and not ROTARY.search(n) and not family.skips(n, config)]
     copies = {name: original for name in others if (original := family.copies(name, config)) is not None}
     left = [f"{name}, in {files[name].path.name}" for name in others if name not in copies]
     if missing or left or shapes or dtypes or mixed or quantized:

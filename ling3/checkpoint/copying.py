@@ -2,11 +2,13 @@
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple, no_type_check
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Bool, Shaped
 
@@ -46,6 +48,8 @@ class Copy(NamedTuple):
     """How it is stored, if not number by number; the rows are then the matrix's own, or some columns of these."""
     stack: Sequence[str] = ()
     """All tensors of a stack, from `name` on: of one dtype and size, and in this file."""
+    largest: float = 0.0
+    """Of scales: the largest magnitude of a number that they multiply. Else 0."""
 
     @no_type_check
     def blocks(self) -> Iterator[tuple[int, int, Shaped[np.ndarray, "rows columns"]]]:
@@ -71,10 +75,16 @@ Block = tuple[Copy, int, int, Shaped[np.ndarray, "rows columns"]]
 
 
 class Copied(NamedTuple):
-    """A copied block: its size in the file, and its tensors that have NaN or infinity (none if not checked)."""
+    """A copied block: its size in the file, and its tensors with wrong numbers (none if not checked)."""
 
     nbytes: int
     infinite: Sequence[str] = ()
+    """Those that have NaN or infinity."""
+    scales: Mapping[str, float] = types.MappingProxyType({})
+    """Of scales: those with one that is not above 0, or at which products may be infinite, and that scale.
+
+    It is 0 only where there is no other such scale.
+    """
 
 
 class Copier:
@@ -135,9 +145,11 @@ class Copier:
             np.left_shift(bits, 16, out=target.view(np.uint32), dtype=np.uint32)
         elif target.dtype != dtype:
             target[:] = bits.view(dtype)
-        if not self.check_finite or np.bitwise_and(bits, exponent, out=masked).max() < exponent:
+        if not self.check_finite:
             return Copied(bits.nbytes)
-        return Copied(bits.nbytes, _at(copy, start, masked == exponent))
+        if np.bitwise_and(bits, exponent, out=masked).max() >= exponent:
+            return Copied(bits.nbytes, _at(copy, start, masked == exponent))
+        return Copied(bits.nbytes, scales=_wrong_scales(copy, start, target) if copy.largest else {})
 
     def _decoded(
         self, copy: Copy, quantized: Quantized, start: int, target: Shaped[np.ndarray, "rows columns"]
@@ -162,6 +174,19 @@ def _at(copy: Copy, start: int, wrong: Bool[np.ndarray, "rows columns"]) -> Sequ
         return [copy.name]
     size = copy.target.size // len(copy.stack)
     return [copy.stack[int(i)] for i in np.unique((start + np.flatnonzero(wrong)) // size)]
+
+
+def _wrong_scales(copy: Copy, start: int, target: Shaped[np.ndarray, "rows columns"]) -> Mapping[str, float]:
+    """What `Copied` says of a block of scales, which are finite."""
+    stored = target.view(DTYPES["F8_E8M0"]) if target.dtype == np.uint8 else target
+    scales, names = stored.astype(np.float32).reshape(-1), copy.stack or [copy.name]
+    most = float(ml_dtypes.finfo(np.float32 if stored.dtype.itemsize == 1 else stored.dtype).max) / copy.largest
+    wrong: dict[str, float] = {}
+    for at in (np.flatnonzero(scales == 0), np.flatnonzero((scales < 0) | (scales > most))):
+        numbers = (start + at) // (copy.target.size // len(copy.stack)) if copy.stack else np.zeros_like(at)
+        for number, first in zip(*np.unique(numbers, return_index=True), strict=True):
+            wrong[names[int(number)]] = float(scales[at[first]])
+    return wrong
 
 
 @no_type_check

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, SafetensorsFile
 
 BLOCK, GROUP = 128, 32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -42,7 +42,10 @@ class Quantized(NamedTuple):
         return numbers // 2 if self.packed else numbers
 
     def read(self, first: int, rows: int, left: int, columns: int) -> Float[np.ndarray, "{rows} {columns}"]:
-        """The numbers of the rows and columns from `first` and `left` on. CheckpointError if a file cannot be read."""
+        """The numbers of the rows and columns from `first` and `left` on.
+
+        CheckpointError if a file cannot be read, or for a scale that is not above 0 and multiplies more than zeros.
+        """
         width, right, pair = self.bytes(self.columns), left + columns, 2 if self.packed else 1
         stored = np.empty((rows, -(-right // pair) - left // pair), np.int8)
         self.file.read(self.name, first * width + left // pair, stored, width)
@@ -52,7 +55,13 @@ class Quantized(NamedTuple):
         self.scales_file.read(self.scales, begin * across + before, scales, across)
         row, column = np.arange(first, first + rows) // above - begin, left - before * side
         wide = np.repeat(scales.astype(np.float32), side, axis=1)[row, column : column + columns]
-        return self._numbers(stored)[:, left % pair : left % pair + columns] * wide
+        numbers = self._numbers(stored)[:, left % pair : left % pair + columns]
+        if (wrong := (wide < 0) | ((wide == 0) & (numbers != 0))).any():
+            raise CheckpointError(
+                f"{self.scales_file.path}: {self.scales}: found a scale of {wide[wrong][0]:g}; expected one above 0; "
+                "fetch the file again"
+            )
+        return numbers * wide
 
     def _numbers(self, stored: Shaped[np.ndarray, "rows bytes"]) -> Float[np.ndarray, "rows numbers"]:
         if not self.packed:

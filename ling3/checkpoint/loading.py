@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -27,8 +28,9 @@ from ling3.checkpoint.dequantizing import QUANTIZED, Quantized, scales_of
 from ling3.checkpoint.names import Leaf, Parts, Weight, stored_parts, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import save
+from ling3.checkpoint.scales import is_of_zeros, is_scale
 from ling3.layers.linear import Linear, Matrix
-from ling3.layers.quantized import QuantizedMatrix
+from ling3.layers.quantized import QuantizedMatrix, in_float32
 from ling3.mesh.agreement import Together
 from ling3.mesh.rules import WHOLE, Rules, Share
 from ling3.mesh.sharding import Layout, check, place, plan
@@ -38,6 +40,8 @@ from ling3.runtime.progress import progress
 
 __all__ = ["CheckpointError", "load", "save", "weight_names"]
 
+EMBEDDING = "model.word_embeddings.weight"
+"""Its dtype is the model's."""
 PATTERNS = ("config.json", "*.safetensors", shards.INDEX)
 
 
@@ -58,16 +62,18 @@ def load(
     With `dtype` None every array has the dtype it is stored in. With `jnp.float32` or `jnp.bfloat16` the matrices have
     that one, and what the structure keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
 
-    Quantized weights stay in their format in memory, and their scales in the dtype that they are stored in, whatever
-    `dtype` says: it is that of the rest and of activations, which are not rounded to 8 bits, though a checkpoint's
-    servers may do so. With `dequantize` they become matrices in `dtype`, or bfloat16 with `dtype` None, as the training
-    of a model needs them. Those of DeepSeek-V4 always do.
+    Quantized weights stay in their format in memory, whatever `dtype` says: it is that of the rest and of activations,
+    which are not rounded to 8 bits, though a checkpoint's servers may do so. Integers times their scales are rounded to
+    the dtype of the scales, but not in a model in float32: both as in transformers. With `dequantize` they become
+    matrices in `dtype`, or bfloat16 with `dtype` None, as the training of a model needs them. Those of DeepSeek-V4
+    always do.
 
     All headers are checked against the configuration before any weight is read: nothing may be missing or left over
     but the multi-token-prediction layers, which are skipped, and a tied `lm_head`, which must equal the embedding.
     Files are read by all cores, block by block, straight into the arrays, so memory peaks at the model (on an
     accelerator: at its largest array on the host); a progress bar goes to stderr when that takes over two seconds.
-    `check_finite` looks at every weight for NaN and infinity.
+    `check_finite` looks at every weight for NaN and infinity, and at every scale: it must be above 0, or at 0 multiply
+    nothing but zeros, and its products must be finite.
 
     With a `mesh` the model lies on it, cut by the `rules` as in `ling3.mesh.place`. All processes of the mesh call this
     at once. Each reads the bytes of its own devices' parts, every one once (of a tied `lm_head` also its share of the
@@ -98,6 +104,8 @@ def load(
         parts = stored_parts(tree, files)
         account(directory, config, parts, files, wanted, mesh)
         dtypes = [_target_dtype(leaf, weights, files, wanted) for leaf, weights in parts]
+        if any(leaf.path == EMBEDDING and own == np.float32 for (leaf, _), own in zip(parts, dtypes, strict=True)):
+            tree = eqx.filter_eval_shape(in_float32, tree)
         layout = None if mesh is None else plan(tree, mesh, rules)
         together.check(same=hashlib.sha256(repr((config, dtypes)).encode()).hexdigest())
 
@@ -150,6 +158,7 @@ def _read(
 ) -> list[jax.Array]:
     """The arrays: all of each without a layout, else what this process has of it."""
     infinite: dict[str, None] = {}
+    scales: dict[str, float] = {}
 
     def total(i: int) -> int:
         leaf, weights = parts[i]
@@ -161,10 +170,14 @@ def _read(
     def read(i: int, share: Share, number: int) -> np.ndarray:
         leaf, weights = parts[i]
         array = _aligned(share.shape(leaf.value.shape), dtypes[i])
-        for nbytes, wrong in copier.run(list(_copies(leaf, weights, files, array, share, number))):
-            advance(nbytes)
-            for name in wrong:
-                infinite[f"{name}, in {files[name].path.name}"] = None
+        largest = leaf.module.largest if is_scale(leaf) else 0.0
+        copies = [copy._replace(largest=largest) for copy in _copies(leaf, weights, files, array, share, number)]
+        for copied in copier.run(copies):
+            advance(copied.nbytes)
+            infinite.update(dict.fromkeys(copied.infinite))
+            for name, scale in copied.scales.items():
+                if scale or not is_of_zeros(leaf, name, files):
+                    scales[name] = scale
         return array
 
     def placed(i: int) -> jax.Array:
@@ -176,9 +189,19 @@ def _read(
     every = range(len(parts))
     with progress(f"loading {directory.name}", sum(map(total, every))) as advance, Copier(check_finite) as copier:
         arrays = [placed(i) for i in every]
-    if infinite:
-        kind = "weights that are NaN or infinite; fetch the file again, or load with check_finite=False"
-        raise CheckpointError(shards.complaint(directory, [(kind, list(infinite))]))
+    if infinite or scales:
+        advice = "fetch the file again, or load with check_finite=False"
+        kinds = [
+            (
+                f"weights that are NaN or infinite; {advice}",
+                [f"{name}, in {files[name].path.name}" for name in infinite],
+            ),
+            (
+                f"scales that are not above 0, or so large that products are infinite; {advice}",
+                [f"{name}, in {files[name].path.name}: found {scale:g}" for name, scale in scales.items()],
+            ),
+        ]
+        raise CheckpointError(shards.complaint(directory, kinds))
     return arrays
 
 
@@ -196,6 +219,8 @@ def _target_dtype(
 ) -> np.dtype:
     stored = files[weights[0].name].tensors[weights[0].name].dtype
     if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
+        if stored in FLOATS and wanted == np.float32:
+            return np.dtype(np.float32)
         return np.dtype(np.int32) if stored == "I64" else DTYPES[stored]
     if stored_as(leaf) != FLOATS:
         return np.dtype(leaf.value.dtype)

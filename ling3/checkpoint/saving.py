@@ -162,7 +162,9 @@ def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) 
     if not there:
         return [], False
     if not overwrite:
-        raise CheckpointError(f"{target}: is not empty; give another directory, or overwrite=True to replace it")
+        raise CheckpointError(
+            f"{target}: is not empty; give another directory, or overwrite it (overwrite=True, --overwrite)"
+        )
     try:
         read_config(target)
     except ConfigError as error:
@@ -233,7 +235,10 @@ def _checked_arrays(model: CausalLM) -> list[_Stored]:
 
 
 def _statics(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What the modules have beside arrays, but for their names: what they compute, which no tensor's shape tells."""
+    """What the modules have beside arrays: what they compute, which no tensor's shape tells.
+
+    Not their names, nor `wide`, which follows from the dtype in which a quantized model is loaded.
+    """
     if isinstance(node, tuple):
         for i, each in enumerate(node):
             yield from _statics(each, f"{path}.{i}")
@@ -242,7 +247,7 @@ def _statics(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             value, own = getattr(node, field.name), f"{path}.{field.name}".lstrip(".")
             if not field.metadata.get("static"):
                 yield from _statics(value, own)
-            elif field.name != "name":
+            elif field.name not in ("name", "wide"):
                 yield own, value
 
 

@@ -21,15 +21,18 @@ _LISTED = 12
 def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
     """Every tensor's name, and the opened file that holds it; only headers are read.
 
-    With an index, the files are those that it names, and it must list exactly their tensors; without one, every
-    `*.safetensors` in the directory. File names are plain names in the directory. A link may lead into the same
-    repository's blobs in the hub's cache, and nowhere else. Pickled weights (`.bin`, `.pt`) are never read.
+    With an index, the files are those that it names, and each tensor must be in the file that it says. Without one, it
+    is `model.safetensors`, or where there is none every `*.safetensors` in the directory. Other files are ignored, such
+    as adapters and other layouts of the same weights (`consolidated.safetensors`). File names are plain names in the
+    directory. A link may lead into the same repository's blobs in the hub's cache, and nowhere else. Pickled weights
+    (`.bin`, `.pt`) are never read.
 
     Raises CheckpointError, with all problems of a kind in one message.
     """
     weight_map = index(directory)
     if weight_map is None:
         names = sorted(p.name for p in directory.glob("*.safetensors") if not p.name.startswith("."))
+        names = [SINGLE] if SINGLE in names else names
         if not names:
             raise CheckpointError(_nothing_to_read(directory))
     else:
@@ -137,16 +140,10 @@ def _check_holders(
             absent.append(f"{tensor}: not in {name}")
         elif all(file.path.name != name for file in holders[tensor]):
             elsewhere.append(f"{tensor}: not in {name}, but in {holders[tensor][0].path.name}")
-    unknown = [
-        f"{tensor}: in {files[0].path.name}"
-        for tensor, files in holders.items()
-        if weight_map is not None and tensor not in weight_map
-    ]
-    if twice or absent or elsewhere or unknown:
+    if twice or absent or elsewhere:
         kinds = [
             ("tensors in two files; keep one of each", twice),
             (f"tensors that {INDEX} names and the file lacks", absent),
             (f"tensors in another file than {INDEX} says", elsewhere),
-            (f"tensors that {INDEX} does not name", unknown),
         ]
         raise CheckpointError(complaint(directory, kinds))

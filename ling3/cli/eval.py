@@ -203,7 +203,7 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
         counts = {"right": score.right, "total": score.total, "accuracy": score.accuracy}
         print_json({"model": source.name, "predictions": command.out, **counts, "wilson_95": [low, high]})
         return
-    print(f"95 % (Wilson): {low:.4f} to {high:.4f}")
+    print(f"accuracy, 95 % (Wilson): {low:.4f} to {high:.4f}")
     print(score)
 
 

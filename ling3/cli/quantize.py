@@ -22,7 +22,9 @@ class Quantize(Command):
     """int4 and int8: compressed-tensors' pack-quantized; fp8: E4M3 with a scale for each 128 x 128 block; mxfp4: E2M1
     with an exponent for 32 neighbours in a row."""
     out: str
-    """The directory for the new checkpoint; it must be empty, or not there."""
+    """The directory for the new checkpoint; it must be empty, or not there, without --overwrite."""
+    overwrite: bool = False
+    """Replace the checkpoint that is in the directory; files that are none of its own stay."""
     group: WholeNumber = None
     """Of int4 and int8: neighbours in a row that share a scale, 32 or 128; 32 without it."""
     keep: str = "lm_head"
@@ -35,5 +37,6 @@ def run(command: Quantize) -> None:
 
     keep = [name for name in command.keep.split(",") if name]
     revision = command.common.revision
-    quantize(command.model, command.out, command.to, group=command.group, keep=keep, revision=revision)
+    options = {"group": command.group, "keep": keep, "revision": revision, "overwrite": command.overwrite}
+    quantize(command.model, command.out, command.to, **options)
     print(f"{command.out}: {command.model} in {command.to}", file=sys.stderr)

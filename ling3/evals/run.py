@@ -54,7 +54,11 @@ Chat = Literal["auto", "on", "off"]
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """How many of `total` answers are `right`; as a text, the last line of a run."""
+    """How many of `total` answers are `right`.
+
+    As a text it is the last line of a run, by which scripts around Ling's evaluations know that it is complete: they
+    look for the Chinese for accuracy.
+    """
 
     right: int
     total: int
@@ -73,7 +77,7 @@ class Score:
         return max(0.0, min(p, low)), min(1.0, max(p, high))  # at 0 and 1 but for rounding
 
     def __str__(self) -> str:
-        return f"accuracy (正确率): {self.right}/{self.total} = {self.accuracy:.4f}"
+        return f"正确率: {self.right}/{self.total} = {self.accuracy:.4f}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,8 @@ _Config = TypeVar("_Config")
 HARMLESS = frozenset(
     {
         "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_flash_attn_2_enabled",
         "attention_dropout",
         "attn_implementation",
         "embedding_dropout",

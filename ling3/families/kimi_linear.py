@@ -97,7 +97,8 @@ class KimiLinearConfig:
     initializer_range: float = field(gt=0, absent=0.02)
     bos_token_id: int | None = field(ge=0, le=2**31 - 1)
     eos_token_id: tuple[int, ...] = field(ge=0, le=2**31 - 1, single=True, absent=())
-    pad_token_id: int | None = field(ge=0, le=2**31 - 1)
+    pad_token_id: int | None = field(ge=-1, le=2**31 - 1)
+    """-1, or an id that no row of the embedding has, is as good as none: nothing is padded with it."""
     quantization_config: Quantization | None = field(
         None,
         kw_only=True,

@@ -133,7 +133,8 @@ class Ling3Config:
     """Layers of multi-token prediction, whose weights are not loaded; None where config.json does not say."""
     initializer_range: float = field(0.02, gt=0, absent=0.02)
     eos_token_id: tuple[int, ...] = token_id((156895,), single=True)
-    pad_token_id: int | None = token_id(156892)
+    pad_token_id: int | None = field(156892, ge=-1, le=2**31 - 1)
+    """-1, or an id that no row of the embedding has, is as good as none: nothing is padded with it."""
     quantization_config: Quantization | None = field(
         None, convert=Quantization.read, expected="null, or an object with the quant_method fp8 or compressed-tensors"
     )

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from ling3.families.config_fields import ConfigError, found
@@ -48,7 +49,8 @@ class Scheme:
         """
         options = {"key": key, "std": std, "axes": like.axes, "bias": like.bias}
         if self.kind == "integers":
-            return PackedLinear.init(like.shape, bits=self.bits, group=self.group, **options)
+            options |= {"bits": self.bits, "group": self.group, "wide": like.dtype == jnp.float32}
+            return PackedLinear.init(like.shape, **options)
         if self.kind == "fp8":
             return Fp8Linear.init(like.shape, powers=self.powers, **options)
         return (Mxfp4Linear if self.kind == "mxfp4" else Fp4Linear).init(like.shape, **options)
@@ -195,11 +197,16 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[Group, ...], tupl
         "kv_cache_scheme": (None,),
         "moe_sparsity_config": (None,),
         "quantization_status": ("compressed", None),
-        "sparsity_config": ({}, None),
         "transform_config": ({}, None),
     }
-    free = ("config_groups", "global_compression_ratio", "ignore", "quant_method", "version")
+    free = ("config_groups", "global_compression_ratio", "ignore", "quant_method", "sparsity_config", "version")
     problems = list(_only(raw, values, free))
+    sparsity = raw.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
+        problems.append(
+            f"sparsity_config: {found(sparsity)}; expected the format 'dense', null or {{}}; ling3 reads no sparse "
+            "layout: use another checkpoint"
+        )
     ignore, groups, listed = _strings(raw, "ignore", problems), [], raw.get("config_groups")
     if not isinstance(listed, Mapping) or not listed or not all(isinstance(own, Mapping) for own in listed.values()):
         problems.append(f"config_groups: {found(listed)}; expected an object of groups, each with targets and weights")

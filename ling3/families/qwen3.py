@@ -4,8 +4,8 @@ import dataclasses
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families.config_fields import field
-from ling3.families.transformer import WindowedConfig, attention, build, family, swiglu
+from ling3.families.config_fields import Only, field
+from ling3.families.transformer import ONLY, WindowedConfig, attention, build, family, swiglu
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
 
@@ -13,6 +13,8 @@ from ling3.model import CausalLM
 @dataclasses.dataclass(frozen=True)
 class Qwen3Fields(WindowedConfig):
     """The fields of Qwen3's attention (Qwen Team, arXiv 2505.09388, §2)."""
+
+    only = ONLY | {"use_qk_norm": Only((True, None), "queries and keys have norms")}
 
     attention_bias: bool = field(absent=False)
     """Biases of all four projections of attention."""

@@ -100,6 +100,8 @@ def read_scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
         return given
     own = dict(given)
     own.pop("rope_theta", None)
+    if own.get("rope_type", own.get("type")) == "yarn":
+        own.pop("finetuned", None)  # how the model was trained, in YaRN's first checkpoints
     if own.pop("partial_rotary_factor", 1.0) != 1.0:
         problems.append("rope_scaling.partial_rotary_factor: expected 1; in ling3 every channel of a head is rotated")
     if all(own.get(name) in (None, "default") for name in ("rope_type", "type")):

@@ -31,7 +31,6 @@ def _divided(hidden: int, heads: int) -> int | None:
 
 ONLY = {
     "hidden_act": Only(("silu", "swish"), "every MLP is a SwiGLU", written=True),
-    "pretraining_tp": Only((1, None), "products are not split as in tensor-parallel training"),
     "partial_rotary_factor": Only((1.0, 1, None), "every channel of a head is rotated"),
 }
 """Published fields of which the code computes one value alone."""
@@ -46,6 +45,8 @@ class TransformerConfig:
 
     architecture: ClassVar[str]
     model_type: ClassVar[str]
+    only: ClassVar[Mapping[str, Only]] = ONLY
+    """Published fields that must have one value."""
     derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
     """Published fields that repeat others."""
 
@@ -99,11 +100,11 @@ class TransformerConfig:
     @classmethod
     def from_dict(cls: type[_Config], raw: object, source: str = "config.json") -> _Config:
         """The config in the JSON object `raw`, every field of which is accounted for; `source` is for errors."""
-        return read(cls, raw, source, only=ONLY, derived=cls.derived)
+        return read(cls, raw, source, only=cls.only, derived=cls.derived)
 
     def to_dict(self) -> dict[str, Any]:
         """The published `config.json`."""
-        raw = {"architectures": [self.architecture], "model_type": self.model_type, **published(self, ONLY)}
+        raw = {"architectures": [self.architecture], "model_type": self.model_type, **published(self, self.only)}
         scaling = self.rope_scaling
         return raw | {"rope_scaling": None if scaling is None else scaling.to_dict()}
 

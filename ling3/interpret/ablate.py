@@ -278,7 +278,7 @@ def variant(
     """
     config = family_of(model.config).vary(model.config, layers, fields)
     have = {**(fill or {}), **{leaf.path: leaf.value for leaf in leaves(model)}}
-    target = structure(config)
+    target = structure(config, model.dtype)
     wanted = list(leaves(target))
     lacking = [
         f"{leaf.path} {list(leaf.value.shape)}"

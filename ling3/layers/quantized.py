@@ -4,6 +4,7 @@ Products multiply unrounded activations by the numbers that the bits mean, whate
 that is nearer to the model than the servers that round them to 8 bits too.
 """
 
+import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -38,6 +39,11 @@ class QuantizedMatrix(Matrix):
     STORED: ClassVar[Mapping[str, tuple[str, ...]]]
     """The types in which files may have each of its tensors, which keep the one that they are stored in."""
     bias: eqx.AbstractVar[Array | None]
+
+    @property
+    @abstractmethod
+    def largest(self) -> float:
+        """The largest magnitude that a number has before it is multiplied by its scale."""
 
     @property
     @abstractmethod
@@ -109,6 +115,11 @@ class Fp8Linear(QuantizedMatrix):
         return self.weight.shape
 
     @property
+    def largest(self) -> float:
+        """448."""
+        return _E4M3
+
+    @property
     def dtype(self) -> jnp.dtype:
         """float32."""
         return jnp.dtype(jnp.float32)
@@ -134,6 +145,11 @@ class PackedLinear(QuantizedMatrix):
     bits: int = eqx.field(static=True)
     padding: int = eqx.field(static=True, default=0)
     """Numbers of a row's last word that are none of W's."""
+    wide: bool = eqx.field(static=True, default=False)
+    """True if W's numbers are float32, and False if they are rounded to the dtype of the scales.
+
+    As in transformers, that depends on the dtype of the model around it.
+    """
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
@@ -152,6 +168,7 @@ class PackedLinear(QuantizedMatrix):
         *,
         bits: int,
         group: int | None,
+        wide: bool = False,
         key: PRNGKeyArray,
         std: float,
         axes: tuple[str, ...],
@@ -171,6 +188,7 @@ class PackedLinear(QuantizedMatrix):
             weight_shape=jnp.broadcast_to(jnp.asarray([outer, inner], jnp.int32), (*rest, 2)),
             bits=bits,
             padding=words * per - inner,
+            wide=wide,
             bias=bias,
             axes=axes,
         )
@@ -181,14 +199,19 @@ class PackedLinear(QuantizedMatrix):
         return (*self.weight_packed.shape[:-1], self.weight_packed.shape[-1] * (32 // self.bits) - self.padding)
 
     @property
+    def largest(self) -> float:
+        """8, or 128 for 8 bits."""
+        return 2.0 ** (self.bits - 1)
+
+    @property
     def dtype(self) -> jnp.dtype:
-        """That of the scales."""
-        return self.weight_scale.dtype
+        """That of the scales, or float32."""
+        return jnp.dtype(jnp.float32) if self.wide else self.weight_scale.dtype
 
     @property
     def operand(self) -> Integers:
         """The tensors as a matrix, or a stack, of their format."""
-        return Integers(self.weight_packed, self.weight_scale, self.bits, self.padding)
+        return Integers(self.weight_packed, self.weight_scale.astype(self.dtype), self.bits, self.padding)
 
 
 class Mxfp4Linear(QuantizedMatrix):
@@ -223,6 +246,11 @@ class Mxfp4Linear(QuantizedMatrix):
     def shape(self) -> tuple[int, ...]:
         """[*stack, out, in]."""
         return (*self.weight_packed.shape[:-1], 2 * self.weight_packed.shape[-1])
+
+    @property
+    def largest(self) -> float:
+        """6."""
+        return _E2M1
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -270,6 +298,11 @@ class Fp4Linear(QuantizedMatrix):
         return (*self.weight.shape[:-1], 2 * self.weight.shape[-1])
 
     @property
+    def largest(self) -> float:
+        """6."""
+        return _E2M1
+
+    @property
     def dtype(self) -> jnp.dtype:
         """bfloat16."""
         return jnp.dtype(jnp.bfloat16)
@@ -279,6 +312,15 @@ class Fp4Linear(QuantizedMatrix):
         """The tensors as a matrix, or a stack, of their format."""
         packed, scale = (lax.bitcast_convert_type(own, jnp.uint8) for own in (self.weight, self.weight_scale_inv))
         return Mxfp4(packed, scale)
+
+
+def in_float32(tree: Any) -> Any:
+    """The tree of a model in float32: integers times their scales are not rounded to the scales' dtype."""
+
+    def wide(node: Any) -> Any:
+        return dataclasses.replace(node, wide=True) if isinstance(node, PackedLinear) else node
+
+    return jax.tree.map(wide, tree, is_leaf=lambda node: isinstance(node, PackedLinear))
 
 
 def weights_per_element(tree: Any) -> list[Fraction]:
@@ -298,8 +340,8 @@ def weights_per_element(tree: Any) -> list[Fraction]:
     return counts
 
 
-_E4M3 = 448.0
-"""The largest number."""
+_E4M3, _E2M1 = 448.0, 6.0
+"""The largest numbers."""
 _E2M1_RMS = (sum(x * x for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8) ** 0.5
 """Of all sixteen codes."""
 

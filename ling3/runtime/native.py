@@ -2,8 +2,12 @@
 
 A kernel is one source file beside its operator, with the headers there, written against the headers of XLA's foreign
 function interface in jaxlib. The C++ compiler (the variable CXX, else `c++`) compiles it for this processor. Without a
-compiler, where it fails, and on Windows, operators run in their plain form. A library's name contains a hash of
-everything it was made from, so a library of another machine or version is never loaded.
+compiler, where it fails, and on Windows, operators run in their plain form; each process warns of every kernel that it
+does without, unless it was told to or runs on Windows.
+
+A library's name contains a hash of everything it was made from, so a library of another machine or version is never
+loaded, and a hash of its content: a file that was cut or changed is compiled again, as calling it would end the
+process. Files are only ever replaced, never written to, since other processes may have them mapped.
 
     LING3_NATIVE=off            compiles and loads nothing
     LING3_NATIVE=/some/where    keeps libraries there
@@ -43,8 +47,8 @@ def target(source: pathlib.Path, handler: str, macro: str = "") -> str | None:
     With a `macro` the file is compiled with that defined, as a library of its own.
 
     The first call on a machine compiles the file, which takes seconds; other processes wait for it. A file that does
-    not compile gives a RuntimeWarning once and is not tried again. Any other failure, such as a CXX that names no
-    compiler, gives one each time. ValueError if a variable has an invalid value.
+    not compile is not tried again by later processes. RuntimeWarning, in each process, if the kernel is missing for any
+    reason but `LING3_NATIVE=off` and Windows. ValueError if a variable has an invalid value.
     """
     library, key = _library(source, macro)
     if library is None:
@@ -58,50 +62,61 @@ def target(source: pathlib.Path, handler: str, macro: str = "") -> str | None:
 def instructions() -> tuple[str, ...]:
     """Which of `INSTRUCTIONS` the kernels are compiled with on this machine; none without a compiler."""
     compiler = _compiler()
-    macros = (_processor(compiler) or b"").decode(errors="replace") if compiler else ""
+    macros = _processor(compiler).decode(errors="replace") if compiler else ""
     return tuple(name for name in INSTRUCTIONS if f"#define __{name}__ " in macros)
 
 
 @functools.cache
 def _library(source: pathlib.Path, macro: str) -> tuple[ctypes.CDLL | None, str]:
-    """The library made from a source, compiled now if it is not cached, and the hash in its name."""
-    directory = user_cache.directory(VARIABLE, "native")
-    try:
-        compiler = [] if directory is None else _compiler()
-        processor = _processor(compiler) if compiler else None
-        content = b"\0".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
-    except OSError as error:
-        return _without(source, str(error))
-    if directory is None or processor is None:
+    """The library made from a source, compiled now if it is not cached or is damaged, and the hash of its sources.
+
+    (None, "") without one, and a warning that says why.
+    """
+    if os.environ.get(VARIABLE) == "off":
         return None, ""
-    command = [*compiler, *FLAGS, *([f"-D{macro}"] if macro else [])]
-    made_from = (content, processor, jaxlib.version.__version__.encode(), repr(command).encode())
-    key = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
-    library = directory / f"{source.stem}-{key}.so"
-    failed = library.with_suffix(".failed")
+    directory, compiler = user_cache.directory(VARIABLE, "native"), _compiler()
+    if not compiler and sys.platform == "win32":
+        return None, ""
     try:
-        with filelock.FileLock(directory / ".lock", timeout=2 * LONGEST):
-            if not library.exists():
-                if failed.exists():
-                    return None, ""
-                _compile(command, source, library, failed)
-        return ctypes.CDLL(str(library)), key
-    except subprocess.CalledProcessError as error:
-        advice = f": {failed} has its messages; remove that file to try again" if failed.exists() else ""
-        return _without(source, f"{shlex.join(compiler)} ended with {error.returncode}{advice}")
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return _without(source, str(error))
+        if directory is None:
+            raise OSError(f"Its cache directory cannot be written, or others may write to it: name one in {VARIABLE}")
+        command = [*compiler, *FLAGS, *([f"-D{macro}"] if macro else [])]
+        texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+        version = jaxlib.version.__version__.encode()
+        key = _hash(b"\0".join((*texts, _processor(compiler), version, repr(command).encode())))
+        return ctypes.CDLL(str(_cached(directory / f"{source.stem}-{key}", source, command))), key
+    except (OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"{source.name} could not be compiled or loaded; its operator runs in its slower plain form. {error}. "
+            f"{VARIABLE}=off compiles and loads nothing.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None, ""
 
 
-def _without(source: pathlib.Path, reason: str) -> tuple[None, str]:
-    """What `_library` returns without a library, and a warning that says why."""
-    warnings.warn(
-        f"{source.name} could not be compiled or loaded; its operator runs in its slower plain form. {reason}. "
-        f"{VARIABLE}=off compiles and loads nothing.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return None, ""
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _cached(stem: pathlib.Path, source: pathlib.Path, command: list[str]) -> pathlib.Path:
+    """The library of this name whose content has the hash that its name says, compiled now if there is none.
+
+    Others of this name are damaged, and removed. OSError or SubprocessError if the source does not compile.
+    """
+    failed = stem.with_suffix(".failed")
+    with filelock.FileLock(stem.with_name(".lock"), timeout=2 * LONGEST):
+        for library in stem.parent.glob(f"{stem.name}-*.so"):
+            if library.stem == f"{stem.name}-{_hash(library.read_bytes())}":
+                return library
+            library.unlink()
+        if failed.exists():
+            raise OSError(f"{command[0]} has refused it{_advice(failed)}")
+        return _compile(command, source, stem, failed)
+
+
+def _advice(failed: pathlib.Path) -> str:
+    return f": {failed} has its messages; remove that file to try again" if failed.exists() else ""
 
 
 def _compiler() -> list[str]:
@@ -119,14 +134,17 @@ def _compiler() -> list[str]:
     return [found]
 
 
-def _processor(compiler: list[str]) -> bytes | None:
-    """The compiler's predefined macros, which tell its version and this machine's instructions; None if it has none.
+def _processor(compiler: list[str]) -> bytes:
+    """The compiler's predefined macros, which tell its version and this machine's instructions.
 
-    OSError if CXX names such a compiler.
+    OSError if there is no compiler, or none that can be run.
     """
+    if not compiler:
+        raise OSError("There is no C++ compiler: install one that is called c++, or name one in CXX")
     said = _output([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
-    if said is None and (named := os.environ.get("CXX")):
-        raise OSError(f"CXX is {named!r}, which cannot be run or does not know -march=native")
+    if said is None:
+        named = "CXX is " if os.environ.get("CXX") else "The compiler is "
+        raise OSError(f"{named}{shlex.join(compiler)!r}, which cannot be run or does not know -march=native")
     return said
 
 
@@ -138,18 +156,19 @@ def _output(command: list[str]) -> bytes | None:
         return None
 
 
-def _compile(command: list[str], source: pathlib.Path, library: pathlib.Path, failed: pathlib.Path) -> None:
-    """Compiles a source into `library`, atomically. Raises what `subprocess.run` does.
+def _compile(command: list[str], source: pathlib.Path, stem: pathlib.Path, failed: pathlib.Path) -> pathlib.Path:
+    """Compiles a source into a library whose name is `stem` and the hash of its content, atomically; returns its path.
 
-    If the compiler refuses the source, its messages go to `failed`. A compiler that was killed may be tried again.
+    OSError if the compiler refuses the source, whose messages then go to `failed`. A compiler that was killed may be
+    tried again.
     """
-    with tempfile.TemporaryDirectory(dir=library.parent) as aside:
-        made = pathlib.Path(aside) / library.name
-        whole = [*command, "-isystem", jax.ffi.include_dir(), str(source), "-o", str(made)]
+    with tempfile.TemporaryDirectory(dir=stem.parent) as aside:
+        made = pathlib.Path(aside) / f"{stem.name}.so"
+        options = ["-isystem", jax.ffi.include_dir(), str(source), "-o", str(made)]
         try:
-            subprocess.run(whole, capture_output=True, check=True, timeout=LONGEST)
+            subprocess.run([*command, *options], capture_output=True, check=True, timeout=LONGEST)
         except subprocess.CalledProcessError as error:
             if error.returncode > 0:
                 failed.write_bytes(error.stderr)
-            raise
-        made.replace(library)
+            raise OSError(f"{command[0]} ended with {error.returncode}{_advice(failed)}") from error
+        return made.replace(stem.with_name(f"{stem.name}-{_hash(made.read_bytes())}.so"))

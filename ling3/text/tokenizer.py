@@ -54,11 +54,11 @@ class Tokenizer:
         ]
         pads = [
             *self._id_of("pad_token"),
-            *_ids(generation, "pad_token_id", directory / GENERATION),
-            *_ids(model, "pad_token_id", directory / MODEL),
+            *_ids(generation, "pad_token_id", directory / GENERATION, least=-1),
+            *_ids(model, "pad_token_id", directory / MODEL, least=-1),
         ]
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(ends)))
-        self.pad_token_id: int | None = pads[0] if pads else None
+        self.pad_token_id: int | None = next((pad for pad in pads if pad >= 0), None)
 
     def __repr__(self) -> str:
         template = "no chat template" if self.chat_template is None else "a chat template"
@@ -88,7 +88,7 @@ class Tokenizer:
 
     def check_fits(self, rows: int) -> None:
         """Raises TokenizerError if an id of this tokenizer has no row in an embedding of `rows`."""
-        largest = max(self.vocab_size - 1, *self.eos_token_ids, self.pad_token_id or 0)
+        largest = max(self.vocab_size - 1, *self.eos_token_ids)
         if largest >= rows:
             raise TokenizerError(
                 f"{self.directory}: the tokenizer's ids go up to {largest}, but the model's embedding has {rows} rows "
@@ -262,10 +262,10 @@ def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> Chat
     return ChatTemplate(value, f"{path}: chat_template")
 
 
-def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path) -> list[int]:
+def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path, least: int = 0) -> list[int]:
     value = fields.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
-        if type(token) is not int or token < 0:
+        if type(token) is not int or token < least:
             raise TokenizerError(f"{path}: {name} is {shown(value)}, where an id or a list of ids was expected")
     return ids

@@ -139,6 +139,78 @@ def test_numbers_that_are_nan_are_refused(name, tmp_path):
         ling3.load(tmp_path)
 
 
+SCALE = {"int4": "weight_scale", "int8": "weight_scale", "fp8": "weight_scale_inv", "mxfp4": "weight_scale"}
+CODES = {"int4": "weight_packed", "int8": "weight_packed", "fp8": "weight"}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """Saves a model of a format with some of its bytes changed: `changed(name, {tensor: numbers, …})`."""
+    saved = {}
+
+    def write(name, numbers):
+        if name not in saved:
+            saved[name] = tmp_path_factory.mktemp(name)
+            ling3.save(model(name), saved[name])
+        path = tmp_path_factory.mktemp("changed")
+        (path / "config.json").write_bytes((saved[name] / "config.json").read_bytes())
+        content = bytearray((saved[name] / "model.safetensors").read_bytes())
+        tensors = SafetensorsFile(saved[name] / "model.safetensors").tensors
+        for tensor, value in numbers.items():
+            start, raw = tensors[tensor].start, np.asarray(value).tobytes()
+            content[start : start + len(raw)] = raw
+        (path / "model.safetensors").write_bytes(content)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", slowly(["int4", "int8", "fp8"], but=["int4", "fp8"]))
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3e38])
+def test_scales_that_are_none_are_refused(name, scale, changed):
+    stored = np.asarray([scale], jnp.float32 if name == "fp8" else jnp.bfloat16)
+    path = changed(name, {f"{KEY}.{SCALE[name]}": stored})
+    with pytest.raises(ling3.CheckpointError, match="scales that are not above 0, or so large that") as caught:
+        ling3.load(path)
+    assert (
+        f"    {KEY}.{SCALE[name]}, in model.safetensors: found {float(stored[0]):g}" in str(caught.value).splitlines()
+    )
+    ling3.load(path, check_finite=False)
+
+
+def test_an_exponent_that_makes_infinities_is_refused(changed):
+    """6 · 2^125 is finite, and 6 · 2^126 is not."""
+    ling3.load(changed("mxfp4", {f"{KEY}.weight_scale": np.asarray([252], np.uint8)}))
+    with pytest.raises(ling3.CheckpointError, match=rf"{KEY}.weight_scale, in .*: found 8.50706e\+37"):
+        ling3.load(changed("mxfp4", {f"{KEY}.weight_scale": np.asarray([253], np.uint8)}))
+
+
+@pytest.mark.parametrize("name", slowly(["int4", "int8", "fp8"], but=["int4", "fp8"]))
+def test_a_scale_of_0_may_multiply_zeros(name, changed):
+    """As where a writer has pruned a group, or divides by the largest number of a block that has none."""
+    zeros = {
+        "int4": np.full(4, 0x88888888, np.uint32),  # the first row
+        "int8": np.full(8, 0x80808080, np.uint32),
+        "fp8": np.zeros((64, 32), np.uint8),  # the only block
+    }
+    scale = np.zeros(1, jnp.float32 if name == "fp8" else jnp.bfloat16)
+    path = changed(name, {f"{KEY}.{SCALE[name]}": scale, f"{KEY}.{CODES[name]}": zeros[name]})
+    expert = ling3.load(path).model.layers[1].mlp.experts.down_proj.dense()[3]
+    assert not expert[0].any() and (name == "fp8" or expert[1].any())
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+def test_integers_are_rounded_to_their_scales_but_in_float32(dtype, changed):
+    """A model in float32 with scales in bfloat16: as transformers computes it (`tests/parity/test_quantized.py`)."""
+    own = ling3.load(changed("int4", {}), dtype).model.layers[0].mlp.gate_proj
+    packed, scale = np.asarray(own.weight_packed).view(np.uint32), np.asarray(own.weight_scale).astype(np.float32)
+    codes = (packed[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(*own.shape).astype(np.float32) - 8
+    numbers = codes * np.repeat(scale, 32, axis=-1)
+    rounded = numbers.astype(jnp.bfloat16).astype(np.float32)
+    assert (rounded != numbers).any()
+    np.testing.assert_array_equal(np.asarray(own.dense(), np.float32), rounded if dtype == jnp.bfloat16 else numbers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "mxfp4", "fp8"])
 @pytest.mark.parametrize("rules", [Rules(), Rules(sums=True, experts=None)], ids=["rows", "sums"])
@@ -192,6 +264,11 @@ def test_a_block_that_a_mesh_would_cut_is_refused(name, message):
         (compressed(group=64), r"group_0.weights.group_size: found 64; expected 32 or 128"),
         (compressed(bits=3), "weights.num_bits: found 3; expected 4 or 8"),
         (compressed(group=128), r"q_proj: found 64 columns; expected a multiple of the group size, 128; ignore it"),
+        (
+            compressed(sparsity_config={"format": "sparse-24-bitmask"}),
+            r"sparsity_config: found .*; expected the format",
+        ),
+        (compressed(sparsity_config=["dense"]), r"sparsity_config: found \['dense'\]; expected the format 'dense'"),
         (compressed(ignore=["re:("]), r"ignore: found 're:\(', which is no pattern"),
         (
             compressed(ignore=["model.layers.1.mlp.experts.0.up_proj"]),
@@ -206,6 +283,12 @@ def test_a_block_that_a_mesh_would_cut_is_refused(name, message):
 def test_what_would_change_the_numbers_is_refused_by_name(raw, message):
     with pytest.raises(ConfigError, match=message):
         ling3.init(dataclasses.replace(SIZES, quantization_config=raw), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("sparsity", [None, {}, {"format": "dense", "global_sparsity": 0.153, "ignore": []}])
+def test_a_dense_layout_is_no_sparse_one(sparsity):
+    raw = compressed(sparsity_config=sparsity)
+    assert dataclasses.replace(SIZES, quantization_config=raw).quantization_config.to_dict() == raw
 
 
 def test_asymmetric_integers_and_activations_are_refused():

@@ -1,6 +1,7 @@
 """`ling3.quantize`: its rounding by restatement in numpy, what it copies and keeps, and what it refuses."""
 
 import dataclasses
+import json
 
 import jax
 import ml_dtypes
@@ -131,7 +132,12 @@ def test_the_command(plain, tmp_path, capsys):
     assert cli.main([*argv, "--keep", "lm_head,f_proj"]) == 0
     assert "in int4" in capsys.readouterr().err
     assert cli.main(argv) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert (
+        "is not empty; give another directory, or overwrite it (overwrite=True, --overwrite)" in capsys.readouterr().err
+    )
+    ignored = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert cli.main([*argv, "--overwrite"]) == 0
+    assert json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["ignore"] != ignored
 
 
 @pytest.mark.slow

@@ -121,9 +121,10 @@ def test_stop_ids_are_struck_out_until_min_tokens():
     np.testing.assert_allclose(chosen[0].logprob[0], np.log(0.15), rtol=1e-6)  # one rounding of log and sum
 
 
-def test_rows_are_chosen_one_by_one_with_the_same_bits(monkeypatch):
+@pytest.mark.parametrize("vocab", [61, 64, 128])
+def test_rows_are_chosen_one_by_one_with_the_same_bits(vocab, monkeypatch):
     """Greedy and drawn, with filters, penalties and alternatives; a row that is not active gets no token."""
-    vocab, kinds = 64, [{}, {"temperature": 0.0}, {"top_p": 0.7}, {"logprobs": 3}, {"min_p": 0.2, "top_k": 9}]
+    kinds = [{}, {"temperature": 0.0}, {"top_p": 0.7}, {"logprobs": 3}, {"min_p": 0.2, "top_k": 9}]
     params = [SamplingParams(**{"temperature": 1.0, **kind}) for kind in kinds]
     mixed = Sampling.build([(p, 7 + i, 0, p.check(vocab)) for i, p in enumerate(params)], vocab, 4)
     logits = jnp.asarray(2 * np.random.default_rng(0).normal(size=(len(kinds), vocab)), jnp.float32)

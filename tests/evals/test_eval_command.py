@@ -60,9 +60,9 @@ def test_the_last_line(prompts, tmp_path, capsys):
     assert settings["engine"]["token_paddings"] == [16, 128, 512]
     assert (schedule["mem_fraction"], schedule["max_running_requests"], schedule["overlap"]) == (0.6, 4, False)
     right = sum(line["right"] for line in lines(out))
-    assert last == f"accuracy (正确率): {right}/40 = {right / 40:.4f}"
+    assert last == f"正确率: {right}/40 = {right / 40:.4f}"
     assert right >= 36, "nano answers nine in ten of its own problems"
-    low, high = map(float, re.fullmatch(r"95 % \(Wilson\): (0\.\d{4}) to ([01]\.\d{4})", interval).groups())
+    low, high = map(float, re.fullmatch(r"accuracy, 95 % \(Wilson\): (0\.\d{4}) to ([01]\.\d{4})", interval).groups())
     assert low < right / 40 <= high
     assert "nano: 2.37M parameters, float32, on cpu" in err
     options = ("--prompts", prompts, "--out", out, "--limit", 40, "--json", *ENGINE)
@@ -159,7 +159,7 @@ def test_the_public_files_of_gsm8k(tmp_path, capsys):
     train.write_text("\n".join(map(public, shown)))
     options = ("--questions", test, "--examples", train, "--shots", 1, "--out", out, *ENGINE)
     code, text, _ = run(capsys, "gsm8k", "nano", *options)
-    assert code == 0 and text.splitlines()[1].startswith("accuracy (正确率): ")
+    assert code == 0 and text.splitlines()[1].startswith("正确率: ")
     assert sum(line["right"] for line in lines(out)) >= 5
     assert {tuple(line["settings"]["sampling"]["stop"]) for line in lines(out)} == {("Question:",)}
 
@@ -169,7 +169,7 @@ def test_choices_are_counted_too(tmp_path, capsys):
     prompts, out = tmp_path / "prompts.json", tmp_path / "out.jsonl"
     write(prompts, [Question("Question: 1 + 1?\nA. 2\nB. 3\nAnswer:", "A")])
     code, text, _ = run(capsys, "mmlu-pro", "nano", "--prompts", prompts, "--out", out, *ENGINE)
-    assert code == 0 and text.splitlines()[1] == "accuracy (正确率): 0/1 = 0.0000"
+    assert code == 0 and text.splitlines()[1] == "正确率: 0/1 = 0.0000"
     (line,) = lines(out)
     assert line["expected"] == "A" and line["settings"]["parser"] == "choice"
     assert (line["parsed"], line["right"]) == (None, False) and number(line["text"]) is not None

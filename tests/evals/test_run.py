@@ -369,8 +369,8 @@ def test_the_interval(right, total, low, high):
 
 
 def test_the_last_line():
-    assert str(Score(495, 500)) == "accuracy (正确率): 495/500 = 0.9900"
-    assert str(Score(1, 3)) == "accuracy (正确率): 1/3 = 0.3333"
+    assert str(Score(495, 500)) == "正确率: 495/500 = 0.9900"
+    assert str(Score(1, 3)) == "正确率: 1/3 = 0.3333"
 
 
 def test_a_fingerprint_tells_models_apart():

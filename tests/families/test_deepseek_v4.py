@@ -334,6 +334,11 @@ def test_the_releases_fp8_and_fp4_are_dequantized_exactly(quantized, tmp_path):
         ),
         ({"layers.0.ffn.experts.1.w1.weight": np.zeros((32, 160), np.int8)}, r"in I8; expected \[32, 80\]"),
         ({"layers.0.ffn.experts.1.w1.scale": np.full((32, 5), np.nan, np.float32)}, r"NaN or infinite"),
+        ({"layers.0.ffn.experts.1.w1.scale": np.full((32, 5), -1, np.float32)}, r"w1\.scale: found a scale of -1; exp"),
+        (
+            {"layers.0.ffn.experts.1.w1.scale": np.zeros((32, 5), np.float32)},
+            r"w1\.scale: found a scale of 0; expected",
+        ),
     ],
 )
 def test_quantized_tensors_that_do_not_fit_are_named(quantized, tmp_path, changes, message):

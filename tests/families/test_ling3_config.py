@@ -301,7 +301,7 @@ def test_other_architectures(value):
         ("eos_token_id", [1, None]),
         ("eos_token_id", True),
         ("eos_token_id", -1),
-        ("pad_token_id", -1),
+        ("pad_token_id", -2),
         ("expert_swiglu_limit_list", 4.0),
         ("expert_swiglu_limit_list", [-1.0] * 24),
         ("expert_swiglu_limit_list", [None] * 24),

@@ -76,6 +76,17 @@ def test_it_is_saved_as_it_was_stored(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_tables_of_rope_are_skipped(name, tmp_path):
+    """Llama 2's published files have them."""
+    write(name, tmp_path)
+    model = open_model(name)
+    file, layers = tmp_path / "model.safetensors", len(model.model.layers)
+    tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(layers)}
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | tables, file)
+    assert eqx.tree_equal(ling3.load(tmp_path), model)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_it_is_inspected(name):
     model = open_model(name)
     config = model.config

@@ -1,5 +1,6 @@
 """Quantized checkpoints against compressed-tensors and transformers: the same bits are the same numbers and logits."""
 
+import json
 import shutil
 
 import jax
@@ -62,9 +63,9 @@ def checkpoint(tmp_path_factory):
     return made_once
 
 
-def matrices(path):
+def matrices(path, dtype=None):
     """The model's quantized matrices, by published module."""
-    model = ling3.load(path)
+    model = ling3.load(path, dtype)
     for leaf in leaves(model):
         if isinstance(leaf.module, QuantizedMatrix) and leaf.field in ("weight", "weight_packed"):
             (weight,) = leaf.weights()
@@ -118,6 +119,26 @@ def test_bfloat16_scales_of_fp8_are_read_and_written(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["int4", "int8"])
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
+def test_a_model_in_float32_does_not_round_to_narrow_scales(checkpoint, tmp_path, to, scales):
+    """transformers widens them when it loads such a model, before the first product."""
+    shutil.copytree(checkpoint(to, "float32"), tmp_path / "x")
+    file = tmp_path / "x" / "model.safetensors"
+    tensors = {n: t.to(scales) if n.endswith("_scale") else t for n, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float32).eval()
+    tokens = np.random.default_rng(0).integers(3, 97, size=(1, 40))
+    with torch.no_grad():
+        logits = theirs(torch.as_tensor(tokens)).logits[0].numpy()  # decompresses them, too
+    for dtype in (jnp.float32, None):
+        own = ling3.load(tmp_path / "x", dtype)
+        for module, matrix in matrices(tmp_path / "x", dtype):
+            expected = theirs.get_submodule(module).weight.numpy(force=True)
+            np.testing.assert_array_equal(np.asarray(matrix.dense()), expected, err_msg=f"{module}, {dtype}")
+        np.testing.assert_allclose(own(jnp.asarray(tokens, jnp.int32))[0], logits, atol=2e-4)
+
+
+@pytest.mark.parametrize("to", ["int4", "int8"])
 def test_integers_are_quantized_as_compressed_tensors_does(checkpoint, to):
     """By its min-max rule, in float32: every word and every scale."""
     path, plain = checkpoint(to, "float32"), load_file(checkpoint("", "float32") / "model.safetensors")
@@ -150,3 +171,25 @@ def test_transformers_reads_what_is_written_and_computes_the_same(checkpoint, to
     assert theirs.std() > 0.5
     np.testing.assert_allclose(own, dequantized, atol=1e-4)
     np.testing.assert_allclose(own, theirs, atol=2e-4)
+
+
+def test_a_dense_sparsity_config_changes_nothing(checkpoint, tmp_path):
+    """llm-compressor writes one beside integers; transformers and ling3 read the matrices as without it."""
+    shutil.copytree(checkpoint("int4", "float32"), tmp_path / "x")
+    config = tmp_path / "x" / "config.json"
+    raw = json.loads(config.read_text())
+    raw["quantization_config"]["sparsity_config"] = {
+        "format": "dense",
+        "global_sparsity": 0.153,
+        "ignore": [],
+        "registry_requires_subclass": False,
+        "sparsity_structure": "unstructured",
+        "targets": ["model.layers.0.self_attn.q_proj"],
+    }
+    config.write_text(json.dumps(raw))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float32).eval()
+    tokens = np.random.default_rng(0).integers(3, 97, size=(1, 40))
+    with torch.no_grad():
+        logits = theirs(torch.as_tensor(tokens)).logits[0].numpy()
+    own = ling3.load(tmp_path / "x", jnp.float32)
+    np.testing.assert_allclose(own(jnp.asarray(tokens, jnp.int32))[0], logits, atol=2e-4)

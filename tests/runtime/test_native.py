@@ -1,10 +1,11 @@
 """Kernels in C++ are compiled once for a machine, and never stand in the way."""
 
+import concurrent.futures
+import hashlib
 import os
 import pathlib
 import platform
 import stat
-import warnings
 
 import pytest
 from native_kernels import forget, needs_compiler
@@ -53,7 +54,9 @@ def compiler_of(tmp_path, monkeypatch, script):
 def test_a_source_is_compiled_once(kept, source, monkeypatch):
     name = native.target(source, "nothing")
     (library,) = kept.glob("*.so")
-    assert name == f"ling3_nothing_{library.stem.removeprefix('nothing-')}"
+    stem, digest = library.stem.rsplit("-", 1)
+    assert name == f"ling3_nothing_{stem.removeprefix('nothing-')}"
+    assert digest == hashlib.sha256(library.read_bytes()).hexdigest()[:16]
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
     forget()
 
@@ -62,6 +65,65 @@ def test_a_source_is_compiled_once(kept, source, monkeypatch):
 
     monkeypatch.setattr(native, "_compile", never)
     assert native.target(source, "nothing") == name
+
+
+def cut(content):
+    return content[: len(content) // 2]
+
+
+def flipped(content):
+    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(kept, source, monkeypatch):
+    """Loading one that was cut ends the process by SIGBUS."""
+    native._library(source, "")
+    (library,) = kept.glob("*.so")
+    content, compiled = library.read_bytes(), []
+
+    def again(command, source, stem, failed):
+        compiled.append(source)
+        (kept / "fresh").write_bytes(content)
+        return (kept / "fresh").replace(library)
+
+    monkeypatch.setattr(native, "_compile", again)
+    for damage in (lambda content: b"", cut, lambda content: content[:-1], flipped):
+        (kept / "damaged").write_bytes(damage(content))
+        (kept / "damaged").replace(library)  # this process has the former file mapped
+        forget()
+        loaded, _ = native._library(source, "")
+        assert loaded is not None and hasattr(loaded, "nothing") and library.read_bytes() == content
+    assert len(compiled) == 4
+
+
+@needs_compiler
+def test_a_library_is_replaced_and_never_written_to(kept, source):
+    """Other processes may have it mapped: they keep the file that they opened."""
+    native._library(source, "")
+    (library,) = kept.glob("*.so")
+    half = cut(library.read_bytes())
+    (kept / "damaged").write_bytes(half)
+    (kept / "damaged").replace(library)
+    forget()
+    with library.open("rb") as opened:
+        loaded, _ = native._library(source, "")
+        assert loaded is not None and opened.read() == half
+
+
+@needs_compiler
+def test_of_several_that_want_a_library_one_compiles_it(kept, source, monkeypatch):
+    """The lock holds between threads as between processes, as each opens its file anew."""
+    compiled, compile_now = [], native._compile
+
+    def counted(*arguments):
+        compiled.append(arguments)
+        return compile_now(*arguments)
+
+    monkeypatch.setattr(native, "_compile", counted)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: native._library.__wrapped__(source, ""), range(4)))
+    assert len(compiled) == 1 and all(library is not None for library, _ in found)
 
 
 @needs_compiler
@@ -92,7 +154,7 @@ def test_another_source_is_another_library(kept, source):
 
 
 @needs_compiler
-def test_what_does_not_compile_is_said_once(kept, source):
+def test_what_does_not_compile_is_tried_once_and_said_by_each_process(kept, source, monkeypatch):
     source.write_text("this is no C++")
     with pytest.warns(
         RuntimeWarning, match=r"nothing\.cc could not .* ended with 1: .*\.failed has .*LING3_NATIVE=off"
@@ -100,17 +162,27 @@ def test_what_does_not_compile_is_said_once(kept, source):
         assert native.target(source, "nothing") is None
     (failed,) = files(kept)
     assert failed.suffix == ".failed" and "error" in failed.read_text()
-    forget()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert native.target(source, "nothing") is None
+
+    def never(*arguments):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(native, "_compile", never)
+    for _ in range(2):
+        forget()
+        with pytest.warns(
+            RuntimeWarning, match=r"nothing\.cc could not .*\.failed has .* remove that file to try again"
+        ):
+            assert native.target(source, "nothing") is None
 
 
 @needs_compiler
 def test_a_library_that_cannot_be_loaded_is_no_error(kept, source, monkeypatch):
-    monkeypatch.setattr(
-        native, "_compile", lambda compiler, source, library, failed: library.write_bytes(b"half of it")
-    )
+    def half(compiler, source, stem, failed):
+        library = stem.with_name(f"{stem.name}-{native._hash(b'half of it')}.so")
+        library.write_bytes(b"half of it")
+        return library
+
+    monkeypatch.setattr(native, "_compile", half)
     with pytest.warns(RuntimeWarning, match=r"could not be compiled or loaded.*nothing-.*\.so: file too short"):
         assert native.target(source, "nothing") is None
     assert [path.suffix for path in files(kept)] == [".so"]
@@ -175,6 +247,10 @@ def test_what_cxx_names_and_is_no_compiler_is_said(kept, source, tmp_path, monke
 def test_no_compiler_on_the_path(kept, source, tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match=r"nothing\.cc .* plain form\. There is no C\+\+ compiler: install one"):
+        assert native.target(source, "nothing") is None
+    monkeypatch.setattr("sys.platform", "win32")  # where no compiler would do
+    forget()
     assert native.target(source, "nothing") is None
 
 
@@ -193,7 +269,8 @@ def test_off_is_off_and_a_relative_path_is_refused(kept, source, monkeypatch, wa
 def test_a_directory_that_others_may_write_is_not_used(kept, source):
     kept.mkdir()
     kept.chmod(0o777)
-    assert native.target(source, "nothing") is None
+    with pytest.warns(RuntimeWarning, match="Its cache directory cannot be written, or others may write to it"):
+        assert native.target(source, "nothing") is None
     assert not files(kept)
 
 

@@ -128,6 +128,17 @@ def test_fits(directory):
         tokenizer.check_fits(500)
 
 
+@pytest.mark.parametrize("pad", [-1, 100_000])
+def test_padding_may_be_outside_of_the_vocabulary(directory, pad):
+    """Nothing is padded here: -1 is none, and an id without a token needs no row."""
+    write(directory, "config.json", pad_token_id=pad)
+    write(directory, "generation_config.json", pad_token_id=None)
+    write(directory, "tokenizer_config.json", pad_token=None)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.pad_token_id == (None if pad < 0 else pad)
+    tokenizer.check_fits(tokenizer.vocab_size)
+
+
 def test_stream(directory):
     tokenizer = load_tokenizer(directory)
     ids = tokenizer.encode("hello 你好")
