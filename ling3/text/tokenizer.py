@@ -11,6 +11,7 @@ import tokenizers
 from ling3.checkpoint import hub
 from ling3.runtime import regular_file, strict_json
 from ling3.runtime.quoting import shown
+from ling3.text.byte_fallback import ByteFallback
 from ling3.text.chat_template import LONGEST_TEMPLATE, ChatTemplate
 from ling3.text.detokenizer import StreamDecoder
 from ling3.text.token_bytes import TokenBytes
@@ -117,8 +118,14 @@ class Tokenizer:
 
         Raises TokenizerError if the tokenizer fails.
         """
-        with Reported(self.directory / VOCABULARY, "the tokenizer fails on these ids"):
-            return self.backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
+        shown = [int(token) for token in ids]
+        if self._fallback.bytes:
+            added = self.backend.get_added_tokens_decoder()
+            hidden = {token for token in added if skip_special_tokens and added[token].special}
+            named = (each for each in shown if each not in hidden and self.backend.id_to_token(each) is not None)
+            shown = self._fallback.valid(named)
+        with Reported(self._source, "the tokenizer fails on these ids"):
+            return self.backend.decode(shown, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character; none of an id without a token."""
@@ -156,11 +163,15 @@ class Tokenizer:
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamDecoder:
         """A streaming decoder for the tokens that follow `prompt_ids`."""
-        return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, self._source)
+        return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, self._source, self._fallback)
 
     @functools.cached_property
     def _source(self) -> str:
         return str(self.directory / VOCABULARY)
+
+    @functools.cached_property
+    def _fallback(self) -> ByteFallback:
+        return ByteFallback(self.backend)
 
     @functools.cached_property
     def _bytes(self) -> TokenBytes:
