@@ -77,6 +77,19 @@ def read(path: pathlib.Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = strict_json.read(path)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: a {type(value).__name__}, where an object was expected")
+    return value
+
+
 def _check(file: Any) -> None:
     """Raises ValueError for a file that is out of bounds, or in a form that does not show it."""
     if not isinstance(file, dict) or not isinstance(file.get("model"), dict):
