@@ -3,6 +3,7 @@
 A file that tests a further one adds its maker to `MAKERS` before the tests are collected, as `make real` does.
 """
 
+import base64
 import functools
 import importlib.metadata
 import json
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 import ling3
 from ling3.text import tokenizer as text_tokenizer
+from ling3.text.byte_alphabet import BYTES
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
 CORPUS = ("the cat sat on the mat, and that was that", "hello world, wörld", "1 + 2 = 3", "你好 世界", "a b  c")
@@ -60,7 +62,46 @@ def published(directory: pathlib.Path) -> None:
     _settings(directory, eos_token="<EOT>")
 
 
-def _settings(directory: pathlib.Path, **settings: str) -> None:
+def tiktoken(directory: pathlib.Path) -> None:
+    """Kimi's kind: the ranks of byte-level pieces, without a tokenizer.json."""
+    ranks = kimi_ranks()
+    lines = [base64.b64encode(token) + b" %d" % rank for token, rank in ranks.items()]
+    (directory / "tiktoken.model").write_bytes(b"\n".join(lines) + b"\n")
+    code = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    names = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 5: "<|tool_call_begin|>", 100: "[PAD]"}
+    added = {str(len(ranks) + place): {"content": name, "special": "tool" not in name} for place, name in names.items()}
+    _settings(directory, auto_map=code, added_tokens_decoder=added, bos_token="[BOS]", eos_token="[EOS]")
+    (directory / "config.json").write_text(json.dumps({"model_type": "kimi_linear", "vocab_size": KIMI_ROWS}))
+
+
+KIMI_ROWS = 512
+
+
+@functools.cache
+def kimi_ranks() -> dict[bytes, int]:
+    """A small vocabulary of ranks, of which each token merges two before it."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts = [
+        *CORPUS,
+        "aaaaaaaa aaa",
+        "abababab",
+        "你好你好 世界世界",
+        "We'll don't I'M",
+        "     \n\n\n",
+        "12345678",
+    ]
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    trained.train_from_iterator(texts * 3, trainer)
+    vocabulary = trained.get_vocab()
+    return {
+        b"".join(BYTES[character] for character in token): vocabulary[token]
+        for token in sorted(vocabulary, key=vocabulary.__getitem__)
+    }
+
+
+def _settings(directory: pathlib.Path, **settings: object) -> None:
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
     (directory / "tokenizer_config.json").write_text(json.dumps(fields), encoding="utf-8")
 
@@ -69,7 +110,10 @@ MAKERS: dict[str, Callable[[pathlib.Path], None]] = {
     "byte-level": byte_level,
     "sentencepiece": sentencepiece,
     "published": published,
+    "tiktoken": tiktoken,
 }
+FAST = ("byte-level", "sentencepiece", "published")
+"""Those with a tokenizer.json, which transformers reads too."""
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="ling3-tokenizers-")
 

@@ -55,7 +55,7 @@ def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: p
     before = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special = before | {token.content for token in names.values()}
     if "added_tokens_decoder" in settings:
-        given = _by_id(settings["added_tokens_decoder"], path)
+        given = by_id(settings["added_tokens_decoder"], path)
     else:
         listed = {token.content for token in (*names.values(), *more)}
         given = _older(directory / ADDED, listed) | backend.get_added_tokens_decoder()
@@ -110,7 +110,8 @@ def _listed(settings: Mapping[str, Any]) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _by_id(decoder: Any, path: pathlib.Path) -> dict[int, AddedToken]:
+def by_id(decoder: Any, path: object) -> dict[int, AddedToken]:
+    """The tokens of an `added_tokens_decoder`; errors name the file `path`."""
     if not isinstance(decoder, dict) or not all(key.isascii() and key.isdecimal() for key in decoder):
         raise TokenizerError(f"{path}: added_tokens_decoder is {shown(decoder)}, where tokens by id were expected")
     return {int(key): _token(value, f"{path}: added_tokens_decoder, {key}") for key, value in decoder.items()}

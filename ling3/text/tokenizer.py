@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 from ling3.checkpoint import hub
 from ling3.runtime.quoting import shown
-from ling3.text import added_tokens, template_files
+from ling3.text import added_tokens, template_files, tiktoken_file
 from ling3.text.byte_fallback import ByteFallback
 from ling3.text.chat_template import ChatTemplate
 from ling3.text.detokenizer import StreamDecoder
@@ -18,14 +18,14 @@ from ling3.text.tool_calls import ToolForm
 from ling3.text.tool_forms import tool_form
 
 VOCABULARY, MODEL, GENERATION = "tokenizer.json", "config.json", "generation_config.json"
-PATTERNS = (VOCABULARY, MODEL, GENERATION, *added_tokens.FILES, *template_files.FILES)
+PATTERNS = (VOCABULARY, tiktoken_file.VOCABULARY, MODEL, GENERATION, *added_tokens.FILES, *template_files.FILES)
 
 
 MOST_ROWS = 2**31
 
 
 class Tokenizer:
-    """The Hugging Face fast tokenizer of a checkpoint directory.
+    """The tokenizer of a checkpoint directory: its `tokenizer.json`, or `tiktoken.model` where that is missing.
 
     `eos_token_ids` are the tokens that end a generation, from `config.json`, `generation_config.json` and
     `tokenizer_config.json` together; `pad_token_id` may be None, or no row of the model's; `special_tokens` are the
@@ -34,9 +34,13 @@ class Tokenizer:
 
     def __init__(self, directory: pathlib.Path):
         self.directory = directory
-        settings, backend = added_tokens.settings_of(directory), read(directory / VOCABULARY)
         model, generation = read_object(directory / MODEL), read_object(directory / GENERATION)
-        rows = _rows(model)
+        settings = added_tokens.settings_of(directory)
+        rows, ranks = _rows(model), directory / tiktoken_file.VOCABULARY
+        if ranks.exists() and not (directory / VOCABULARY).exists():
+            backend = tiktoken_file.read(ranks, settings, model.get("model_type"), rows)
+        else:
+            backend = read(directory / VOCABULARY)
         self.special_tokens = added_tokens.add(backend, settings, directory, rows)
         self.backend = added_tokens.without(backend, self.special_tokens.get("pad_token", ""), rows)
         self.chat_templates = template_files.chat_templates(directory, settings)

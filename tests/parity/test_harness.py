@@ -5,7 +5,7 @@ import shutil
 
 import jax
 import pytest
-from tokenizer_cases import MAKERS, directory, load
+from tokenizer_cases import FAST, directory, load
 
 import ling3
 from ling3.evals.perplexity import perplexity, start_token
@@ -25,7 +25,7 @@ LONG = "the cat sat on the mat. 你好 😀 " * 12
 TEXTS = ["the cat", " a  b\n", "", "<s>the cat", "<|role_end|>a", "<EOT>b", "你好 😀é"]
 # Two sums of some ten float32 terms near 6, in another order.
 CLOSE = {"rel": 2e-6, "abs": 2e-4}
-every = pytest.mark.parametrize("name", MAKERS)
+every = pytest.mark.parametrize("name", FAST)
 
 
 @pytest.fixture(scope="module")

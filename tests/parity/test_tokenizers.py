@@ -5,7 +5,7 @@ import random
 import shutil
 
 import pytest
-from tokenizer_cases import MAKERS, directory, load, parts_of_characters
+from tokenizer_cases import FAST, directory, load, parts_of_characters
 from transformers import AutoTokenizer
 
 import ling3
@@ -19,7 +19,7 @@ TEXTS = (
     "<think>[PAD]<|role_end|>",
     "",
 )
-every = pytest.mark.parametrize("name", MAKERS)
+every = pytest.mark.parametrize("name", FAST)
 
 
 def theirs(path):
