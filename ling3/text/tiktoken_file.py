@@ -9,7 +9,7 @@ the library does the same (tests/parity/test_tiktoken.py).
 
 import base64
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
@@ -50,7 +50,7 @@ PIECES = "|".join(
 def read(path: pathlib.Path, settings: Mapping[str, Any], model_type: object, rows: int) -> tokenizers.Tokenizer:
     """The tokenizer of a Kimi model; `settings` are the fields of `tokenizer_config.json`.
 
-    Special tokens beyond the model's `rows` are left out. Raises TokenizerError for another model's file, as its pieces
+    Reserved tokens beyond the model's `rows` are left out. Raises TokenizerError for another model's file, whose pieces
     are not known, and for a damaged one.
     """
     code = settings.get("auto_map")
@@ -71,7 +71,7 @@ def read(path: pathlib.Path, settings: Mapping[str, Any], model_type: object, ro
             ]
         )
         backend.decoder = decoders.ByteLevel()
-        special = _special(settings, range(len(ranks), min(len(ranks) + RESERVED, rows)))
+        special = _special(settings, len(ranks), rows)
         backend.add_tokens(special)
     for place, token in enumerate(special, len(ranks)):
         if backend.token_to_id(token.content) != place:
@@ -114,10 +114,11 @@ def _merges(ranks: Mapping[bytes, int], path: pathlib.Path) -> list[tuple[str, s
     return merges
 
 
-def _special(settings: Mapping[str, Any], places: Iterable[int]) -> list[AddedToken]:
-    """The special tokens of these ids: those that the settings have, and reserved ones."""
+def _special(settings: Mapping[str, Any], first: int, rows: int) -> list[AddedToken]:
+    """The special tokens, whose ids begin at `first`: those that the settings have, and reserved ones up to `rows`."""
     decoder = settings.get("added_tokens_decoder")
     given = by_id(decoder, SETTINGS) if decoder is not None else {}
+    places = range(first, min(first + RESERVED, max(rows, 1 + max(given, default=0))))
     reserved = {place: AddedToken(f"<|reserved_token_{place}|>", special=True, normalized=False) for place in places}
     return [given.get(place, token) for place, token in reserved.items()]
 
