@@ -2,7 +2,8 @@
 
 Templates are untrusted programs, so they run in a child process (`template_worker.py`), which is killed when one takes
 too much time or memory. Memory is bounded on Linux only; on macOS and Windows there is only the bound on time. Within
-the bounds, templates are rendered as in transformers, with the same settings, globals and filters.
+the bounds, templates are rendered as in transformers, with the same settings, globals and filters
+(tests/parity/test_template_rendering.py).
 """
 
 import atexit
