@@ -15,19 +15,18 @@ import tokenizers
 
 
 class ByteFallback:
-    """The byte tokens of a vocabulary; there are none where the decoder has no such step.
+    """The 256 byte tokens of a vocabulary; there are none where the decoder has no such step.
 
     `bytes` has the byte of each, `invalid` the three byte tokens that make up U+FFFD.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         kinds = {step["type"] for step in decoder_steps(backend)}
-        names = [f"<0x{byte:02X}>" for byte in range(256)] if "ByteFallback" in kinds else []
-        ids = [backend.token_to_id(name) for name in names]
-        self.bytes = {token: byte for byte, token in enumerate(ids) if token is not None}
-        self.invalid = [ids[byte] for byte in "\N{REPLACEMENT CHARACTER}".encode()] if len(self.bytes) == 256 else []
-        if not self.invalid:
-            self.bytes = {}
+        found = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+        tokens = {byte: token for byte, token in found.items() if token is not None}
+        complete = "ByteFallback" in kinds and len(tokens) == 256
+        self.bytes = {token: byte for byte, token in tokens.items()} if complete else {}
+        self.invalid = [tokens[byte] for byte in "\N{REPLACEMENT CHARACTER}".encode()] if complete else []
 
     def valid(self, ids: Iterable[int]) -> list[int]:
         """`ids` with the byte tokens of U+FFFD in place of each invalid one."""
