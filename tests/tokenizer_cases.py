@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -138,3 +138,12 @@ def parts_of_characters(name: str) -> list[int]:
     """The ids of the tokens that are no text by themselves."""
     tokenizer = load(name)
     return [token for token in range(min(tokenizer.vocab_size, 2000)) if "\ufffd" in tokenizer.decode([token])]
+
+
+def after(tokenizer: text_tokenizer.Tokenizer, prompt: Sequence[int], ids: Sequence[int], skip: bool = True) -> str:
+    """What is decoded of `ids` after a prompt, with a character that the prompt only began, if they complete it."""
+    before, whole = tokenizer.decode(prompt, skip), tokenizer.decode([*prompt, *ids], skip)
+    while not whole.startswith(before):
+        assert before.endswith("\ufffd")
+        before = before[:-1]
+    return whole[len(before) :]

@@ -27,6 +27,9 @@ MOST_ROWS = 2**31
 class Tokenizer:
     """The tokenizer of a checkpoint directory: its `tokenizer.json`, or `tiktoken.model` where that is missing.
 
+    The file decides how a text is cut. Classes of transformers that rebuild parts of it are not followed: its
+    LlamaTokenizer drops blanks that SentencePiece and the file keep (tests/parity/test_tokenizers.py).
+
     `eos_token_ids` are the tokens that end a generation, from `config.json`, `generation_config.json` and
     `tokenizer_config.json` together; `pad_token_id` may be None, or no row of the model's; `special_tokens` are the
     named ones, such as `eos_token`; `chat_templates` are the checkpoint's by name, and none if it has none.
@@ -215,6 +218,8 @@ def _rows(model: Mapping[str, Any]) -> int:
 def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path) -> list[int]:
     value = fields.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
+    if name == "pad_token_id":  # -1 stands for none in published files
+        ids = [token for token in ids if type(token) is not int or token >= 0]
     for token in ids:
         if type(token) is not int or token < 0:
             raise TokenizerError(f"{path}: {name} is {shown(value)}, where an id or a list of ids was expected")

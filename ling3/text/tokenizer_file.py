@@ -61,7 +61,8 @@ def read(path: pathlib.Path) -> tokenizers.Tokenizer:
     """The tokenizer in a file. Raises FileNotFoundError, and TokenizerError if it is damaged or out of bounds."""
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} is missing: a checkpoint's tokenizer is its {path.name} (the Hugging Face fast format)"
+            f"{path} is missing: a checkpoint's tokenizer is its {path.name} (the Hugging Face fast format), or "
+            "tiktoken.model for a Kimi model"
         )
     try:
         text = regular_file.read(path, regular_file.TOKENIZER_BYTES).decode("utf-8")

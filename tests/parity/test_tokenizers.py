@@ -96,6 +96,15 @@ def test_flags_that_do_not_count_beside_a_tokenizer_json(name, kind, tmp_path):
         assert added[0] == added[1], flags
 
 
+def test_the_file_decides_about_blanks(tmp_path):
+    """SentencePiece puts a blank before a text, whatever it begins with, and so does the file."""
+    path = changed("sentencepiece", tmp_path, {"tokenizer_class": "LlamaTokenizer"})
+    ours, other = ling3.load_tokenizer(path), theirs(path)
+    assert ours.encode("the") == other.encode("the")
+    assert ours.backend.encode(" the").tokens == ["<s>", "▁", "▁the"]
+    assert other.convert_ids_to_tokens(other.encode(" the")) == ["<s>", "▁the"]
+
+
 def settings(size):
     """Fields of tokenizer_config.json, and other files, for a vocabulary of `size`."""
     new = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}

@@ -99,6 +99,13 @@ def test_a_generation_ends_by_any_of_three_files(directory):
     assert (tokenizer.eos_token_ids, tokenizer.pad_token_id, tokenizer.chat_template) == ((), None, None)
 
 
+def test_a_pad_token_id_of_minus_one_is_none(directory):
+    write(directory, "config.json", pad_token_id=-1)
+    write(directory, "generation_config.json", pad_token_id=-1)
+    write(directory, "tokenizer_config.json", pad_token=None)
+    assert load_tokenizer(directory).pad_token_id is None
+
+
 def test_a_named_token_is_special_even_if_the_file_forgot(directory):
     write(directory, "tokenizer_config.json", eos_token="hello")
     tokenizer = load_tokenizer(directory)
