@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizer_cases
 from fresh_process import in_a_process
 from published_configs import TINY
 from random_checkpoint import FLASH_LIKE, TINY_LIKE, draw, to_bfloat16, write
@@ -845,3 +846,23 @@ class TestSave:
 def refusal_at(directory: Path, weight_map: object) -> str:
     write_index(directory, weight_map)
     return refusal(directory)
+
+
+def test_the_templates_and_the_vocabulary_of_another_kind_of_tokenizer_go_along(directory, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(tokenizer_cases.directory("tiktoken"), source)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (source / "chat_template.jinja").write_text("plain")
+    model = load(directory)
+    for overwrite in (False, True):
+        save(model, target, tokenizer_from=source, overwrite=overwrite)
+        saved = ling3.load_tokenizer(target)
+        assert {name: one.source for name, one in saved.chat_templates.items()} == {
+            "default": "plain",
+            "tool_use": "tools",
+        }
+        assert saved.encode("the cat") == ling3.load_tokenizer(source).encode("the cat")
+    # Another checkpoint's tokenizer takes all of it away.
+    save(model, target, tokenizer_from="nano", overwrite=True)
+    assert not (target / "tiktoken.model").exists() and not (target / "additional_chat_templates").exists()

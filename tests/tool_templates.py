@@ -47,5 +47,5 @@ def tokenizer(template, special=False):
     made = ling3.load_tokenizer("nano")
     if special:
         made.backend.add_special_tokens([tokenizers.AddedToken(tag, special=True, normalized=False) for tag in TAGS])
-    made.chat_template = ChatTemplate(template)
+    made.chat_templates = {"default": ChatTemplate(template)}
     return made

@@ -1,4 +1,4 @@
-"""Measures an engine in its own process, in the terms of vLLM's and SGLang's `bench_serving`.
+"""Measures an engine in its own process, offline and online.
 
 Offline all requests arrive at once, and throughput counts. Online they arrive as a Poisson process, whether the engine
 keeps up or not, and every latency is measured from the due time: waiting for a busy engine counts.

@@ -94,7 +94,7 @@ class Served:
 
     @property
     def itl(self) -> list[float]:
-        """Inter-token latencies: a delta's tokens share the wait for it evenly, as in SGLang's `bench_serving`."""
+        """Inter-token latencies: a delta's tokens share the wait for it evenly."""
         return [gap / tokens for gap, (_, tokens) in zip(self.gaps, self.deltas[1:]) for _ in range(tokens)]
 
 

@@ -39,6 +39,7 @@ from ling3.runtime.quoting import shown
 CONFIG = "config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
+    "tiktoken.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -49,6 +50,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """What is copied from the checkpoint that a tokenizer comes from."""
+TEMPLATES = "additional_chat_templates"
+"""A folder of templates, `*.jinja`, that is copied too."""
 
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _DTYPES = tuple(DTYPES[name] for name in FLOATS)
@@ -130,7 +133,7 @@ def replace(
     total = sum(weight.size * _stored_dtype(leaf).itemsize for shard in plan for leaf, weight in shard.values())
     try:
         with replacing.workspace(target) as new:
-            old, foreign = replaced(target, overwrite, TOKENIZER_FILES if tokenizer else ())
+            old, foreign = replaced(target, overwrite, (*TOKENIZER_FILES, TEMPLATES) if tokenizer else ())
             for name, content in tokenizer.items():
                 _write(new / name, content)
             _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign, doing=doing)
@@ -173,7 +176,8 @@ def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) 
         ) from error
     own = {CONFIG, shards.INDEX, shards.SINGLE, *tokenizer, *(shards.index(target) or {}).values()}
     old = sorted(name for name in there if name in own or _SHARD.fullmatch(name))
-    if strange := [name for name in old if not (target / name).is_file() and not (target / name).is_symlink()]:
+    files = [target / name for name in old if name != TEMPLATES]
+    if strange := [path.name for path in files if not path.is_file() and not path.is_symlink()]:
         raise CheckpointError(f"{target}: found {', '.join(strange)}, which is no file; give another directory")
     return old, any(name.endswith(".safetensors") for name in there.difference(old))
 
@@ -306,22 +310,24 @@ def _dtypes(leaf: Leaf) -> tuple[np.dtype, ...]:
 
 def tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
     """The files of a checkpoint's tokenizer. CheckpointError without any."""
-    directory = hub.resolve(source, TOKENIZER_FILES)
+    directory = hub.resolve(source, (*TOKENIZER_FILES, f"{TEMPLATES}/*.jinja"))
+    names = [*TOKENIZER_FILES, *(f"{TEMPLATES}/{path.name}" for path in (directory / TEMPLATES).glob("*.jinja"))]
     try:
         files = {
             name: regular_file.read(directory / name, regular_file.TOKENIZER_BYTES)
-            for name in TOKENIZER_FILES
+            for name in names
             if (directory / name).exists()
         }
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    if "tokenizer.json" not in files:
+    if not {"tokenizer.json", "tiktoken.model"} & set(files):
         raise CheckpointError(f"{directory}: found no tokenizer.json; give tokenizer_from a checkpoint that has one")
     return files
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
     """Write a file; it is on the disk when this returns."""
+    path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
         file.write(content)
         file.flush()

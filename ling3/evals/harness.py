@@ -29,7 +29,7 @@ from ling3.text.tokenizer import load_tokenizer
 try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 except ImportError as error:
     raise ImportError("lm-evaluation-harness is missing: pip install 'ling3[evals]'") from error
 
@@ -47,6 +47,7 @@ ROWS, SMALLEST_WIDTH, LOGITS = 16, 16, 2**28
 class Ling3LM(TemplateLM):
     """A checkpoint for the harness: log-likelihoods by `model(tokens)`, texts by the engine.
 
+    Ids, scores and texts are those of the harness's own `hf` on the same checkpoint (tests/parity/test_harness.py).
     `pretrained` and `revision` are `ling3.load`'s; `max_length` the most tokens of prompt and answer (the model's
     context without it); `thinking` the chat template's mode with the harness's `--apply_chat_template`. The harness's
     own `batch_size`, `max_batch_size` and `device` are ignored: the engine batches by itself, on JAX's device.
@@ -87,12 +88,21 @@ class Ling3LM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        token = self.tokenizer.token_named("eos_token")
+        return self.prefix_token_id if token is None else token
+
+    @property
+    def prefix_token_id(self) -> int:
         """The token before a text without context."""
         return start_token(self.tokenizer)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
-        """The ids of a text, without special tokens by default."""
-        return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+        """The ids of a text, by default with the tokenizer's special tokens unless it begins with one itself."""
+        if add_special_tokens is None:
+            before = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
+            add_special_tokens = not string.startswith(before)
+        return self.tokenizer.encode(string, add_special_tokens)
 
     @property
     def tokenizer_name(self) -> str:
@@ -178,8 +188,9 @@ class Ling3LM(TemplateLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The model's text after each context, up to the first of its `until` strings or `max_gen_toks` tokens.
 
-        A context that is too long loses its beginning, with a warning. ValueError for an option that the engine does
-        not have, and for a `max_gen_toks` that leaves no room.
+        It is the text of the new tokens alone, whose first blank a tokenizer may strip. A context that is too long
+        loses its beginning, with a warning. ValueError for an option that the engine does not have, and for a
+        `max_gen_toks` that leaves no room.
         """
         if self._engine is None:
             self._engine = Engine(
@@ -195,20 +206,25 @@ class Ling3LM(TemplateLM):
         if cut:
             logger.warning("%d of %d prompts are too long for max_length and lose their beginnings", cut, len(prompts))
         texts = []
-        for request, output in zip(requests, self._engine.generate(prompts, params, truncate="prompt"), strict=True):
+        outputs = self._engine.generate(prompts, params, truncate="prompt")
+        for request, param, output in zip(requests, params, outputs, strict=True):
             if output.error is not None:
                 raise FloatingPointError(f"{request.task_name}, document {request.doc_id}: {output.error}")
-            self.cache_hook.add_partial("generate_until", request.args, output.text)
-            texts.append(output.text)
+            # By the library, which shows no character of a run of byte tokens that has an invalid one.
+            whole = self.tokenizer.backend.decode(list(output.token_ids))
+            text = postprocess_generated_text(whole, list(param.stop), None)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+            texts.append(text)
         return texts
 
     def _params(self, options: dict[str, Any]) -> SamplingParams:
         """The harness's options as the engine's; greedy unless they say otherwise."""
         named: dict[str, Any] = {**normalize_gen_kwargs(options, self.max_gen_toks)}
         until, most, _ = named.pop("until"), named.pop("max_gen_toks"), named.pop("do_sample", None)
+        end = self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         try:
             return SamplingParams(
-                stop=tuple(stop for stop in until if stop),
+                stop=tuple(stop for stop in handle_stop_sequences([*until], end) if stop),
                 max_tokens=most,
                 **{"temperature": 0.0, "seed": 0, **named},
             )

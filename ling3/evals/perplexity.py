@@ -66,12 +66,15 @@ def perplexity(
 
 
 def start_token(tokenizer: Tokenizer) -> int:
-    """The token before a text's first one: the tokenizer's eos_token, as in lm-evaluation-harness."""
-    token = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
-    ends = tokenizer.eos_token_ids if token is None else (token,)
-    if not ends:
-        raise ValueError(f"{tokenizer.directory}: no token ends a text, and so none can stand before its first token")
-    return ends[0]
+    """The token before a text's first one: the tokenizer's bos_token, or else the one that ends a text.
+
+    lm-evaluation-harness has the same, for Hugging Face models (tests/parity/test_harness.py).
+    """
+    named = [tokenizer.token_named(name) for name in ("bos_token", "eos_token")]
+    found = [token for token in (*named, *tokenizer.eos_token_ids) if token is not None]
+    if not found:
+        raise ValueError(f"{tokenizer.directory}: no token begins or ends a text, so none can stand before its first")
+    return found[0]
 
 
 def log_likelihoods(

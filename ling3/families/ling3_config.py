@@ -244,8 +244,8 @@ class Ling3Config:
     def attention_kind(self, layer: int) -> Literal["kda", "mla", "none"]:
         """The attention of 0-based `layer`: MLA closes each group of `layer_group_size`, KDA fills the rest.
 
-        So layers after the last full group are KDA, as in transformers; the published models have none. `attention`
-        may say otherwise, for all layers or in `layer_overrides`.
+        So layers after the last full group are KDA, as in transformers (tests/parity/test_names.py); the published
+        models have none. `attention` may say otherwise, for all layers or in `layer_overrides`.
         """
         attention = dict(dict(self.layer_overrides).get(layer, ())).get("attention", self.attention)
         if attention != "scheduled":

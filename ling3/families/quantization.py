@@ -127,14 +127,15 @@ _ROUTED = re.compile(r"\.experts\.\d+\.")
 
 
 def _names(target: str, module: str, kind: str) -> bool:
-    """compressed-tensors' `match_name`, or a class."""
+    """compressed-tensors' `match_name` (tests/parity/test_names.py), or a class."""
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), module) is not None
     return target in (module, kind)
 
 
 def _names_for_fp8(pattern: str, module: str) -> bool:
-    """transformers' `should_convert_module`: from the start up to a module's boundary, or as a suffix."""
+    """From the start up to a module's boundary, or as a suffix: transformers' `should_convert_module`, negated
+    (tests/parity/test_names.py)."""
     return module.endswith(pattern) or re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) is not None
 
 

@@ -77,8 +77,8 @@ class Service:
     def plain(self, error: Exception) -> str:
         """An error's message without paths."""
         message = str(error)
-        if self.tokenizer.chat_template is not None:
-            message = message.replace(self.tokenizer.chat_template.origin, "the chat template")
+        for template in self.tokenizer.chat_templates.values():
+            message = message.replace(template.origin, "the chat template")
         return message.replace(str(self.tokenizer.directory), "the model")
 
     async def start(

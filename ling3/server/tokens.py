@@ -38,7 +38,7 @@ class Detokenize(pydantic.BaseModel):
 
 
 async def about(request: Request) -> Response:
-    """The endpoint for the special tokens and the chat template, as lm-evaluation-harness asks for them."""
+    """The endpoint for the named special tokens and the chat template."""
     service: Service = request.app.state.service
     tokenizer = service.tokenizer
     template = tokenizer.chat_template

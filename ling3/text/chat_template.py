@@ -1,8 +1,9 @@
 """A checkpoint's own chat template: messages in, the prompt's text out.
 
 Templates are untrusted programs, so they run in a process with limits (`template_worker.py`), which is killed when one
-takes too much time or memory. Within the bounds, templates are rendered as in transformers, with the same settings,
-globals and filters.
+takes too much time or memory. Memory is bounded on Linux only; on macOS and Windows there is only the bound on time.
+Within the bounds, templates are rendered as in transformers, with the same settings, globals and filters
+(tests/parity/test_template_rendering.py).
 """
 
 import atexit

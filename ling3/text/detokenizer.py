@@ -6,6 +6,7 @@ from typing import no_type_check
 
 import tokenizers
 
+from ling3.text.byte_fallback import ByteFallback, ByteRun
 from ling3.text.tokenizer_file import Reported, TokenizerError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -21,10 +22,11 @@ MOST_HELD = 8
 class StreamDecoder:
     """Decodes one sequence's tokens as they come, holding back a character whose last bytes are still to come.
 
-    The deltas of `feed` and the rest from `flush` make up what the tokenizer would decode from all ids at once, in time
-    linear in their number. Ids without a token, and special tokens unless `skip_special_tokens` is False, show nothing.
-    `prompt_ids` matter only for what the prompt ends in: none of its text is returned, but a character that it only
-    began is. TokenizerErrors, where the tokenizer fails, name its `source`.
+    The deltas of `feed` and the rest from `flush` make up the text that `Tokenizer.decode` has for the prompt and these
+    ids after its text for the prompt alone, in time linear in their number: so an answer that begins with a blank has
+    it, also where the tokenizer strips the blank at the beginning of a text. Ids without a token, and special tokens
+    unless `skip_special_tokens` is False, show nothing. A character that the prompt only began is returned if the ids
+    complete it, and no other text of the prompt's. TokenizerErrors, where the tokenizer fails, name its `source`.
     """
 
     def __init__(
@@ -33,28 +35,35 @@ class StreamDecoder:
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         source: str = "the tokenizer",
+        fallback: ByteFallback | None = None,
     ):
         added = tokenizer.get_added_tokens_decoder()
         self._tokenizer = tokenizer
         self._reported = Reported(source, "the tokenizer fails on these ids")
         self._skip = skip_special_tokens
         self._hidden = {token for token in added if skip_special_tokens and added[token].special}
+        self._fallback = ByteFallback(tokenizer) if fallback is None else fallback
+        self._run = ByteRun(self._fallback)
         # The tokens held back follow `_context` tokens whose text has been returned, as a text may depend on what comes
         # before it. Of the text of both, `_returned` characters have been returned.
-        shown = filter(self._shows, reversed(prompt_ids[-64:]))
-        self._ids = [*itertools.islice(shown, MOST_HELD)][::-1]
+        shown = [*itertools.islice(filter(self._shows, reversed(prompt_ids[-64:])), MOST_HELD)][::-1]
+        self._ids = [each for token in shown for group in self._run.feed(token) for each in group]
         with self._reported:
             text = self._decode(self._ids)
-        unfinished = text.endswith(REPLACEMENT)
+        # A character that the prompt began: how many byte tokens of it there are, or the text that ends in its U+FFFD.
+        self._begun = len(self._run.pending)
+        unfinished = not self._fallback.bytes and text.endswith(REPLACEMENT)
+        self._prompt = text if unfinished else None
         self._context = 0 if unfinished else len(self._ids)
         self._returned = len(text) - unfinished
         self._fed = False
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; it never ends inside a character."""
+        shown = filter(self._shows, ids)
         try:
             with self._reported:
-                return "".join([self._next(token) for token in ids if self._shows(token)])
+                return "".join([self._next(group) for token in shown for group in self._run.feed(token)])
         except TokenizerError:
             self._forget()  # the `flush` that follows must not fail on them again
             raise
@@ -62,24 +71,38 @@ class StreamDecoder:
     def flush(self) -> str:
         """What is held back, at the end; the bytes of an unfinished character are shown as U+FFFD."""
         with self._reported:
-            rest = self._decode(self._ids)[self._returned :] if self._fed else ""
+            rest = "".join([self._next(group) for group in self._run.flush()])
+            if self._fed:
+                text = self._decode(self._ids)
+                rest += text[self._seen(text) :]
         self._forget()
         return rest
 
-    def _next(self, token: int) -> str:
-        self._ids.append(token)
-        self._fed = True
+    def _next(self, group: Sequence[int]) -> str:
+        self._ids.extend(group)
+        if self._begun and group is self._fallback.invalid:  # a byte of the prompt's
+            self._begun, self._context = self._begun - 1, len(self._ids)
+            self._returned = len(self._decode(self._ids))
+            return ""
+        self._begun, self._fed = 0, True
         text, end = self._decode(self._ids), len(self._ids)
-        if len(text) <= self._returned or text.endswith(REPLACEMENT):
+        parts = not self._fallback.bytes  # a token may be a part of a character
+        if len(text) <= self._seen(text) or (parts and text.endswith(REPLACEMENT)):
             if end - self._context < MOST_HELD:
                 return ""
-            text, end = self._certain(text)
-            if len(text) < self._returned:  # the prompt's own
+            text, end = self._certain(text) if parts else (text, end)
+            if len(text) < (self._returned if self._prompt is None else len(self._prompt)):  # the prompt's own
                 return ""
-        piece, context = text[self._returned :], self._ids[self._context : end]
-        self._ids, self._context = self._ids[self._context :], len(context)
+        piece, context = text[self._seen(text) :], self._ids[self._context : end]
+        self._ids, self._context, self._prompt = self._ids[self._context :], len(context), None
         self._returned = len(self._decode(context))
         return piece
+
+    def _seen(self, text: str) -> int:
+        """How many characters of `text` are returned, or the prompt's: its U+FFFD too, if that is still one."""
+        if self._prompt is not None and text.startswith(self._prompt):
+            return len(self._prompt)
+        return self._returned
 
     def _certain(self, whole: str) -> tuple[str, int]:
         """The text that no further byte can change, and its number of tokens: all but an unfinished character's."""
@@ -91,6 +114,7 @@ class StreamDecoder:
 
     def _forget(self) -> None:
         self._ids, self._context, self._returned, self._fed = [], 0, 0, False
+        self._run, self._begun, self._prompt = ByteRun(self._fallback), 0, None
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

@@ -46,7 +46,7 @@ def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
-    """The template in an environment like that of transformers, so that it renders the same text."""
+    """The template, in an environment that renders the text that transformers does (see `chat_template.py`)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )

@@ -1,11 +1,11 @@
 """The bytes that a token stands for, which may be a part of a character."""
 
-import json
 import re
-from typing import Any
 
 import tokenizers
-from tokenizers import pre_tokenizers
+
+from ling3.text.byte_alphabet import BYTES
+from ling3.text.byte_fallback import decoder_steps
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 BLANK = "▁"
@@ -16,9 +16,9 @@ class TokenBytes:
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend, self._added = backend, backend.get_added_tokens_decoder()
-        steps = [] if backend.decoder is None else _steps(json.loads(backend.decoder.__getstate__()))
+        steps = decoder_steps(backend)
         kinds = {step["type"] for step in steps}
-        self._table = _byte_level() if "ByteLevel" in kinds else None
+        self._table = BYTES if "ByteLevel" in kinds else None
         self._fallback = "ByteFallback" in kinds
         self._blank = "Metaspace" in kinds or any(step.get("pattern") == {"String": BLANK} for step in steps)
 
@@ -32,15 +32,3 @@ class TokenBytes:
         if self._fallback and (byte := BYTE.fullmatch(text)):
             return bytes.fromhex(byte[1])
         return (text.replace(BLANK, " ") if self._blank else text).encode()
-
-
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    return [inner for each in decoder.get("decoders", ()) for inner in _steps(each)] or [decoder]
-
-
-def _byte_level() -> dict[str, bytes]:
-    """The byte of each character of GPT-2's alphabet: printable ones are themselves, the others come in order."""
-    printable = {ord(character) for character in pre_tokenizers.ByteLevel.alphabet() if ord(character) < 256}
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): bytes([byte]) for byte in printable}
-    return table | {chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}

@@ -6,47 +6,47 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
-import tokenizers
-
 from ling3.checkpoint import hub
-from ling3.runtime import regular_file, strict_json
 from ling3.runtime.quoting import shown
-from ling3.text.chat_template import LONGEST_TEMPLATE, ChatTemplate
+from ling3.text import added_tokens, template_files, tiktoken_file
+from ling3.text.byte_fallback import ByteFallback
+from ling3.text.chat_template import ChatTemplate
 from ling3.text.detokenizer import StreamDecoder
 from ling3.text.token_bytes import TokenBytes
-from ling3.text.tokenizer_file import Reported, TokenizerError, read
+from ling3.text.tokenizer_file import Reported, TokenizerError, read, read_object
 from ling3.text.tool_calls import ToolForm
 from ling3.text.tool_forms import tool_form
 
-VOCABULARY, SETTINGS, MODEL, GENERATION = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "config.json",
-    "generation_config.json",
-)
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
-PATTERNS = (VOCABULARY, SETTINGS, MODEL, GENERATION, *TEMPLATES)
+VOCABULARY, MODEL, GENERATION = "tokenizer.json", "config.json", "generation_config.json"
+PATTERNS = (VOCABULARY, tiktoken_file.VOCABULARY, MODEL, GENERATION, *added_tokens.FILES, *template_files.FILES)
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+MOST_ROWS = 2**31
 
 
 class Tokenizer:
-    """The Hugging Face fast tokenizer of a checkpoint directory.
+    """The tokenizer of a checkpoint directory: its `tokenizer.json`, or `tiktoken.model` where that is missing.
+
+    The file decides how a text is cut. Classes of transformers that rebuild parts of it are not followed: its
+    LlamaTokenizer drops blanks that SentencePiece and the file keep (tests/parity/test_tokenizers.py).
 
     `eos_token_ids` are the tokens that end a generation, from `config.json`, `generation_config.json` and
-    `tokenizer_config.json` together; `pad_token_id` may be None; `special_tokens` are the named ones, such as
-    `eos_token`; `chat_template` is None if the checkpoint has none.
+    `tokenizer_config.json` together; `pad_token_id` may be None, or no row of the model's; `special_tokens` are the
+    named ones, such as `eos_token`; `chat_templates` are the checkpoint's by name, and none if it has none.
     """
 
     def __init__(self, directory: pathlib.Path):
-        settings = _read(directory / SETTINGS)
         self.directory = directory
-        self.backend = read(directory / VOCABULARY)
-        self.special_tokens = _special_tokens(settings, self.backend, directory / SETTINGS)
-        self.chat_template = _chat_template(directory, settings)
-        self._added = self._added_by_encode(settings)
-
-        model, generation = _read(directory / MODEL), _read(directory / GENERATION)
+        model, generation = read_object(directory / MODEL), read_object(directory / GENERATION)
+        settings = added_tokens.settings_of(directory)
+        rows, ranks = _rows(model), directory / tiktoken_file.VOCABULARY
+        if ranks.exists() and not (directory / VOCABULARY).exists():
+            backend = tiktoken_file.read(ranks, settings, model.get("model_type"), rows)
+        else:
+            backend = read(directory / VOCABULARY)
+        self.special_tokens = added_tokens.add(backend, settings, directory, rows)
+        self.backend = added_tokens.without(backend, self.special_tokens.get("pad_token", ""), rows)
+        self.chat_templates = template_files.chat_templates(directory, settings)
         ends = [
             *_ids(model, "eos_token_id", directory / MODEL),
             *_ids(generation, "eos_token_id", directory / GENERATION),
@@ -61,8 +61,13 @@ class Tokenizer:
         self.pad_token_id: int | None = next((pad for pad in pads if pad >= 0), None)
 
     def __repr__(self) -> str:
-        template = "no chat template" if self.chat_template is None else "a chat template"
+        template = "a chat template" if self.chat_templates else "no chat template"
         return f"<Tokenizer of {self.directory}: {self.vocab_size:,} tokens, {template}>"
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template for a conversation without tools; None if there is none."""
+        return self.chat_templates.get(template_files.DEFAULT)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -98,7 +103,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; control tokens in it are recognised.
 
-        As in transformers, `add_special_tokens` adds the tokenizer's own tokens around a text; Ling-3 has none.
+        `add_special_tokens` adds those that the post-processor of the vocabulary's file puts around a text, such as a
+        beginning of sequence; Ling-3 has none. `add_bos_token` and `add_eos_token` of the settings do not count beside
+        such a file, nor do they in transformers 5 (tests/parity/test_tokenizers.py).
         Raises ValueError for text that is no Unicode (a lone surrogate), TokenizerError if the tokenizer fails.
         """
         try:
@@ -108,17 +115,21 @@ class Tokenizer:
                 f"text: a lone surrogate, {text[error.start]!r}, at position {error.start}, which has no UTF-8 form"
             ) from error
         with Reported(self.directory / VOCABULARY, "the tokenizer fails on this text"):
-            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens and self._added is None)
-        before, after = self._added if self._added and add_special_tokens else ([], [])
-        return [*before, *encoding.ids, *after]
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, with U+FFFD for invalid bytes and nothing for ids without a token.
 
         Raises TokenizerError if the tokenizer fails.
         """
-        with Reported(self.directory / VOCABULARY, "the tokenizer fails on these ids"):
-            return self.backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
+        shown = [int(token) for token in ids]
+        if self._fallback.bytes:
+            added = self.backend.get_added_tokens_decoder()
+            hidden = {token for token in added if skip_special_tokens and added[token].special}
+            named = (each for each in shown if each not in hidden and self.backend.id_to_token(each) is not None)
+            shown = self._fallback.valid(named)
+        with Reported(self._source, "the tokenizer fails on these ids"):
+            return self.backend.decode(shown, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character; none of an id without a token."""
@@ -145,41 +156,39 @@ class Tokenizer:
         """The prompt for `messages`, dicts with `role` and `content`, as ids, or as text if `tokenize` is False.
 
         `add_generation_prompt` opens the assistant's turn at the end. `variables` go to the template: for Ling-3,
-        `enable_thinking`. Raises ValueError for malformed messages, or if the checkpoint has no chat template.
+        `enable_thinking`. With `tools` among them, a template of the name `tool_use` goes before the default one.
+        Raises ValueError for malformed messages, or if the checkpoint has no such chat template.
         """
-        if self.chat_template is None:
-            raise ValueError(f"{self.directory} has no chat template (in {SETTINGS} or {TEMPLATES[0]}): use plain text")
-        text = self.chat_template.render(
+        if not self.chat_templates:
+            places = f"{template_files.TEMPLATE} or {added_tokens.SETTINGS}"
+            raise ValueError(f"{self.directory} has no chat template (in {places}): use plain text")
+        text = template_files.chosen(self.chat_templates, variables.get("tools")).render(
             messages, add_generation_prompt=add_generation_prompt, **{**self.special_tokens, **variables}
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamDecoder:
         """A streaming decoder for the tokens that follow `prompt_ids`."""
-        return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, self._source)
+        return StreamDecoder(self.backend, prompt_ids, skip_special_tokens, self._source, self._fallback)
 
     @functools.cached_property
     def _source(self) -> str:
         return str(self.directory / VOCABULARY)
 
     @functools.cached_property
+    def _fallback(self) -> ByteFallback:
+        return ByteFallback(self.backend)
+
+    @functools.cached_property
     def _bytes(self) -> TokenBytes:
         return TokenBytes(self.backend)
 
-    def _added_by_encode(self, settings: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
-        """The ids that `encode` adds before and after a text by `tokenizer_config.json`, as in transformers.
-
-        None if that says nothing: then the post-processor of `tokenizer.json` adds them.
-        """
-        if "add_bos_token" not in settings and "add_eos_token" not in settings:
-            return None
-        before, after = (
-            self._id_of(name) if settings.get(f"add_{name}") else [] for name in ("bos_token", "eos_token")
-        )
-        return before, after
+    def token_named(self, name: str) -> int | None:
+        """The id of a named special token such as `bos_token`; None without one."""
+        return self.backend.token_to_id(self.special_tokens.get(name, ""))
 
     def _id_of(self, name: str) -> list[int]:
-        token = self.backend.token_to_id(self.special_tokens.get(name, ""))
+        token = self.token_named(name)
         return [] if token is None else [token]
 
 
@@ -200,71 +209,17 @@ def load_tokenizer(path: str | os.PathLike[str], *, revision: str | None = None)
     return Tokenizer(hub.resolve(path, PATTERNS, revision))
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        value = strict_json.read(path)
-    except ValueError as error:
-        raise TokenizerError(str(error)) from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: a {type(value).__name__}, where an object was expected")
-    return value
-
-
-def _special_tokens(settings: Mapping[str, Any], backend: tokenizers.Tokenizer, path: pathlib.Path) -> dict[str, str]:
-    """The named special tokens of `tokenizer_config.json`, which also become special tokens of `backend`."""
-    tokens: dict[str, str] = {}
-    for name in SPECIAL_TOKENS:
-        value = settings.get(name)
-        token = value.get("content") if isinstance(value, dict) else value
-        if value is None:
-            continue
-        if not isinstance(token, str):
-            raise TokenizerError(f"{path}: {name} is {shown(value)}, where a string or {{'content': …}} was expected")
-        if backend.token_to_id(token) is None:
-            raise TokenizerError(f"{path}: {name} is {shown(token)}, which is no token of {VOCABULARY}")
-        tokens[name] = token
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    backend.add_special_tokens(
-        [
-            tokenizers.AddedToken(token, special=True, normalized=False)
-            for token in tokens.values()
-            if token not in special
-        ]
-    )
-    return tokens
-
-
-def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template in a file of its own, as transformers 5 writes it, or else in `tokenizer_config.json`."""
-    jinja, legacy = (directory / name for name in TEMPLATES)
-    if jinja.exists():
-        try:
-            # UTF-8 has at most four bytes for a character.
-            source = regular_file.read(jinja, 4 * LONGEST_TEMPLATE).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"{jinja}: not UTF-8 ({error})") from error
-        except ValueError as error:
-            raise TokenizerError(str(error)) from error
-        return ChatTemplate(source, str(jinja))
-    path, value = directory / SETTINGS, settings.get("chat_template")
-    if value is None:
-        path, value = legacy, _read(legacy).get("chat_template")
-    if value is None:
-        return None
-    if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
-    if not isinstance(value, str):
-        raise TokenizerError(f"{path}: chat_template is neither a string nor a list with one of the name 'default'")
-    return ChatTemplate(value, f"{path}: chat_template")
+def _rows(model: Mapping[str, Any]) -> int:
+    """The rows of the model's embedding; more than any tokenizer has, if `config.json` does not say."""
+    rows = model.get("vocab_size")
+    return rows if type(rows) is int and rows > 0 else MOST_ROWS
 
 
 def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path, least: int = 0) -> list[int]:
     value = fields.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
+    if name == "pad_token_id":  # -1 stands for none in published files
+        ids = [token for token in ids if type(token) is not int or token >= 0]
     for token in ids:
         if type(token) is not int or token < least:
             raise TokenizerError(f"{path}: {name} is {shown(value)}, where an id or a list of ids was expected")

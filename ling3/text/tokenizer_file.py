@@ -61,7 +61,8 @@ def read(path: pathlib.Path) -> tokenizers.Tokenizer:
     """The tokenizer in a file. Raises FileNotFoundError, and TokenizerError if it is damaged or out of bounds."""
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} is missing: a checkpoint's tokenizer is its {path.name} (the Hugging Face fast format)"
+            f"{path} is missing: a checkpoint's tokenizer is its {path.name} (the Hugging Face fast format), or "
+            "tiktoken.model for a Kimi model"
         )
     try:
         text = regular_file.read(path, regular_file.TOKENIZER_BYTES).decode("utf-8")
@@ -75,6 +76,19 @@ def read(path: pathlib.Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = strict_json.read(path)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: a {type(value).__name__}, where an object was expected")
+    return value
 
 
 def _check(file: Any) -> None:

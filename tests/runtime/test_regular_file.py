@@ -15,7 +15,7 @@ from ling3 import checkpoint
 from ling3.checkpoint import hub
 from ling3.interpret import inspect
 from ling3.runtime import regular_file, strict_json
-from ling3.text import chat_template, tokenizer
+from ling3.text import added_tokens, chat_template
 
 CONFIG = dataclasses.replace(TINY_LIKE, num_hidden_layers=2, vocab_size=16)
 
@@ -29,12 +29,21 @@ def directory(tmp_path) -> Path:
     settings = json.loads((nano / "tokenizer_config.json").read_text())
     del settings["chat_template"]  # it would go before chat_template.json
     (tmp_path / "x" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "x" / "additional_chat_templates").mkdir()
     ling3.load_tokenizer(tmp_path / "x")
     return tmp_path / "x"
 
 
 LOADED = ("config.json", "model.safetensors", "model.safetensors.index.json")
-TOKENIZED = ("tokenizer.json", "config.json", "tokenizer_config.json", "generation_config.json", *tokenizer.TEMPLATES)
+TOKENIZED = (
+    "tokenizer.json",
+    "config.json",
+    "generation_config.json",
+    *added_tokens.FILES,
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
+)
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a character device", "a directory"])

@@ -54,14 +54,6 @@ def test_the_chat_template_is_encoded_with_nothing_added(directory):
     assert not tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=False).endswith("</think>")
 
 
-def test_encode_adds_what_the_settings_say(directory):
-    plain = load_tokenizer(directory).encode("hello")
-    write(directory, "tokenizer_config.json", bos_token="<|endoftext|>", add_bos_token=True, add_eos_token=True)
-    tokenizer = load_tokenizer(directory)
-    assert tokenizer.encode("hello") == [0, *plain, 1]
-    assert tokenizer.encode("hello", add_special_tokens=False) == plain
-
-
 def test_encode_adds_what_the_post_processor_says(directory):
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     plain = backend.encode("hello").ids
@@ -74,8 +66,21 @@ def test_encode_adds_what_the_post_processor_says(directory):
     backend.save(str(directory / "tokenizer.json"))
     assert load_tokenizer(directory).encode("hello") == [0, *plain]
     assert load_tokenizer(directory).encode("hello", add_special_tokens=False) == plain
-    write(directory, "tokenizer_config.json", add_bos_token=False)
-    assert load_tokenizer(directory).encode("hello") == plain
+
+
+@pytest.mark.parametrize("flag", ["add_bos_token", "add_eos_token"])
+@pytest.mark.parametrize("value", [True, False, None])
+def test_the_settings_do_not_replace_the_post_processor(directory, flag, value):
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    backend.save(str(directory / "tokenizer.json"))
+    before = load_tokenizer(directory).encode("hello")
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings |= {"bos_token": "<|endoftext|>", flag: value}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(directory).encode("hello") == before and before[0] == 0
 
 
 def test_a_generation_ends_by_any_of_three_files(directory):
@@ -92,6 +97,13 @@ def test_a_generation_ends_by_any_of_three_files(directory):
         (directory / name).unlink()
     tokenizer = load_tokenizer(directory)
     assert (tokenizer.eos_token_ids, tokenizer.pad_token_id, tokenizer.chat_template) == ((), None, None)
+
+
+def test_a_pad_token_id_of_minus_one_is_none(directory):
+    write(directory, "config.json", pad_token_id=-1)
+    write(directory, "generation_config.json", pad_token_id=-1)
+    write(directory, "tokenizer_config.json", pad_token=None)
+    assert load_tokenizer(directory).pad_token_id is None
 
 
 def test_a_named_token_is_special_even_if_the_file_forgot(directory):
@@ -111,6 +123,49 @@ def test_the_template_s_places(directory):
     assert load_tokenizer(directory).apply_chat_template(HELLO, tokenize=False) == "default<|role_end|>"
     (directory / "chat_template.jinja").write_text("jinja")
     assert load_tokenizer(directory).apply_chat_template(HELLO, tokenize=False) == "jinja"
+
+
+def test_the_template_for_tools(directory):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    write(directory, "tokenizer_config.json", chat_template=named)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.apply_chat_template(HELLO, tokenize=False, tools=[{}]) == "tools"
+    assert tokenizer.apply_chat_template(HELLO, tokenize=False) == tokenizer.chat_template.source == "default"
+    more = directory / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("file's")
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.apply_chat_template(HELLO, tokenize=False, tools=[{}]) == "file's"
+    with pytest.raises(ValueError, match="the chat templates are tool_use, and none is the default one"):
+        tokenizer.apply_chat_template(HELLO)
+
+
+def test_tokens_of_the_settings(directory):
+    size = BACKEND.get_vocab_size()
+    added = {str(size): {"content": "<x>", "special": True}, str(size + 1): {"content": "<y>", "lstrip": True}}
+    write(directory, "tokenizer_config.json", added_tokens_decoder=added, additional_special_tokens=["<z>"])
+    tokenizer = load_tokenizer(directory)
+    ids = tokenizer.encode("<x>hello <y><z>")
+    assert (ids[0], ids[-2:]) == (size, [size + 1, size + 2])
+    assert tokenizer.decode(ids) == "hello<y>", "the blank before it is a part of <y>, and the others are special"
+
+
+def test_a_pad_token_without_a_row_is_a_name(directory):
+    """Of the model's embedding: nothing here pads."""
+    size = BACKEND.get_vocab_size()
+    write(directory, "tokenizer_config.json", pad_token="[PAD]")
+    write(directory, "config.json", vocab_size=size)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.special_tokens["pad_token"] == "[PAD]" and tokenizer.vocab_size == size
+    tokenizer.check_fits(size)
+    write(directory, "config.json", vocab_size=size + 1)
+    assert load_tokenizer(directory).encode("[PAD]") == [size]
+    # The same, where it is in the vocabulary's file.
+    load_tokenizer(directory).backend.save(str(directory / "tokenizer.json"))
+    write(directory, "config.json", vocab_size=size)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.vocab_size == size and size not in tokenizer.encode("[PAD]")
+    tokenizer.check_fits(size)
 
 
 def test_without_a_template(directory):
@@ -155,10 +210,20 @@ def test_stream(directory):
         ("tokenizer_config.json", "{", "tokenizer_config.json: no valid JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json: a list, where an object"),
         ("tokenizer_config.json", '{"eos_token": 3}', "tokenizer_config.json: eos_token is 3"),
-        ("tokenizer_config.json", '{"pad_token": "<none>"}', "pad_token is '<none>', which is no token"),
+        ("tokenizer_config.json", '{"eos_token": "<none>"}', "eos_token is '<none>', which is no token"),
+        ("tokenizer_config.json", '{"pad_token": {"content": ""}}', "pad_token is {'content': ''}"),
+        ("tokenizer_config.json", '{"additional_special_tokens": [3]}', "a special token is 3"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": []}', "added_tokens_decoder is .* tokens by id"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"-1": "<x>"}}', "added_tokens_decoder is"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"3": {"content": "x", "special": 1}}}', "are true"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"3": {"content": "<x>"}}}', "'<x>' the id 3, .* 362"),
+        ("special_tokens_map.json", "[]", "special_tokens_map.json: a list, where an object"),
+        ("added_tokens.json", '{"<x>": "3"}', "added_tokens.json: '<x>' is '3', where an id"),
+        ("added_tokens.json", '{"<x>": 7000}', "gives '<x>' the id 7000, .* it is 362"),
         ("tokenizer_config.json", '{"a": 1, "a": 2}', "the same key twice"),
-        ("tokenizer_config.json", '{"chat_template": 1}', "chat_template is neither"),
-        ("tokenizer_config.json", '{"chat_template": [{"name": "a", "template": "x"}]}', "chat_template is neither"),
+        ("tokenizer_config.json", '{"chat_template": 1}', "chat_template is 1, where a string or a list"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', "chat_template is .* a list of {'name'"),
+        ("tokenizer_config.json", '{"chat_template": []}', "chat_template: 0 templates"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "tokenizer_config.json: chat_template, line 1"),
         ("chat_template.jinja", "{{", "chat_template.jinja, line 1"),
         ("chat_template.jinja", "\ud800", "chat_template.jinja: not UTF-8"),
