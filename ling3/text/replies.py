@@ -81,14 +81,16 @@ class Reply:
 
     def flush(self) -> list[Piece]:
         """What was held back, at the end of the reply."""
-        if self._reader is not None:
-            try:
-                self._out += self._numbered(self._reader.end())
-                unread = ""
-            except Malformed:
-                unread = self._reader.raw
+        while (reader := self._reader) is not None:
             self._reader = None
-            self._say(unread)
+            try:
+                self._out += self._numbered(reader.end())
+            except Malformed:
+                self._say(reader.raw)
+                continue
+            self._held, self._fresh = reader.unread, True
+            while self._held and self._advance():
+                pass
         self._begins = False
         self._say(self._held)
         self._held = ""
