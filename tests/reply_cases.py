@@ -90,7 +90,8 @@ CASES = [
         ("", "", [("add", '{"a": 1, "b": {"c": "}\\""}}')]),
     ),
     (
-        '<tool_call>{"name": "set", "arguments": {"what": "</tool_call>", "size": 1e999, "name": "\\ud83d\\x"}}</tool_call>',
+        '<tool_call>{"name": "set", "arguments": {"what": "</tool_call>", "size": 1e999, "name": "\\ud83d\\x"}}'
+        "</tool_call>",
         TAGS,
         ("", "", [("set", '{"what": "</tool_call>", "size": "1e999", "name": "\ufffd\\\\x"}')]),
     ),

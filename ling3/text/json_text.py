@@ -26,9 +26,12 @@ def unicode(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
 def dumped(value: Any) -> str:
     """A value as JSON; ValueError for numbers that are not finite."""
-    return unicode(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    return unicode(_ENCODE(value))
 
 
 def loaded(text: str) -> Any:
@@ -58,7 +61,7 @@ def strict(text: str) -> str:
 
 
 class StrictJSON:
-    """Writes an object or a list again, a character at a time, as strict JSON; valid JSON stays character for character.
+    """Writes an object or a list again as strict JSON, a character at a time; valid JSON stays as it is.
 
     Words that are no JSON, and numbers that are not finite, become strings. Escapes that there are not, and line breaks
     in strings, are escaped; half a surrogate pair is U+FFFD. Commas and colons that are missing are put in, and those
@@ -98,8 +101,8 @@ class StrictJSON:
         return rest
 
     def unfinished(self) -> str:
-        """What is held back, where the text stays as it breaks off."""
-        return self._word + self._escape
+        """The word that is held back, where the text stays as it breaks off."""
+        return self._word
 
     @property
     def _ended(self) -> bool:

@@ -225,7 +225,7 @@ class CallReader:
             elif key in ("arguments", "parameters") and arguments is None:
                 direct = first == "{" and self._name is not None
                 text = yield from self._json(first, direct)
-                arguments = text if direct else _arguments(text)
+                arguments = _arguments(text)
                 if self._name is not None and not direct:
                     self._say(arguments)
             else:

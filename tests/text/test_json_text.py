@@ -42,7 +42,10 @@ def test_valid_json_stays_as_it_is(text):
         ('{"x": 1e999}', {"x": "1e999"}),
         ("[NaN, -Infinity, None, 01, 1.]", ["NaN", "-Infinity", "None", "01", "1."]),
         ('{"k": "\\ud83d"}', {"k": "\ufffd"}),
-        ('["\\ude00", "\\ud83d\\n", "\\ud83d\\u0041", "\\ud83dx", "\\ud83d"]', ["\ufffd", "\ufffd\n", "\ufffdA", "\ufffdx", "\ufffd"]),
+        (
+            '["\\ude00", "\\ud83d\\n", "\\ud83d\\u0041", "\\ud83dx", "\\ud83d"]',
+            ["\ufffd", "\ufffd\n", "\ufffdA", "\ufffdx", "\ufffd"],
+        ),
         ('["\\x", "\\u12", "\\\'", "a\nb"]', ["\\x", "\\u12", "\\'", "a\nb"]),
         ('{"a": 1,}', {"a": 1}),
         ('{"a" 1 "b": [2 3], c: 4, "d", "e":}', {"a": 1, "b": [2, 3], "c": 4, "d": None, "e": None}),
@@ -72,6 +75,8 @@ def test_values():
         dumped(float("inf"))
 
 
-@pytest.mark.parametrize(("text", "inside"), [('{"a": "b', True), ('"', True), ('"a" ', False), ("a", False), ("[x \"", False)])
+@pytest.mark.parametrize(
+    ("text", "inside"), [('{"a": "b', True), ('"', True), ('"a" ', False), ("a", False), ('[x "', False)]
+)
 def test_the_middle_of_a_string(text, inside):
     assert in_string(text) == inside
