@@ -6,10 +6,11 @@ import json
 import httpx
 import openai
 import pytest
-from scripted_service import ask, recited
+from scripted_service import Reciter, ask, recited
 from tool_templates import TEMPLATES, tokenizer
 
 import ling3
+from ling3.cli import main
 from ling3.engine.sampling_params import MAX_SEED
 from ling3.server.app import build
 from ling3.server.running import Service
@@ -176,6 +177,21 @@ def test_unknown_fields_are_refused_unless_they_are_allowed(path, fields, param)
     changing = {"/v1/responses": "background", "/v1/completions": "suffix"}.get(path, "audio")
     known = post(service, path, {**body, changing: True})
     assert known.status_code == 400 and known.json()["error"]["param"] == changing
+
+
+def test_the_command_has_an_option_for_unknown_fields(monkeypatch):
+    services = []
+
+    def serve(app, service, bound, *how):
+        services.append(service)
+        bound.close()
+
+    monkeypatch.setattr(Reciter, "warmup", lambda engine: None)
+    monkeypatch.setattr("ling3.serve.Engine", lambda model, tokenizer, settings: Reciter(tokenizer, "7"))
+    monkeypatch.setattr("ling3.server.run.run", serve)
+    for options in ([], ["--allow-unknown-fields"]):
+        assert main(["serve", "nano", "--port", "0", *options]) == 0
+    assert [service.allow_unknown_fields for service in services] == [False, True]
 
 
 def test_what_leaves_is_json_in_utf_8():

@@ -68,7 +68,8 @@ def test_any_text_becomes_json():
 
 def test_values():
     assert dumped({"é": "\ud83d\ude00\ud83d"}) == '{"é": "😀\ufffd"}' and unicode("é") == "é"
-    for text in ("NaN", "1e999", "[1e999]", "{"):
+    assert loaded(f'[1e308, 1.5, {"9" * 400}, "1e999"]')[3] == "1e999"
+    for text in ("NaN", "1e999", "[-1E+999]", f"{'9' * 300}.0e9", f"{'9' * 309}.0", "1e00309", "{"):
         with pytest.raises(ValueError, match=r"\w"):
             loaded(text)
     with pytest.raises(ValueError, match="JSON compliant"):
