@@ -20,6 +20,11 @@ def value(key, text):
     return f"<tool_call>set<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"
 
 
+def say(text):
+    """A call of `say`."""
+    return f"<tool_call>say<arg_key>text</arg_key><arg_value>{text}</arg_value></tool_call>"
+
+
 TAGS = {"tools": TOOLS, "form": "tags"}
 OPEN = {**TAGS, "thinking": True}
 BARE = {"tools": TOOLS, "form": "bare"}
@@ -53,6 +58,26 @@ CASES = [
     ),
     ("<tool_call>say<arg_key>text</arg_key><arg_value>half", TAGS, ("", "", [("say", '{"text": "half')])),
     ("<tool_call>say<arg_key>loud</arg_key><arg_value>True</arg_value>", TAGS, ("", "", [("say", '{"loud": true}')])),
+    # Tags inside values, and values that are no JSON.
+    (say('print("</tool_call>")'), TAGS, ("", "", [("say", '{"text": "print(\\"</tool_call>\\")"}')])),
+    (say('x = "</arg_value>" + y'), TAGS, ("", "", [("say", '{"text": "x = \\"</arg_value>\\" + y"}')])),
+    (say("</arg_value>\n </arg_v<arg_key>"), TAGS, ("", "", [("say", '{"text": "</arg_value>\\n </arg_v<arg_key>"}')])),
+    (say("</tool_call>") + ADD, TAGS, ("", "", [("say", '{"text": "</tool_call>"}'), ("add", '{"a": 1, "b": 2}')])),
+    ("<tool_call>say<arg_key>text</arg_key><arg_value>x</tool_call>\n", TAGS, ("", "", [("say", '{"text": "x"}')])),
+    ("<tool_call>say<arg_key>text</arg_key><arg_value>x</arg_value>\n</to", TAGS, ("", "", [("say", '{"text": "x"}')])),
+    (
+        value("what", '{"k": "</arg_value></tool_call>", "l": "</arg_value><arg_key>"}'),
+        TAGS,
+        ("", "", [("set", '{"what": {"k": "</arg_value></tool_call>", "l": "</arg_value><arg_key>"}}')]),
+    ),
+    (
+        value("what", '"an end that never comes') + ADD + "so",
+        TAGS,
+        ("", "so", [("set", '{"what": "\\"an end that never comes"}'), ("add", '{"a": 1, "b": 2}')]),
+    ),
+    (value("size", "1e999"), TAGS, ("", "", [("set", '{"size": "1e999"}')])),
+    (value("what", "[1e999]"), TAGS, ("", "", [("set", '{"what": "[1e999]"}')])),
+    (value("what", '"\\ud83d"'), TAGS, ("", "", [("set", '{"what": "\ufffd"}')])),
     (value("mood", "1"), TAGS, ("", "", [("set", '{"mood": "1"}')])),
     (value("name", "null"), TAGS, ("", "", [("set", '{"name": null}')])),
     (value("name", "12"), TAGS, ("", "", [("set", '{"name": "12"}')])),
@@ -64,6 +89,17 @@ CASES = [
         TAGS,
         ("", "", [("add", '{"a": 1, "b": {"c": "}\\""}}')]),
     ),
+    (
+        '<tool_call>{"name": "set", "arguments": {"what": "</tool_call>", "size": 1e999, "name": "\\ud83d\\x"}}'
+        "</tool_call>",
+        TAGS,
+        ("", "", [("set", '{"what": "</tool_call>", "size": "1e999", "name": "\ufffd\\\\x"}')]),
+    ),
+    (
+        '<tool_call>{"arguments": {"size": NaN,}, "name": "set"}</tool_call>',
+        TAGS,
+        ("", "", [("set", '{"size": "NaN"}')]),
+    ),
     ('<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}</tool_call>', TAGS, ("", "", [("add", '{"a": 1}')])),
     ('<tool_call>{"name": "add", "arguments": {"a": 1', TAGS, ("", "", [("add", '{"a": 1')])),
     ('<tool_call>{"na', TAGS, ("", '<tool_call>{"na', [])),
@@ -72,6 +108,11 @@ CASES = [
         '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "say", "parameters": {}}',
         BARE,
         ("", "", [("add", '{"a": 1}'), ("say", "{}")]),
+    ),
+    (
+        '{"name": "set", "parameters": {"size": 1e999, "what": "\\ud83d{"}}; {"name": "say", "parameters": {}}',
+        BARE,
+        ("", "", [("set", '{"size": "1e999", "what": "\ufffd{"}'), ("say", "{}")]),
     ),
     ('{"name": "Bob", "age": 3}', BARE, ("", '{"name": "Bob", "age": 3}', [])),
     (' {"x": [1, 2]} and so on', BARE, ("", ' {"x": [1, 2]} and so on', [])),

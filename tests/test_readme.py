@@ -1,5 +1,6 @@
 """The README's Python runs as it stands there."""
 
+import json
 import os
 import pathlib
 import re
@@ -44,6 +45,24 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     plain, steered = scope["plain"], scope["steered"]
     assert plain.text == answer and steered.captured.router.keys() == {0, 1, 2, 3}
     assert plain.captured.residual[1].shape[0] == len(scope["ids"]) + len(plain.token_ids)
+
+
+@pytest.mark.slow
+def test_the_sites_first_python_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = README.parent / "docs" / "index.md"
+    [first] = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    scope = {}
+    exec(first, scope)
+    answer = capsys.readouterr().out.strip()
+    assert answer == "3 + 4 = 7. The answer is 7." and f"  # {answer}\n" in first
+    assert f"{answer}<|role_end|>" in "".join(token["text"] for token in _looked_into(tmp_path / "look.html"))
+
+
+def _looked_into(page):
+    """The tokens that a page of `ling3.look` shows."""
+    found = re.search(r'"tokens": ?(\[.*?\])', page.read_text(encoding="utf-8"), re.DOTALL)
+    return json.loads(found.group(1))
 
 
 @pytest.mark.slow

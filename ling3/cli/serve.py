@@ -41,6 +41,9 @@ class Serve(Command):
     """The path under which a proxy shows the server."""
     allow_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="ORIGIN")] = ()
     """Pages of this origin (* is any) may ask from a browser (CORS); may be given several times."""
+    allow_unknown_fields: bool = False
+    """Ignore fields of requests that the server does not know, as front-ends of other servers send them; without it
+    they are refused by name."""
     timeout: int = 600
     """Seconds that a request may take, from its first byte to its answer's last."""
     drain: int = 30
@@ -82,7 +85,7 @@ def run(command: Serve) -> None:
     with compiling(console):
         engine.warmup()
     name = command.served_model_name or pathlib.Path(command.model).name
-    service = Service(engine, tokenizer, name, most)
+    service = Service(engine, tokenizer, name, most, allow_unknown_fields=command.allow_unknown_fields)
     app = build(service, keys, command.allow_origin, command.timeout)
     host = f"[{command.host}]" if ":" in command.host else command.host
     console.print(f"serving {name} on http://{host}:{bound.getsockname()[1]}", markup=False, soft_wrap=True)

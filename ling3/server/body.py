@@ -4,7 +4,6 @@
 # What it takes is an extra, and types are checked without it too.
 
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -14,6 +13,8 @@ from starlette.requests import Request
 
 from ling3.runtime.quoting import printable
 from ling3.server.errors import ApiError
+from ling3.server.known_fields import ALLOW
+from ling3.text.json_text import loaded
 
 MOST_BYTES = 2**24
 """The largest body."""
@@ -35,7 +36,7 @@ async def read(request: Request, model: type[Model]) -> Model:
     if not isinstance(value, dict):
         raise ApiError(400, "the body is no JSON object")
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, context={ALLOW: request.app.state.service.allow_unknown_fields})
     except pydantic.ValidationError as error:
         param, reasons = None, []
         errors = error.errors(include_url=False, include_context=False, include_input=False)
@@ -71,10 +72,6 @@ def parse(content: bytes) -> Any:
     if max(itertools.accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > DEEPEST:
         raise ApiError(400, f"the body's JSON has more than {DEEPEST} levels")
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return loaded(text)
     except ValueError as error:
         raise ApiError(400, f"the body is no valid JSON: {error}") from None
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

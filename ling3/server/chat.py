@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ling3.engine.outputs import Delta
 from ling3.server import body, tools
@@ -19,10 +19,26 @@ from ling3.server.errors import ApiError
 from ling3.server.fields import Chat
 from ling3.server.messages import rendered
 from ling3.server.reply_grammars import after_thinking
-from ling3.server.running import SHORT, Chunks, Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.server.running import (
+    SHORT,
+    Chunks,
+    Deltas,
+    Events,
+    Service,
+    StrictResponse,
+    check,
+    identifier,
+    usage_of,
+    while_there,
+)
 from ling3.server.scores import of_chat
 from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking
 from ling3.text.tokenizer import thinking
+
+CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
+"""Of the pieces that begin a call: its type, and the field with its text."""
+TEXTS = {"arguments": CALLS["call"], "input": CALLS["custom"]}
+"""The same of the pieces that go on with one."""
 
 
 async def answer(request: Request) -> Response:
@@ -34,21 +50,25 @@ async def answer(request: Request) -> Response:
     begun = await while_there(request, begin(service, asked))
     if isinstance(begun, Response):
         return begun
-    deltas, replies = begun
+    deltas, replies, tokens = begun
     if asked.stream:
-        usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return Events(_chunks(service, {**head, "object": "chat.completion.chunk"}, deltas, replies, usage))
+        chunks = Chunks({**head, "object": "chat.completion.chunk"}, *asked.reports_usage, tokens)
+        return Events(_chunks(service, chunks, deltas, replies))
     whole = await while_there(request, _whole(service, {**head, "object": "chat.completion"}, deltas, replies))
-    return whole if isinstance(whole, Response) else JSONResponse(whole)
+    return whole if isinstance(whole, Response) else StrictResponse(whole)
 
 
-async def begin(service: Service, asked: Chat) -> tuple[Deltas, list[TokenReply]]:
-    """The deltas of the answers with what takes each of them apart; ApiError for what cannot be answered."""
+async def begin(service: Service, asked: Chat) -> tuple[Deltas, list[TokenReply], int]:
+    """The deltas of the answers, what takes each of them apart, and the tokens of the prompt.
+
+    ApiError for what cannot be answered.
+    """
     tokenizer, effort = service.tokenizer, asked.reasoning_effort
-    functions = [tool.function for tool in asked.tools or ()]
-    how = asked.tool_choice, asked.parallel_tool_calls, tokenizer
+    given = asked.offered
+    parallel = None if asked.tools == [] else asked.parallel_tool_calls  # clients say it of no tools, too
+    how = asked.tool_choice, parallel, tokenizer
     # What takes longer than handing it to another thread and back is done there.
-    offered = await asyncio.to_thread(tools.chosen, functions, *how) if functions else tools.chosen([], *how)
+    offered = await asyncio.to_thread(tools.chosen, given, *how) if given else tools.chosen([], *how)
     if effort not in (None, "none", "minimal") and not await asyncio.to_thread(lambda: tokenizer.thinking_switch):
         message = "reasoning_effort: this model's chat template has no switch for thinking"
         raise ApiError(400, message, "reasoning_effort", "unsupported_parameter")
@@ -71,9 +91,9 @@ async def begin(service: Service, asked: Chat) -> tuple[Deltas, list[TokenReply]
     params = dataclasses.replace(params, structured=structured)
     field = "tools" if offered and offered.held else asked.grammar
     deltas = await service.start([ids], params, "messages", field)
-    schemas, form = (offered.schemas, offered.form) if offered else (None, None)
-    replies = [Reply(thinking=opens, tools=schemas, form=form) for _ in range(params.n)]
-    return deltas, [TokenReply(reply, tokenizer, ids) for reply in replies]
+    read = {"tools": offered.schemas, "form": offered.form, "customs": offered.customs} if offered else {}
+    replies = [TokenReply(Reply(thinking=opens, **read), tokenizer, ids) for _ in range(params.n)]
+    return deltas, replies, len(ids)
 
 
 async def _whole(service: Service, head: dict[str, Any], deltas: Deltas, replies: list[TokenReply]) -> dict[str, Any]:
@@ -105,10 +125,11 @@ class Message:
 
     def add(self, piece: Piece) -> None:
         """The next piece."""
-        if piece.kind == "call":
+        if piece.kind in CALLS:
             self.calls.append(call_of(piece))
-        elif piece.kind == "arguments":
-            self.calls[piece.call]["function"]["arguments"] += piece.text
+        elif piece.kind in TEXTS:
+            kind, name = TEXTS[piece.kind]
+            self.calls[piece.call][kind][name] += piece.text
         elif piece.kind == "content":
             self.content += piece.text
         else:
@@ -124,11 +145,9 @@ class Message:
         return {**made, "tool_calls": self.calls} if self.calls else made
 
 
-async def _chunks(
-    service: Service, head: dict[str, Any], deltas: Deltas, replies: list[TokenReply], usage: bool
-) -> AsyncIterator[str]:
+async def _chunks(service: Service, chunks: Chunks, deltas: Deltas, replies: list[TokenReply]) -> AsyncIterator[str]:
     """The text of the events, those together that are sent at once."""
-    chunks, left = Chunks(head, usage), len(replies)
+    left = len(replies)
     last: list[Delta] = []
 
     def chunk(index: int, new: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
@@ -139,6 +158,7 @@ async def _chunks(
         async for _, delta in deltas:
             check(delta)
             last = [delta]
+            chunks.count(delta)
             news = [_news(piece) for piece in pieces(replies[delta.index], delta)]
             logprobs = of_chat(service.tokenizer, delta.logprobs) if delta.logprobs else None
             for i, new in enumerate(news or ([{"content": ""}] if logprobs else [])):
@@ -154,16 +174,18 @@ async def _chunks(
 
 def _news(piece: Piece) -> dict[str, Any]:
     """A piece as a chunk's delta."""
-    if piece.kind == "call":
+    if piece.kind in CALLS:
         return {"tool_calls": [{"index": piece.call, **call_of(piece)}]}
-    if piece.kind == "arguments":
-        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+    if piece.kind in TEXTS:
+        kind, name = TEXTS[piece.kind]
+        return {"tool_calls": [{"index": piece.call, kind: {name: piece.text}}]}
     return dict.fromkeys(("content",) if piece.kind == "content" else ("reasoning_content", "reasoning"), piece.text)
 
 
 def call_of(piece: Piece) -> dict[str, Any]:
     """A tool call that begins."""
-    return {"id": identifier("call"), "type": "function", "function": {"name": piece.text, "arguments": ""}}
+    kind, text = CALLS[piece.kind]
+    return {"id": identifier("call"), "type": kind, kind: {"name": piece.text, text: ""}}
 
 
 def reason_of(reply: TokenReply, reason: str | None) -> str | None:

@@ -11,13 +11,24 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ling3.engine.outputs import Delta
 from ling3.server import body
 from ling3.server.errors import ApiError
 from ling3.server.fields import Completion
-from ling3.server.running import SHORT, Chunks, Deltas, Events, Service, check, identifier, usage_of, while_there
+from ling3.server.running import (
+    SHORT,
+    Chunks,
+    Deltas,
+    Events,
+    Service,
+    StrictResponse,
+    check,
+    identifier,
+    usage_of,
+    while_there,
+)
 from ling3.server.scores import Scores, joined
 
 MOST_PROMPTS = 128
@@ -49,7 +60,7 @@ async def answer(request: Request) -> Response:
     if asked.stream:
         return Events(_chunks(service, head, deltas, prompts, asked))
     whole = await while_there(request, _whole(service, head, deltas, prompts, asked))
-    return whole if isinstance(whole, Response) else JSONResponse(whole)
+    return whole if isinstance(whole, Response) else StrictResponse(whole)
 
 
 def _prompts(service: Service, asked: Completion) -> list[list[int]]:
@@ -63,7 +74,7 @@ def _prompts(service: Service, asked: Completion) -> list[list[int]]:
     except ValueError as error:
         raise ApiError(400, service.plain(error), "prompt") from None
     for one in ids:
-        service.room(len(one), "prompt")
+        service.room(len(one), "prompt", least=0 if asked.max_tokens == 0 else 1)
     return ids
 
 
@@ -102,7 +113,7 @@ async def _chunks(
     service: Service, head: dict[str, Any], deltas: Deltas, prompts: Sequence[list[int]], asked: Completion
 ) -> AsyncIterator[str]:
     """The text of the events, those together that are sent at once."""
-    chunks = Chunks(head, asked.stream_options is not None and bool(asked.stream_options.include_usage))
+    chunks = Chunks(head, *asked.reports_usage, sum(map(len, prompts)))
     lasts, n = {}, asked.n or 1
     echoes = [_echoed(service, prompt, asked) for prompt in prompts]
     scores = [
@@ -120,6 +131,7 @@ async def _chunks(
         async for place, delta in ready:
             check(delta)
             lasts[place], index = delta, delta.index
+            chunks.count(delta)
             left -= delta.finish_reason is not None
             if asked.echo and place not in begun:
                 begun.add(place)

@@ -1,20 +1,22 @@
-"""The requests' fields. What is not listed is refused by name; null counts as absent."""
+"""The requests' fields. What is neither listed here nor in `known_fields.IGNORED` is refused by name."""
 
 # pyright: reportMissingImports=false
 # What it takes is an extra, and types are checked without it too.
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
-from ling3.engine.sampling_params import SamplingParams
+from ling3.engine.sampling_params import MAX_SEED, SamplingParams
 from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex, Structured
+from ling3.server.custom_tools import CustomTool
 from ling3.server.errors import ApiError
-from ling3.server.tools import MOST, Tool
+from ling3.server.known_fields import Known
+from ling3.server.tools import MOST, Offered, Tool
 
-# Which do not change the answer.
-IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "store")
+SEEDS = MAX_SEED + 1
+"""How many seeds the engine has; others of OpenAI's 64-bit seeds stand for their remainder by this number."""
 
 # Which say what the text may be.
 GRAMMARS = (
@@ -28,22 +30,22 @@ GRAMMARS = (
 KINDS = {"json": JSONSchema, "regex": Regex, "choice": Choice, "grammar": Grammar}
 
 
-class Options(pydantic.BaseModel):
+class Options(Known):
     """How a stream reports."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    kind = "stream_options"
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    """A last event with the usage."""
+    continuous_usage_stats: bool | None = None
+    """vLLM's: the usage so far in every event."""
 
 
-class Sampling(pydantic.BaseModel):
+class Sampling(Known):
     """How answers are drawn and where they end."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = None
     presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
@@ -72,10 +74,11 @@ class Fields(Sampling):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return {name: x for name, x in value.items() if x is not None and name not in IGNORED}
+    @property
+    def reports_usage(self) -> tuple[bool, bool]:
+        """Whether a stream reports the usage at its end, and in every event."""
+        options = self.stream_options or Options()
+        return bool(options.include_usage), bool(options.continuous_usage_stats)
 
     @property
     def grammar(self) -> str | None:
@@ -92,10 +95,16 @@ class Fields(Sampling):
             structured = None if name is None else _structured(name, getattr(self, name))
         except ValueError as error:
             raise ApiError(400, f"{name}: {error}", name) from None
-        same = ("n", "stop", "seed", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p")
+        same = ("n", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p")
         same = (*same, "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos")
         given: dict[str, Any] = {name: x for name in same if (x := getattr(self, name)) is not None}
         temperature = 1.0 if self.temperature is None else self.temperature
+        if self.top_p == 0:  # the fewest tokens that are at all likely: one, the likeliest
+            temperature = 0.0
+        elif self.top_p is not None:
+            given["top_p"] = self.top_p
+        if self.seed is not None:
+            given["seed"] = self.seed % SEEDS
         try:
             bias = self.logit_bias and {int(token): x for token, x in self.logit_bias.items()}
         except ValueError:
@@ -146,13 +155,31 @@ def _formatted(value: dict[str, Any]) -> Structured | None:
 class Completion(Fields):
     """A request to continue texts or ids."""
 
+    kind = "completion"
+
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     echo: bool | None = None
+    best_of: Literal[1] | None = None
+
+
+def kind_of_tool(tool: Any) -> str:
+    """Which of a union's models has a tool; one of a type that there is not is told so as a function."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "of a custom tool" if kind == "custom" else "of a function"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, pydantic.Tag("of a function")] | Annotated[CustomTool, pydantic.Tag("of a custom tool")],
+    pydantic.Discriminator(kind_of_tool),
+]
+"""A tool of a chat, by its type."""
 
 
 class Chat(Fields):
     """A request to answer a conversation."""
+
+    kind = "chat"
 
     messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
     max_completion_tokens: int | None = None
@@ -160,6 +187,13 @@ class Chat(Fields):
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    tools: list[Tool] | None = pydantic.Field(None, min_length=1, max_length=MOST)
+    tools: list[AnyTool] | None = pydantic.Field(None, max_length=MOST)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @property
+    def offered(self) -> list[Offered]:
+        """The tools as a model sees them."""
+        tools = self.tools or ()
+        return [Offered(each.function) if isinstance(each, Tool) else each.custom.offered() for each in tools]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ling3.engine.one_of import REMEDY
-from ling3.engine.structured import Grammar, JSONSchema, Structured
+from ling3.engine.structured import Grammar, JSONSchema, Regex, Structured
 from ling3.text.replies import THINK_END
 from ling3.text.tokenizer import Tokenizer
 from ling3.text.tool_calls import (
@@ -48,6 +48,8 @@ class Callable(NamedTuple):
     parameters: Mapping[str, Any]
     strict: bool
     """Whether every keyword of the schema has to hold."""
+    form: Structured | None = None
+    """What the text of a custom tool's only argument may be."""
 
 
 def after_thinking(reply: Structured, tokenizer: Tokenizer) -> Grammar:
@@ -90,6 +92,10 @@ def calls(
 
 def _json(function: Callable, form: ToolForm, i: int) -> tuple[str, dict[str, Structured]]:
     """A call as a JSON object."""
+    if function.form is not None:
+        raise ValueError(
+            "a grammar cannot be held in this model's form of tool calls, where the input is a JSON string"
+        )
     parameters = {"type": "object", **function.parameters}
     if not parameters.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         parameters = {"properties": {}, "additionalProperties": False, **parameters}
@@ -111,7 +117,12 @@ def _tagged(tags: "_Tags", function: Callable, i: int) -> tuple[str, dict[str, S
     for j, (name, inner) in enumerate(properties.items()):
         key = json.dumps(name, ensure_ascii=False)
         head = f"{tags.literal(KEY)} {key} {tags.literal(KEY_END)} NL? {tags.literal(VALUE)}"
-        if kinds(inner, root) == {"string"}:
+        if isinstance(function.form, Regex):
+            lines.append(tags.until(f"value{i}x{j}", f"/{_slashed(function.form.pattern)}/", VALUE_END))
+        elif function.form is not None:
+            parts[f"value_{i}_{j}"] = function.form
+            lines.append(f"value{i}x{j}: @value_{i}_{j} {tags.literal(VALUE_END)}")
+        elif kinds(inner, root) == {"string"}:
             lines.append(tags.until(f"value{i}x{j}", _text(inner, root, function.strict), VALUE_END))
         else:
             own = {key: root[key] for key in ("$defs", "definitions") if key in root}
@@ -152,8 +163,13 @@ def _check_apart(options: Sequence[Mapping[str, Any]]) -> None:
 def _anchored(pattern: str) -> str:
     """A schema's pattern, which may match anywhere, as one of the whole text."""
     begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    inner = pattern[begin : len(pattern) - end].replace("\\/", "/").replace("/", "\\/")
+    inner = _slashed(pattern[begin : len(pattern) - end])
     return ("" if begin else ANY) + f"({inner})" + ("" if end else ANY)
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return pattern.replace("\\/", "/").replace("/", "\\/")
 
 
 def _check(schema: Mapping[str, Any], known: set[str]) -> None:

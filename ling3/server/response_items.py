@@ -4,23 +4,32 @@
 # What it takes is an extra, and types are checked without it too.
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ling3.server.errors import ApiError
+from ling3.server.known_fields import check_names
 from ling3.server.running import identifier
 from ling3.text.replies import Piece
 
 FIELDS = {
-    "message": {"type", "id", "status", "role", "content", "phase"},
-    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
-    "function_call_output": {"type", "id", "status", "call_id", "output"},
-    "reasoning": {"type", "id", "status", "summary", "content", "encrypted_content"},
+    "message": {"type", "role", "content"},
+    "function_call": {"type", "call_id", "name", "arguments"},
+    "function_call_output": {"type", "call_id", "name", "output"},
+    "custom_tool_call": {"type", "call_id", "name", "input"},
+    "custom_tool_call_output": {"type", "call_id", "output"},
+    "reasoning": {"type", "content"},
 }
-PARTS = ("input_text", "output_text", "reasoning_text", "text")
+"""The fields of each item that count; an output's `name` is that of its call anyway."""
+CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
+"""Items that are calls: the type of a chat's, and the field with the text."""
+PARTS = {"input_text": "text", "output_text": "text", "reasoning_text": "text", "text": "text", "refusal": "refusal"}
+"""Parts of a content, and the fields with their text."""
 
 
-def messages_of(given: str | Sequence[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of a chat; ApiError 400 for other items.
+def messages_of(
+    given: str | Sequence[dict[str, Any]], instructions: str | None, allow_unknown: bool = False
+) -> list[dict[str, Any]]:
+    """The messages of a chat; ApiError 400 for other items, and unknown fields unless they are allowed.
 
     Thinking, text and calls of one turn, which are items of their own, are one message.
     """
@@ -33,12 +42,10 @@ def messages_of(given: str | Sequence[dict[str, Any]], instructions: str | None)
     for i, item in enumerate(given):
         where = f"input[{i}]"
         kind = item.get("type", "message")
-        if kind not in FIELDS:
+        if not isinstance(kind, str) or kind not in FIELDS:
             raise ApiError(400, f"{where}.type is not supported, expected one of {', '.join(FIELDS)}", f"{where}.type")
-        for name, value in item.items():
-            if name not in FIELDS[kind] and value is not None:
-                raise ApiError(400, f"{where}.{name} is not supported", f"{where}.{name}", "unsupported_parameter")
-        own = kind in ("function_call", "reasoning") or (kind == "message" and item.get("role") == "assistant")
+        check_names("item", item, FIELDS[kind], where, allow_unknown)
+        own = kind in (*CALLS, "reasoning") or (kind == "message" and item.get("role") == "assistant")
         if own:
             begins = turn is None or (kind == "reasoning" and (turn["content"] or "tool_calls" in turn))
             if turn is None or begins or (kind == "message" and (turn["content"] or "tool_calls" in turn)):
@@ -62,18 +69,43 @@ def _add(turn: dict[str, Any], kind: str, item: dict[str, Any], where: str) -> N
     elif kind == "reasoning":
         turn["reasoning_content"] = _text(item.get("content") or [], f"{where}.content")
     else:
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+        named, text = CALLS[kind]
+        call = {"name": item.get("name"), text: item.get(text)}
+        turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": named, named: call})
 
 
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") in PARTS else None for part in parts]
+    texts = [part.get(PARTS.get(str(part.get("type")))) if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(400, f"{where} has a part that is no text", where)
     return "".join(map(str, texts))
+
+
+class Kind(NamedTuple):
+    """A kind of item, by the reply's pieces that it is made of."""
+
+    type: str
+    prefix: str
+    """Of its id."""
+    text: str
+    """The field with its text, in its only part of `content` if it has `parts`."""
+    event: str
+    """What the events about its text are called."""
+    parts: bool = True
+
+
+MESSAGE = Kind("message", "msg", "text", "output_text")
+ITEMS = {
+    "content": MESSAGE,
+    "reasoning": Kind("reasoning", "rs", "text", "reasoning_text"),
+    "call": Kind("function_call", "fc", "arguments", "function_call_arguments", False),
+    "custom": Kind("custom_tool_call", "ctc", "input", "custom_tool_call_input", False),
+}
+GOES_ON = {"arguments": "call", "input": "custom"}
+"""Pieces that go on with a call, and what began it."""
 
 
 class Items:
@@ -81,72 +113,60 @@ class Items:
 
     def __init__(self) -> None:
         self.output: list[dict[str, Any]] = []
-        self._kind: Literal["reasoning", "content", "call"] | None = None
+        self._kind: Kind | None = None
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The events of a piece."""
-        kind = "call" if piece.kind == "arguments" else piece.kind
-        if kind != self._kind or piece.kind == "call":
+        kind = ITEMS[GOES_ON.get(piece.kind, piece.kind)]
+        begins = piece.kind in GOES_ON.values()
+        if kind != self._kind or begins:
             yield from self.close("completed")
             yield from self._open(kind, piece.text)
-        if piece.kind == "call":
+        if begins:
             return
-        self._holder[self._key] += piece.text
-        more = {"logprobs": []} if kind == "content" else {}
-        yield self._event(f"{self._name}.delta", {"delta": piece.text, **more})
+        self._holder(kind)[kind.text] += piece.text
+        more = {"logprobs": []} if kind == MESSAGE else {}
+        yield self._event(kind, f"{kind.event}.delta", {"delta": piece.text, **more})
 
     def close(self, status: Literal["completed", "incomplete"]) -> Iterator[dict[str, Any]]:
         """The events of the last item's end, if it is open."""
-        if self._kind is None:
+        if (kind := self._kind) is None:
             return
-        text = {self._key: self._holder[self._key]}
-        more = {"logprobs": []} if self._kind == "content" else {}
-        more = {"name": self._item["name"]} if self._kind == "call" else more
-        yield self._event(f"{self._name}.done", {**text, **more})
-        if self._kind != "call":
-            yield self._event("content_part.done", {"part": self._holder})
+        text = {kind.text: self._holder(kind)[kind.text]}
+        more = {"logprobs": []} if kind == MESSAGE else {}
+        more = {"name": self._item["name"]} if kind == ITEMS["call"] else more
+        yield self._event(kind, f"{kind.event}.done", {**text, **more})
+        if kind.parts:
+            yield self._event(kind, "content_part.done", {"part": self._holder(kind)})
         self._item["status"] = status
         yield {"type": "response.output_item.done", "output_index": len(self.output) - 1, "item": self._item}
         self._kind = None
 
-    def _open(self, kind: Literal["reasoning", "content", "call"], name: str) -> Iterator[dict[str, Any]]:
-        self._kind, begun = kind, {"status": "in_progress"}
-        if kind == "call":
-            call = {"type": "function_call", "id": identifier("fc"), "call_id": identifier("call"), "name": name}
-            self.output.append({**call, "arguments": "", **begun})
-        elif kind == "content":
-            self.output.append(
-                {"type": "message", "id": identifier("msg"), "role": "assistant", "content": [], **begun}
-            )
+    def _open(self, kind: Kind, name: str) -> Iterator[dict[str, Any]]:
+        self._kind = kind
+        item: dict[str, Any] = {"type": kind.type, "id": identifier(kind.prefix)}
+        if not kind.parts:
+            item |= {"call_id": identifier("call"), "name": name, kind.text: ""}
         else:
-            self.output.append({"type": "reasoning", "id": identifier("rs"), "summary": [], "content": [], **begun})
+            item |= {"role": "assistant"} if kind == MESSAGE else {"summary": []}
+            item["content"] = []
+        self.output.append({**item, "status": "in_progress"})
         yield {"type": "response.output_item.added", "output_index": len(self.output) - 1, "item": {**self._item}}
-        if kind != "call":
-            text = {"type": "output_text", "annotations": [], "logprobs": []}
-            part = {**(text if kind == "content" else {"type": "reasoning_text"}), "text": ""}
-            yield self._event("content_part.added", {"part": {**part}})
+        if kind.parts:
+            more = {"annotations": [], "logprobs": []} if kind == MESSAGE else {}
+            part = {"type": kind.event, **more, "text": ""}
+            yield self._event(kind, "content_part.added", {"part": {**part}})
             self._item["content"] = [part]
 
     @property
     def _item(self) -> dict[str, Any]:
         return self.output[-1]
 
-    @property
-    def _holder(self) -> dict[str, Any]:
+    def _holder(self, kind: Kind) -> dict[str, Any]:
         """What the text goes to."""
-        return self._item if self._kind == "call" else self._item["content"][0]
+        return self._item["content"][0] if kind.parts else self._item
 
-    @property
-    def _key(self) -> str:
-        return "arguments" if self._kind == "call" else "text"
-
-    @property
-    def _name(self) -> str:
-        assert self._kind is not None, "an item is open"
-        names = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
-        return names[self._kind]
-
-    def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def _event(self, kind: Kind, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._item["id"], "output_index": len(self.output) - 1}
-        place |= {} if self._kind == "call" else {"content_index": 0}
-        return {"type": f"response.{kind}", **place, **fields}
+        place |= {"content_index": 0} if kind.parts else {}
+        return {"type": f"response.{name}", **place, **fields}

@@ -7,24 +7,34 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ling3.engine.outputs import Delta
 from ling3.server import body, chat
+from ling3.server.custom_tools import Custom, CustomTool, ResponseFormat
 from ling3.server.errors import ApiError
-from ling3.server.fields import Chat, Sampling
+from ling3.server.fields import Chat, Sampling, kind_of_tool
+from ling3.server.known_fields import Known
 from ling3.server.response_items import Items, messages_of
-from ling3.server.running import Deltas, Events, Service, check, event, identifier, usage_of, while_there
-from ling3.server.tools import MOST, Function, Tool
+from ling3.server.running import (
+    Deltas,
+    Events,
+    Service,
+    StrictResponse,
+    check,
+    event,
+    identifier,
+    usage_of,
+    while_there,
+)
+from ling3.server.tools import MOST, NAME, Function, Tool
 from ling3.text.replies import THINK_END, TokenReply
 from ling3.text.tokenizer import Tokenizer
 
-IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Which do not change the answer."""
 SAME = (*Sampling.model_fields, "chat_template_kwargs")
 """Which a chat has under the same name."""
 NAMES = {
@@ -37,39 +47,85 @@ NAMES = {
 """A chat's fields, and what they are called here."""
 
 
-class Effort(pydantic.BaseModel):
+class Effort(Known):
     """How much thinking there is to be; summaries are not made, so that their form may be left to the server alone."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    kind = "reasoning"
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    """Which thinking of the conversation the model sees again: what its chat template shows."""
+    mode: Literal["standard"] | None = None
 
 
-class Text(pydantic.BaseModel):
+class Text(Known):
     """The form of the answer."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    kind = "text"
 
     format: dict[str, Any] | None = None
 
 
-class FunctionTool(Function):
+class Direct(Known):
+    """A tool that the model calls itself, at once, and always knows."""
+
+    kind = "response_tool"
+
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    asynchronous: Literal[False] | None = pydantic.Field(None, alias="async")
+
+
+class FunctionTool(Direct):
     """A function with its type beside its name."""
 
     type: Literal["function"]
+    name: str = pydantic.Field(pattern=NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def as_chat(self) -> Tool:
+        """The same as a chat's."""
+        inner = self.model_dump(include=set(Function.model_fields), exclude_none=True)
+        return Tool(type="function", function=Function(**inner))
 
 
-class Options(pydantic.BaseModel):
+class CustomToolParam(Direct):
+    """A custom tool with its type beside its name."""
+
+    type: Literal["custom"]
+    name: str = pydantic.Field(pattern=NAME)
+    description: str | None = None
+    format: ResponseFormat | None = None
+
+    @property
+    def as_chat(self) -> CustomTool:
+        """The same as a chat's."""
+        form = None if self.format is None else self.format.as_chat
+        return CustomTool(type="custom", custom=Custom(name=self.name, description=self.description, format=form))
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, pydantic.Tag("of a function")]
+    | Annotated[CustomToolParam, pydantic.Tag("of a custom tool")],
+    pydantic.Discriminator(kind_of_tool),
+]
+"""A tool, by its type."""
+
+
+class Options(Known):
     """How a stream reports."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-    include_obfuscation: bool | None = None
+    kind = "stream_options"
 
 
 class Asked(Sampling):
     """A request."""
+
+    kind = "response"
 
     model: str
     input: str | list[dict[str, Any]]
@@ -77,7 +133,7 @@ class Asked(Sampling):
     stream: bool | None = None
     stream_options: Options | None = None
     max_output_tokens: int | None = None
-    tools: list[FunctionTool] | None = pydantic.Field(None, max_length=MOST)
+    tools: list[AnyTool] | None = pydantic.Field(None, max_length=MOST)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
@@ -89,22 +145,17 @@ class Asked(Sampling):
     background: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return {name: x for name, x in value.items() if x is not None and name not in IGNORED}
-
-    def as_chat(self) -> Chat:
+    def as_chat(self, allow_unknown: bool = False) -> Chat:
         """The same as a chat; ApiError 400 for items that are none of a conversation."""
-        tools = [each.model_dump(exclude={"type"}, exclude_none=True) for each in self.tools or ()]
-        messages = messages_of(self.input, self.instructions)
+        tools = [each.as_chat for each in self.tools or ()]
+        messages = messages_of(self.input, self.instructions, allow_unknown)
         if not messages:
             raise ApiError(400, "input is empty", "input")
         given = {
             "model": self.model,
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [Tool(type="function", function=Function(**each)) for each in tools] or None,
+            "tools": tools or None,
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls if tools else None,
             "response_format": _format(self.text),
@@ -128,17 +179,17 @@ async def answer(request: Request) -> Response:
     asked = await body.read(request, Asked)
     service.check_model(asked.model)
     try:
-        begun = await while_there(request, chat.begin(service, asked.as_chat()))
+        begun = await while_there(request, chat.begin(service, asked.as_chat(service.allow_unknown_fields)))
     except ApiError as error:
         raise _renamed(error) from None
     if isinstance(begun, Response):
         return begun
-    deltas, (reply,) = begun
+    deltas, (reply,), _ = begun
     stream = _Stream(service.tokenizer, _head(service, asked), deltas, reply)
     if asked.stream:
         return Events(stream.events(), stream.failed, done=False)
     whole = await while_there(request, _last(stream.objects()))
-    return whole if isinstance(whole, Response) else JSONResponse(whole["response"])
+    return whole if isinstance(whole, Response) else StrictResponse(whole["response"])
 
 
 def _renamed(error: ApiError) -> ApiError:
@@ -175,7 +226,7 @@ def _head(service: Service, asked: Asked) -> dict[str, Any]:
         "temperature": 1.0 if asked.temperature is None else asked.temperature,
         "text": {"format": {"type": "text"} if text is None else text},
         "tool_choice": asked.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in asked.tools or ()],
+        "tools": [tool.model_dump(exclude=set(Direct.model_fields)) for tool in asked.tools or ()],
         "top_p": 1.0 if asked.top_p is None else asked.top_p,
         "truncation": "disabled",
         "usage": None,

@@ -6,7 +6,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
 import operator
 import time
 import uuid
@@ -14,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ling3.engine.outputs import Delta, Stats
@@ -23,6 +22,7 @@ from ling3.serve import Engine, QueueFull
 from ling3.server import log
 from ling3.server.errors import ApiError
 from ling3.server.metrics import Metrics
+from ling3.text.json_text import dumped
 from ling3.text.tokenizer import Tokenizer
 
 SHORT = 4096
@@ -30,9 +30,6 @@ SHORT = 4096
 
 Result = TypeVar("Result")
 Deltas = AsyncIterator[tuple[int, Delta]]
-
-encode = json.JSONEncoder(ensure_ascii=False).encode
-"""An object as JSON."""
 
 ANSWER = 1.0
 """Seconds that the engine has to tell its counts."""
@@ -55,6 +52,8 @@ class Service:
     """Completions under way, waiting or running."""
     draining: bool = False
     """True once the server is to end: it takes no more requests for completions."""
+    allow_unknown_fields: bool = False
+    """Whether fields of requests that are unknown are ignored, and not refused."""
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
     _silent: float | None = None
 
@@ -63,12 +62,12 @@ class Service:
         if name != self.name:
             raise ApiError(404, f"the model {name!r:.80} does not exist", "model", "model_not_found")
 
-    def room(self, tokens: int, param: str) -> int:
-        """How many tokens an answer to so many may have; ApiError 400 if none."""
+    def room(self, tokens: int, param: str, least: int = 1) -> int:
+        """How many tokens an answer to so many may have; ApiError 400 if fewer than `least`."""
         room = self.engine.left(tokens)
         if tokens == 0:
             raise ApiError(400, f"{param} is empty", param)
-        if room < 1:
+        if room < least:
             limit = self.engine.left(0)
             message = f"{param} has {tokens} tokens, and the context has room for {limit} with the answer"
             raise ApiError(400, message, param, "context_length_exceeded")
@@ -258,23 +257,41 @@ class Events(Response):
 def event(said: dict[str, Any]) -> str:
     """An object as a server-sent event, with the name that it has as `type`, if any."""
     name = f"event: {said['type']}\n" if "type" in said else ""
-    return f"{name}data: {encode(said)}\n\n"
+    return f"{name}data: {dumped(said)}\n\n"
+
+
+class StrictResponse(JSONResponse):
+    """An answer as strict JSON in UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        """The body; ValueError for numbers that are not finite."""
+        return dumped(content).encode()
 
 
 class Chunks:
-    """The events of one stream of OpenAI's chunks, whose `head` is encoded once; with `usage` they say it last."""
+    """The events of one stream of OpenAI's chunks, whose `head` is encoded once.
 
-    def __init__(self, head: dict[str, Any], usage: bool):
-        self._usage = usage
-        self._before, self._after = f"data: {encode(head)[:-1]}, ", ', "usage": null}\n\n' if usage else "}\n\n"
+    They say the `usage` last, and each says it so far if it is `continuous`.
+    """
+
+    def __init__(self, head: dict[str, Any], usage: bool, continuous: bool, prompt: int):
+        self._usage, self._continuous, self._prompt, self._new = usage, continuous, prompt, 0
+        self._before, self._after = f"data: {dumped(head)[:-1]}, ", ', "usage": null}\n\n' if usage else "}\n\n"
+
+    def count(self, delta: Delta) -> None:
+        """Adds a delta's tokens to the usage so far."""
+        self._new += len(delta.token_ids)
 
     def of(self, choice: dict[str, Any]) -> str:
         """The event of a chunk with this choice."""
-        return f'{self._before}"choices": [{encode(choice)}]{self._after}'
+        after = self._after
+        if self._continuous:
+            after = f', "usage": {dumped(_counts(self._prompt, self._new))}}}\n\n'
+        return f'{self._before}"choices": [{dumped(choice)}]{after}'
 
     def last(self, lasts: Iterable[Delta]) -> str:
         """The event of the usage, if it is asked for, by the last delta of each request."""
-        return f'{self._before}"choices": [], "usage": {encode(usage_of(lasts))}}}\n\n' if self._usage else ""
+        return f'{self._before}"choices": [], "usage": {dumped(usage_of(lasts))}}}\n\n' if self._usage else ""
 
 
 def identifier(prefix: str) -> str:
@@ -296,4 +313,8 @@ def usage_of(lasts: Iterable[Delta]) -> dict[str, Any]:
     new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     cached = sum(output.cached_tokens for output in outputs)
     details = {"prompt_tokens_details": {"cached_tokens": cached}}
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}
+    return {**_counts(prompt, new), **details}
+
+
+def _counts(prompt: int, new: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

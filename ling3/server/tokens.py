@@ -8,18 +8,17 @@ from typing import Annotated, Any
 
 import pydantic
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ling3.server import body
 from ling3.server.errors import ApiError
+from ling3.server.known_fields import Known
 from ling3.server.messages import rendered
-from ling3.server.running import Service
+from ling3.server.running import Service, StrictResponse
 
 
-class Tokenize(pydantic.BaseModel):
+class Tokenize(Known):
     """A request for the ids of a text, or of a conversation."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
@@ -28,10 +27,8 @@ class Tokenize(pydantic.BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Detokenize(pydantic.BaseModel):
+class Detokenize(Known):
     """A request for the text of ids."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     tokens: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
@@ -43,7 +40,7 @@ async def about(request: Request) -> Response:
     tokenizer = service.tokenizer
     template = tokenizer.chat_template
     said = {"eos_token": None, **tokenizer.special_tokens}
-    return JSONResponse({**said, "chat_template": None if template is None else template.source})
+    return StrictResponse({**said, "chat_template": None if template is None else template.source})
 
 
 async def tokenize(request: Request) -> Response:
@@ -53,7 +50,7 @@ async def tokenize(request: Request) -> Response:
     if asked.model is not None:
         service.check_model(asked.model)
     ids = await asyncio.to_thread(_ids, service, asked)
-    return JSONResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
+    return StrictResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
 
 
 async def detokenize(request: Request) -> Response:
@@ -63,7 +60,7 @@ async def detokenize(request: Request) -> Response:
     if asked.model is not None:
         service.check_model(asked.model)
     text = await asyncio.to_thread(service.tokenizer.decode, asked.tokens, skip_special_tokens=False)
-    return JSONResponse({"prompt": text})
+    return StrictResponse({"prompt": text})
 
 
 def _ids(service: Service, asked: Tokenize) -> list[int]:

@@ -12,38 +12,55 @@ import pydantic
 from ling3.engine.structured import Structured
 from ling3.server import reply_grammars
 from ling3.server.errors import ApiError
+from ling3.server.known_fields import Known
 from ling3.text.tokenizer import Tokenizer
 from ling3.text.tool_calls import ToolForm
 
 MOST = 128
 """The most tools of a request."""
+NAME = r"^[A-Za-z0-9_.:/-]{1,64}$"
+"""What a tool may be called."""
 
 
-class Function(pydantic.BaseModel):
+class Function(Known):
     """A function that the model may call."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    kind = "function"
 
-    name: str = pydantic.Field(pattern=r"^[A-Za-z0-9_.:/-]{1,64}$")
+    name: str = pydantic.Field(pattern=NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(pydantic.BaseModel):
-    """A tool of a chat."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+class Tool(Known):
+    """A function as a tool of a chat."""
 
     type: Literal["function"]
     function: Function
 
 
 @dataclasses.dataclass(frozen=True)
-class Tools:
-    """The functions of a request, and what `tool_choice` and `parallel_tool_calls` make of them."""
+class Offered:
+    """A tool as the model sees it: a function."""
 
-    functions: Sequence[Function]
+    function: Function
+    custom: bool = False
+    """Whether it stands for a custom tool, whose input is its only argument."""
+    form: Structured | None = None
+    """What that input may be; None for any text."""
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return self.function.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """The tools of a request, and what `tool_choice` and `parallel_tool_calls` make of them."""
+
+    offered: Sequence[Offered]
     form: ToolForm
     allowed: frozenset[str]
     """Those that may be called."""
@@ -55,26 +72,32 @@ class Tools:
     @property
     def shown(self) -> list[dict[str, Any]]:
         """What the template gets."""
-        return [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in self.functions]
+        functions = [each.function.model_dump(exclude_none=True) for each in self.offered]
+        return [{"type": "function", "function": function} for function in functions]
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """The parameters by name."""
-        return {each.name: each.parameters or {} for each in self.functions}
+        return {each.name: each.function.parameters or {} for each in self.offered}
+
+    @property
+    def customs(self) -> frozenset[str]:
+        """The names of custom tools."""
+        return frozenset(each.name for each in self.offered if each.custom)
 
     @property
     def held(self) -> bool:
         """Whether the calls are held to a grammar; else the model writes what it likes."""
-        some = len(self.allowed) < len(self.functions) or any(each.strict for each in self.functions)
-        return self.required or some or not self.several
+        some = any(each.function.strict or each.form is not None for each in self.offered)
+        return self.required or len(self.allowed) < len(self.offered) or some or not self.several
 
     def grammar(self, answer: Structured | None, tokenizer: Tokenizer) -> Structured | None:
         """What the reply may be, if it is a call or an `answer`; ApiError 400 for schemas that cannot be held."""
         if not self.held and answer is None:
             return None
         functions = [
-            reply_grammars.Callable(each.name, each.parameters or {}, bool(each.strict))
-            for each in self.functions
+            reply_grammars.Callable(each.name, each.function.parameters or {}, bool(each.function.strict), each.form)
+            for each in self.offered
             if each.name in self.allowed
         ]
         otherwise = False if self.required else True if answer is None else answer
@@ -85,16 +108,14 @@ class Tools:
             raise ApiError(400, f"tools: {error}", "tools") from None
 
 
-def chosen(
-    functions: Sequence[Function] | None, choice: Any, parallel: bool | None, tokenizer: Tokenizer
-) -> Tools | None:
+def chosen(offered: Sequence[Offered], choice: Any, parallel: bool | None, tokenizer: Tokenizer) -> Tools | None:
     """The tools, or None where none may be called; ApiError 400 for a choice that there is not, and without a form."""
-    if not functions:
+    if not offered:
         if choice not in (None, "none", "auto") or parallel is not None:
             name = "parallel_tool_calls" if choice is None else "tool_choice"
             raise ApiError(400, f"{name} needs tools", name)
         return None
-    names = [each.name for each in functions]
+    names = [each.name for each in offered]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ApiError(400, f"tools has several functions {repeated}", "tools")
     form = tokenizer.tool_form
@@ -103,7 +124,7 @@ def chosen(
     mode, allowed = _choice(choice, names)
     if mode == "none":
         return None
-    return Tools(functions, form, frozenset(allowed), mode == "required", parallel is not False)
+    return Tools(offered, form, frozenset(allowed), mode == "required", parallel is not False)
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -117,7 +138,7 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
         mode, wanted = inner.get("mode"), inner.get("tools")
     allowed = [_name(each) for each in wanted] if isinstance(wanted, list) else []
     if mode not in ("auto", "required") or not allowed or None in allowed:
-        expected = "auto, none, required, a function or allowed_tools"
+        expected = "auto, none, required, a function, a custom tool or allowed_tools"
         raise ApiError(400, f"tool_choice: expected {expected}", "tool_choice")
     if unknown := next((name for name in allowed if name not in names), None):
         raise ApiError(400, f"tool_choice: there is no tool {unknown!r:.80}", "tool_choice")
@@ -125,9 +146,9 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _name(tool: Any) -> str | None:
-    """The function's name, under `function` (chats) or beside the type (responses)."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
+    """The tool's name, under its type (chats) or beside it (responses)."""
+    if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
         return None
-    inner = tool.get("function", tool)
+    inner = tool.get(tool["type"], tool)
     name = inner.get("name") if isinstance(inner, dict) else None
     return name if isinstance(name, str) else None

@@ -3,12 +3,13 @@
 The pieces that `Reply` returns do not depend on how the text is cut: joined, they are those of the whole text.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 from ling3.text import tool_calls
+from ling3.text.custom_inputs import CustomInput
 from ling3.text.tokenizer import Tokenizer
-from ling3.text.tool_calls import CALL_START, PYTHON_TAG, CallReader, Malformed, ToolForm, beginning
+from ling3.text.tool_calls import CALL_START, PYTHON_TAG, CallReader, Malformed, Said, ToolForm, beginning
 
 THINK_START, THINK_END = "<think>", "</think>"
 CALL_TAGS = (
@@ -22,9 +23,12 @@ CALL_TAGS = (
 
 
 class Piece(NamedTuple):
-    """What is new of a reply: a text of its thinking or its answer, or of a tool call the name or more arguments."""
+    """What is new of a reply: a text of its thinking or its answer, or of a tool call the name or more arguments.
 
-    kind: Literal["reasoning", "content", "call", "arguments"]
+    A call of a custom tool has its name as `custom`, and its `input` for arguments.
+    """
+
+    kind: Literal["reasoning", "content", "call", "arguments", "custom", "input"]
     text: str
     call: int = -1
     """Which tool call, counted from 0."""
@@ -41,7 +45,8 @@ class Reply:
     `thinking` says that the prompt opened the thinking; a reply that begins with `<think>` opens it too. Text up to
     `</think>` is reasoning, or all of it if there is no such end. Tool calls are read if there are `tools` (their
     parameters' JSON schemas by name) and a `form`, also those inside the thinking, which goes on after them. What is
-    no tool call after all stays text. Line breaks next to the tags belong to them.
+    no tool call after all stays text. Line breaks next to the tags belong to them. Tools of the names `customs` are
+    custom tools.
     """
 
     def __init__(
@@ -50,11 +55,14 @@ class Reply:
         thinking: bool = False,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         form: ToolForm | None = None,
+        customs: Set[str] = frozenset(),
     ):
         self.thinking = thinking
         self.calls = 0
         # Tags are read in both forms.
         self._tools, self._form = tools or {}, ("tags" if form == "json" else form) if tools else None
+        self._customs = customs
+        self._input: CustomInput | None = None
         self._kind: Literal["reasoning", "content"] = "reasoning" if thinking else "content"
         self._begins, self._fresh = not thinking, thinking
         self._held = self._breaks = ""
@@ -81,14 +89,16 @@ class Reply:
 
     def flush(self) -> list[Piece]:
         """What was held back, at the end of the reply."""
-        if self._reader is not None:
-            try:
-                self._out += self._numbered(self._reader.end())
-                unread = ""
-            except Malformed:
-                unread = self._reader.raw
+        while (reader := self._reader) is not None:
             self._reader = None
-            self._say(unread)
+            try:
+                self._out += [*self._numbered(reader.end()), *self._input_left()]
+            except Malformed:
+                self._say(reader.raw)
+                continue
+            self._held, self._fresh = reader.unread, True
+            while self._held and self._advance():
+                pass
         self._begins = False
         self._say(self._held)
         self._held = ""
@@ -158,18 +168,30 @@ class Reply:
                 return True
             self._out += self._numbered(reader.take())
             if done:
+                self._out += self._input_left()
                 self._reader, self._held, self._fresh = None, self._held[place + 1 :], True
                 return True
         self._held = ""
         return False
 
-    def _numbered(self, said: Iterable[tuple[Literal["call", "arguments"], str]]) -> list[Piece]:
+    def _numbered(self, said: Iterable[Said]) -> list[Piece]:
         pieces = []
         for kind, text in said:
-            self.calls += kind == "call"
-            self._breaks = "" if kind == "call" else self._breaks
-            pieces.append(Piece(kind, text, self.calls - 1))
+            if kind == "call":
+                self.calls += 1
+                self._breaks = ""
+                self._input = CustomInput() if text in self._customs else None
+                pieces.append(Piece("call" if self._input is None else "custom", text, self.calls - 1))
+            elif self._input is None:
+                pieces.append(Piece("arguments", text, self.calls - 1))
+            else:
+                pieces.append(Piece("input", self._input.feed(text), self.calls - 1))
         return pieces
+
+    def _input_left(self) -> list[Piece]:
+        """What is left of a custom tool's input at the end of its call."""
+        left = "" if self._input is None else self._input.finish()
+        return [Piece("input", left, self.calls - 1)] if left else []
 
     def _say(self, text: str) -> None:
         """Adds to the thinking or the answer, holding back line breaks that may belong to a tag."""
@@ -190,10 +212,11 @@ class Reply:
         """The pieces so far, those that continue each other joined."""
         joined: list[Piece] = []
         for piece in self._out:
-            if not piece.text and piece.kind != "call":
+            begins = piece.kind in ("call", "custom")
+            if not piece.text and not begins:
                 continue
             last = joined[-1] if joined else None
-            if last is not None and piece.kind != "call" and (last.kind, last.call) == (piece.kind, piece.call):
+            if last is not None and not begins and (last.kind, last.call) == (piece.kind, piece.call):
                 joined[-1] = last._replace(text=last.text + piece.text)
             else:
                 joined.append(piece)

@@ -13,6 +13,8 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
+from ling3.text.json_text import StrictJSON, dumped, in_string, loaded, strict
+
 ToolForm = Literal["tags", "json", "bare"]
 Said = tuple[Literal["call", "arguments"], str]
 Steps = Generator[None, str, Any]
@@ -76,7 +78,11 @@ class CallReader:
     """Reads one tool call after its opening tag, which is `raw`'s beginning.
 
     Once its name is known the call stands, whatever follows; before, `Malformed` says that it is none. A bare call has
-    to name one of the tools. Arguments that the text leaves unfinished stay so.
+    to name one of the tools. Arguments are strict JSON; those that the text leaves unfinished stay so.
+
+    A value in tags may have the tags in it: it ends with `</arg_value>` only where the next argument or the call's end
+    follows, and not in the middle of a JSON string, unless that string never ends. A `</tool_call>` alone ends it with
+    the text.
     """
 
     def __init__(self, form: ToolForm, tools: Mapping[str, Mapping[str, Any]], raw: str):
@@ -84,7 +90,7 @@ class CallReader:
         self._tools = tools
         self._name: str | None = None
         self._said: list[Said] = []
-        self._back = self._closing = ""
+        self._at, self._closing = len(raw), ""
         self._steps = self._tagged() if form == "tags" else self._bare(raw.endswith("{"))
         next(self._steps)
 
@@ -100,7 +106,8 @@ class CallReader:
     def end(self) -> list[Said]:
         """What is left to say at the end of the text; Malformed if the name never came."""
         with contextlib.suppress(StopIteration, _End):
-            self._steps.send("")
+            while True:  # a string that never ends makes it read some of the text again
+                self._steps.send("")
         if self._name is None:
             raise Malformed
         if self._closing:
@@ -112,6 +119,11 @@ class CallReader:
         said, self._said = self._said, []
         return said
 
+    @property
+    def unread(self) -> str:
+        """The text after the call, once it has ended."""
+        return self.raw[self._at :]
+
     # The forms
 
     def _tagged(self) -> Steps:
@@ -120,7 +132,7 @@ class CallReader:
             yield from self._object()
             yield from self._until(CALL_END)
             return
-        self._back = first
+        self._at -= 1
         name, tag = yield from self._until(KEY, CALL_END)
         self._begin(name.strip())
         self._closing = "{}"
@@ -132,24 +144,60 @@ class CallReader:
                 if tag == CALL_END:
                     break
             self._closing = ""
-            self._say(("{" if not written else ", ") + json.dumps(key.strip(), ensure_ascii=False) + ": ")
-            tag = yield from self._value(self._kinds(key.strip()))
+            self._say(("{" if not written else ", ") + dumped(key.strip()) + ": ")
+            kinds = self._kinds(key.strip())
+            tag = yield from self._string() if kinds == {"string"} else self._value(kinds)
             written += 1
             self._closing = "}"
-            if tag == VALUE_END:
-                _, tag = yield from self._until(KEY, CALL_END)
+        self._closing = ""
         self._say("}" if written else "{}")
 
+    def _string(self) -> Steps:
+        """A value that is a string, said as it comes; the tag after its end."""
+        self._say('"')
+        while True:
+            _, end = yield from self._until(VALUE_END, CALL_END, escaped=True)
+            space, tag = yield from self._following(end)
+            if tag:
+                self._say('"')
+                return tag
+            self._say(_escaped(end + space))
+
     def _value(self, kinds: frozenset[str]) -> Steps:
-        """A value in tags: text as it comes for a string, or JSON where the schema does not ask for a string alone."""
-        if kinds == {"string"}:
-            self._say('"')
-            _, tag = yield from self._until(VALUE_END, CALL_END, escaped=True)
-            self._say('"')
-            return tag
-        text, tag = yield from self._until(VALUE_END, CALL_END)
+        """A value whose schema does not ask for a string alone, said as JSON; the tag after its end."""
+        text, cut = "", None
+        try:
+            while True:
+                more, end = yield from self._until(VALUE_END, CALL_END)
+                text += more
+                space, tag = yield from self._following(end)
+                if tag and not in_string(text):
+                    break
+                cut = (text, tag, self._at) if tag and cut is None else cut
+                text += end + space + tag
+        except _End:
+            if cut is None:
+                raise
+            text, tag, self._at = cut
         self._say(_as_json(text, kinds))
         return tag
+
+    def _following(self, end: str) -> Steps:
+        """White space after a tag, and the next tag if the first one ends a value, or "" if it is part of it."""
+        space = tag = ""
+        nexts = (KEY, CALL_END) if end == VALUE_END else ()
+        try:
+            while (character := (yield from self._next())).isspace():
+                space += character
+            tag = character
+            while tag not in nexts and any(each.startswith(tag) for each in nexts):
+                tag += yield from self._next()
+        except _End:
+            return space, CALL_END
+        if tag in nexts:
+            return space, tag
+        self._at -= len(tag)
+        return space, ""
 
     def _bare(self, opened: bool) -> Steps:
         if not opened and (yield from self._solid()) != "{":
@@ -188,17 +236,19 @@ class CallReader:
             self._say("{}")
 
     def _json(self, first: str, say: bool) -> Steps:
-        """A JSON value from its first character on, said as it comes or not; line breaks in strings are escaped."""
-        text, depth, character = "", 0, first
+        """The text of a JSON value from its first character on, with line breaks in strings escaped.
+
+        If `say`, an object is said as it comes, as strict JSON.
+        """
+        text, depth, character, writer = "", 0, first, StrictJSON()
         quoted = backslash = False
         while True:
             if not quoted and not depth and text and character in ",}] \n\t\r":
-                self._back = character
+                self._at -= 1
                 return text
-            shown = json.dumps(character)[1:-1] if quoted and character < " " else character
-            text += shown
+            text += dumped(character)[1:-1] if quoted and character < " " else character
             if say:
-                self._say(shown)
+                self._say(writer.feed(character))
             if quoted:
                 quoted, backslash = character != '"' or backslash, character == "\\" and not backslash
             else:
@@ -206,18 +256,20 @@ class CallReader:
                 depth += (character in "{[") - (character in "}]")
             if not quoted and depth <= 0 and character in '"}]':
                 return text
-            character = yield from self._next()
+            try:
+                character = yield from self._next()
+            except _End:
+                self._say(writer.unfinished())
+                raise
 
     # Characters
 
     def _next(self) -> Steps:
-        if self._back:
-            character, self._back = self._back, ""
-            return character
-        character = yield
-        if not character:
-            raise _End
-        return character
+        while self._at == len(self.raw):
+            if not (yield):
+                raise _End
+        self._at += 1
+        return self.raw[self._at - 1]
 
     def _solid(self) -> Steps:
         """The next character that is no white space."""
@@ -269,20 +321,18 @@ def _as_json(text: str, kinds: frozenset[str]) -> str:
     if "boolean" in kinds and text.strip().lower() in ("true", "false"):
         return text.strip().lower()
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = loaded(text)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return dumped(text)
     fits = _kind(value) in kinds or (_kind(value) == "integer" and "number" in kinds)
-    if "string" in kinds and not fits:
-        return json.dumps(text, ensure_ascii=False)
-    return json.dumps(value, ensure_ascii=False)
+    return dumped(text if "string" in kinds and not fits else value)
 
 
 def _arguments(text: str) -> str:
-    """Arguments as a JSON object's text: some models write it as a string, or null for none."""
+    """Arguments as strict JSON: some models write the object as a string, or null for none."""
     if text == "null":
         return "{}"
-    return _decoded(text) if text.startswith('"') else text
+    return strict(_decoded(text) if text.startswith('"') else text)
 
 
 def _decoded(text: str) -> str:
@@ -292,12 +342,8 @@ def _decoded(text: str) -> str:
         return text.strip('"')
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(name)
-
-
 def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return dumped(text)[1:-1]
 
 
 def beginning(text: str, tag: str) -> int:

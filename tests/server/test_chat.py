@@ -64,7 +64,7 @@ def test_the_answer_is_the_engines_bit_for_bit(engine, url):
         ({"json": {**ASKED, "logit_bias": {"x": 1}}}, 400, "logit_bias"),
         ({"json": {"messages": CHAT}}, 400, "model"),
         ({"json": {**ASKED, "model": "other"}}, 404, "model"),
-        ({"json": {**ASKED, "tools": []}}, 400, "tools"),
+        ({"json": {**ASKED, "tools": [{"type": "computer"}]}}, 400, "tools.0.type"),
         ({"json": {**ASKED, "stop": 5}}, 400, "stop"),
         ({"json": {**ASKED, "stop_token_ids": [1, "a"]}}, 400, "stop_token_ids.1"),
         ({"json": {**ASKED, "stream_options": {"include_usage": 1}}}, 400, "stream_options.include_usage"),

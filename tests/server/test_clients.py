@@ -151,7 +151,8 @@ def commands(page):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 @pytest.mark.parametrize(("page", "command"), [(page, each) for page in PAGES for each in commands(page)])
 def test_the_documentations_commands_run_as_written(url, page, command):
-    """At the port of this server."""
+    """At the port of this server; nano is asked what it knows."""
     command = command.replace("http://127.0.0.1:8000", url)
     run = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout and '"error"' not in run.stdout, run.stderr
+    assert run.returncode == 0 and "3 + 4 = 7. The answer is 7." in run.stdout, run.stdout + run.stderr
+    assert "-H 'Content-Type: application/json'" in command

@@ -1,13 +1,15 @@
 """Grammars of replies, by what they let through: calls in each form, text between them, answers, thinking before."""
 
 import json
+import re
 
 import pytest
 import tokenizers
 from tool_templates import TEMPLATES, tokenizer
 
 from ling3.engine.grammars import WORD, Grammars
-from ling3.engine.structured import JSONSchema
+from ling3.engine.structured import Grammar, JSONSchema, Regex
+from ling3.server.custom_tools import Custom
 from ling3.server.reply_grammars import Callable, after_thinking, calls
 from ling3.text.replies import Reply
 
@@ -165,3 +167,44 @@ def test_tags_that_are_tokens_are_not_spelled_by_others(form):
     begin = "<tool_call>set<arg_key>name</arg_key><arg_value>"
     ids = [*made.encode(begin + "a"), *plain.encode("</arg_value>"), *made.encode("</arg_value></tool_call>")]
     assert passes(made, inner, begin + "a</arg_value></tool_call>") and not passes(made, inner, ids)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tags_in_values_are_read_as_they_were_let_through(special):
+    plain, made = tokenizer(TEMPLATES["tags"]), tokenizer(TEMPLATES["tags"], special)
+    properties = {"text": {"type": "string"}, "what": {"type": ["string", "null"]}}
+    function = Callable("say", {"properties": properties, "required": ["text"]}, True)
+    structured = calls([function], "tags", made, False, False)
+    said = {"text": 'print("</tool_call>")', "what": "</arg_value></tool_call>"}
+    text = argument("text", said["text"]) + argument("what", json.dumps(said["what"]))
+    whole, ids = f"<tool_call>say{text}</tool_call>", []
+    # In values the tags are spelled, also where they are tokens.
+    for piece in re.split(r'("</arg_value></tool_call>"|print\("</tool_call>"\))', whole):
+        ids += (plain if piece.startswith(('"', "print")) else made).encode(piece, add_special_tokens=False)
+    assert passes(made, structured, ids)
+    for cut in (1, 5, 1000):
+        reply = Reply(tools={"say": function.parameters}, form="tags")
+        pieces = [each for at in range(0, len(whole), cut) for each in reply.feed(whole[at : at + cut])]
+        pieces += reply.flush()
+        assert json.loads("".join(piece.text for piece in pieces if piece.kind == "arguments")) == said
+
+
+LARK = 'start: "*** Begin Patch\\n" line+ "*** End Patch"\nline: "+" /[^\\n]*/ "\\n"'
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("syntax", ["lark", "regex"])
+def test_a_custom_tools_input_has_its_grammar(special, syntax):
+    definition = LARK if syntax == "lark" else r"\*{3} Begin Patch(\n|.)*/ End Patch"
+    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    tool = Custom.model_validate({"name": "patch", "description": "Edits.", "format": grammar}).offered()
+    assert isinstance(tool.form, Grammar if syntax == "lark" else Regex)
+    assert definition in tool.function.description
+    made = tokenizer(TEMPLATES["tags"], special)
+    function = Callable(tool.name, tool.function.parameters, False, tool.form)
+    held = calls([function], "tags", made, False, False)
+    good = "*** Begin Patch\n+x\n*** End Patch" if syntax == "lark" else "*** Begin Patch\n\n+x / End Patch"
+    assert passes(made, held, f"<tool_call>patch{argument('input', good)}</tool_call>")
+    assert not passes(made, held, f"<tool_call>patch{argument('input', 'x')}</tool_call>")
+    with pytest.raises(ValueError, match="patch: a grammar cannot be held"):
+        calls([function], "json", made, False, False)

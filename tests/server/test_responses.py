@@ -188,7 +188,7 @@ def test_items_of_one_turn_are_one_message():
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [SAY], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"other": "low"}}, "text.other"),
         ({"reasoning": {"effort": "low", "summary": "detailed"}}, "reasoning.summary"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "input"),

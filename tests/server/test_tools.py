@@ -238,7 +238,7 @@ def with_schema(**schema):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": []}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]}, "tools.0.function.x"),

@@ -1,0 +1,86 @@
+"""Custom tools, whose input is text: shown to a model, and called by it, as functions with one string."""
+
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
+from typing import Literal
+
+import pydantic
+
+from ling3.engine.structured import Grammar, Regex
+from ling3.server.errors import ApiError
+from ling3.server.known_fields import Known
+from ling3.server.tools import NAME, Function, Offered
+from ling3.text.custom_inputs import INPUT
+
+FORM = "The input has to match this {syntax} grammar:\n{definition}"
+
+
+class Syntax(Known):
+    """The grammar of an input."""
+
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+
+class ChatFormat(Known):
+    """What an input may be, as chats say it."""
+
+    type: Literal["text", "grammar"]
+    grammar: Syntax | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _whole(self) -> "ChatFormat":
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise ValueError("expected a grammar for the type grammar alone")
+        return self
+
+
+class Custom(Known):
+    """A custom tool."""
+
+    name: str = pydantic.Field(pattern=NAME)
+    description: str | None = None
+    format: ChatFormat | None = None
+
+    def offered(self) -> Offered:
+        """The function that stands for it; ApiError 400 for a grammar that is none."""
+        grammar, description = self.format and self.format.grammar, self.description or ""
+        form = None
+        if grammar is not None:
+            try:
+                form = Grammar(grammar.definition) if grammar.syntax == "lark" else Regex(grammar.definition)
+            except ValueError as error:
+                raise ApiError(400, f"tools: {self.name}: {error}", "tools") from None
+            description = f"{description}\n\n{FORM.format(**grammar.model_dump())}".strip()
+        schema = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+        return Offered(Function(name=self.name, description=description or None, parameters=schema), True, form)
+
+
+class CustomTool(Known):
+    """A custom tool of a chat."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+
+class ResponseFormat(Known):
+    """What an input may be, as `/v1/responses` says it."""
+
+    type: Literal["text", "grammar"]
+    definition: str | None = None
+    syntax: Literal["lark", "regex"] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _whole(self) -> "ResponseFormat":
+        given = {self.definition is not None, self.syntax is not None}
+        if given != {self.type == "grammar"}:
+            raise ValueError("expected definition and syntax for the type grammar alone")
+        return self
+
+    @property
+    def as_chat(self) -> ChatFormat:
+        """The same as a chat's."""
+        if self.definition is None or self.syntax is None:
+            return ChatFormat(type="text")
+        return ChatFormat(type="grammar", grammar=Syntax(definition=self.definition, syntax=self.syntax))
