@@ -82,13 +82,13 @@ TEXTS = (
     "control \x07 \x1b[0m \x00 bytes",
 )
 PASSAGE = (
-    "The tide was going out when the two of them came down to the harbour. Boats that had been afloat in the morning "
-    "lay on the mud, tilted to one side, and gulls walked between them as if they owned the place. An old man sat on a "
-    "crate and mended a net. He did not look up. He had mended nets on that crate for fifty years, he told them later, "
-    "and in all that time the sea had never once asked him how he was. In winter the water comes up to the second step "
-    "of the stairs, and in spring, when the moon is full, it goes out so far that one can walk to the island and back "
-    "before it returns. Children are told not to try. Most of them do, once, and then tell their own children not to. "
-    "The light on the island has been dark since 1974, when the last keeper retired; a lamp with a timer took its place "
-    "on the northern rock, and it has been neither late nor early since. People said that they would miss the keeper, "
-    "and for a year or two they did."
+    "The tide was going out when the two of them came down to the harbour. Boats that had been afloat in the "
+    "morning lay on the mud, tilted to one side, and gulls walked between them as if they owned the place. An old "
+    "man sat on a crate and mended a net. He did not look up. He had mended nets on that crate for fifty years, "
+    "he told them later, and in all that time the sea had never once asked him how he was. In winter the water "
+    "comes up to the second step of the stairs, and in spring, when the moon is full, it goes out so far that one "
+    "can walk to the island and back before it returns. Children are told not to try. Most of them do, once, and "
+    "then tell their own children not to. The light on the island has been dark since 1974, when the last keeper "
+    "retired; a lamp with a timer took its place on the northern rock, and it has been neither late nor early "
+    "since. People said that they would miss the keeper, and for a year or two they did."
 )

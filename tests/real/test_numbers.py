@@ -31,7 +31,7 @@ def answers(engine):
 
 @pytest.fixture(scope="module")
 def expected(answers, oracle):
-    """transformers' logits of each prompt and answer, by one pass over both: those of its greedy search, to rounding."""
+    """transformers' logits of each prompt and answer, by one pass over both."""
     with torch.inference_mode():
         whole = [torch.tensor([[*answer.prompt_token_ids, *answer.token_ids]]) for answer in answers]
         return [oracle(ids, use_cache=False).logits[0] for ids in whole]

@@ -1,5 +1,6 @@
 """It over HTTP, by the client `openai`."""
 
+import concurrent.futures
 import json
 
 import http_server
@@ -138,7 +139,6 @@ def test_a_tool_is_called(caller, stream):
 
 def test_many_at_once(client, engine):
     """Twenty streams beside each other, each as alone."""
-    import concurrent.futures
 
     def ask(question):
         chat = [{"role": "user", "content": question}]
