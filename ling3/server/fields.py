@@ -11,6 +11,7 @@ import pydantic
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex, Structured
 from ling3.server.errors import ApiError
+from ling3.server.limits import FirstErrors
 from ling3.server.tools import MOST, Tool
 
 # Which do not change the answer.
@@ -37,7 +38,7 @@ class Options(pydantic.BaseModel):
     include_obfuscation: bool | None = None
 
 
-class Sampling(pydantic.BaseModel):
+class Sampling(FirstErrors):
     """How answers are drawn and where they end."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)

@@ -12,11 +12,15 @@ from starlette.responses import JSONResponse, Response
 
 from ling3.server import body
 from ling3.server.errors import ApiError
+from ling3.server.limits import FirstErrors
 from ling3.server.messages import rendered
-from ling3.server.running import Service
+from ling3.server.running import Service, encode
+
+PART = 2**16
+"""Ids that are encoded at once."""
 
 
-class Tokenize(pydantic.BaseModel):
+class Tokenize(FirstErrors):
     """A request for the ids of a text, or of a conversation."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
@@ -28,7 +32,7 @@ class Tokenize(pydantic.BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Detokenize(pydantic.BaseModel):
+class Detokenize(FirstErrors):
     """A request for the text of ids."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
@@ -52,8 +56,7 @@ async def tokenize(request: Request) -> Response:
     asked = await body.read(request, Tokenize)
     if asked.model is not None:
         service.check_model(asked.model)
-    ids = await asyncio.to_thread(_ids, service, asked)
-    return JSONResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
+    return Response(await asyncio.to_thread(_tokenized, service, asked), media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
@@ -66,6 +69,14 @@ async def detokenize(request: Request) -> Response:
     return JSONResponse({"prompt": text})
 
 
+def _tokenized(service: Service, asked: Tokenize) -> str:
+    """The answer, encoded in parts, as the event loop waits for each."""
+    ids = _ids(service, asked)
+    tokens = ", ".join(encode(ids[i : i + PART])[1:-1] for i in range(0, len(ids), PART))
+    head = encode({"count": len(ids), "max_model_len": service.engine.max_model_len})
+    return f'{head[:-1]}, "tokens": [{tokens}]}}'
+
+
 def _ids(service: Service, asked: Tokenize) -> list[int]:
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "expected either prompt or messages", "prompt")
@@ -73,6 +84,6 @@ def _ids(service: Service, asked: Tokenize) -> list[int]:
         return rendered(service, asked.messages, asked.chat_template_kwargs)[1]
     assert asked.prompt is not None, "one of the two"
     try:
-        return service.tokenizer.encode(asked.prompt, asked.add_special_tokens)
+        return service.encode(asked.prompt, "prompt", asked.add_special_tokens)
     except ValueError as error:
         raise ApiError(400, service.plain(error), "prompt") from None

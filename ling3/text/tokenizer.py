@@ -108,7 +108,10 @@ class Tokenizer:
                 f"text: a lone surrogate, {text[error.start]!r}, at position {error.start}, which has no UTF-8 form"
             ) from error
         with Reported(self.directory / VOCABULARY, "the tokenizer fails on this text"):
-            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens and self._added is None)
+            # As `encode` and `decode`, but other threads run meanwhile.
+            [encoding] = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens and self._added is None
+            )
         before, after = self._added if self._added and add_special_tokens else ([], [])
         return [*before, *encoding.ids, *after]
 
@@ -118,7 +121,8 @@ class Tokenizer:
         Raises TokenizerError if the tokenizer fails.
         """
         with Reported(self.directory / VOCABULARY, "the tokenizer fails on these ids"):
-            return self.backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
+            [text] = self.backend.decode_batch([[int(token) for token in ids]], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character; none of an id without a token."""
