@@ -84,7 +84,8 @@ def run(command: Serve) -> None:
     name = command.served_model_name or pathlib.Path(command.model).name
     service = Service(engine, tokenizer, name, most)
     app = build(service, keys, command.allow_origin, command.timeout)
+    bound.listen()  # before it is said: what connects from now on is served
     host = f"[{command.host}]" if ":" in command.host else command.host
     console.print(f"serving {name} on http://{host}:{bound.getsockname()[1]}", markup=False, soft_wrap=True)
     interruption.raise_again()
-    serve(app, service, bound, command.root_path, command.drain)
+    serve(app, service, bound, command.root_path, command.drain, command.timeout)
