@@ -19,9 +19,9 @@ MOST_BYTES = 2**24
 """The largest body."""
 LONGEST_STRING = 2**22
 """Bytes of a string of the body: about a million tokens."""
-MOST_STRINGS = 2**18
+MOST_STRINGS = 2**17
 """Strings of a body, the names of fields among them."""
-MOST_VALUES = 2**21
+MOST_VALUES = 2**20
 """Values of a body: token ids, for the most part."""
 MOST_LISTS = 2**15
 """Lists and objects of a body."""
