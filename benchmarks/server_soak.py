@@ -149,7 +149,7 @@ async def _clients(url: str, lonely: ling3.Engine, found: Found, due: Iterator[t
 
 async def _malformed(client: httpx.AsyncClient, found: Found, draw: np.random.Generator) -> None:
     path, content, status = BROKEN[draw.integers(len(BROKEN))]
-    answer = await client.post(path, content=content)
+    answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
     if answer.status_code != status or set(answer.json()) != {"error"}:
         found.differences.append(f"{path} with {content[:80]!r}: {answer.status_code} {answer.text:.200}")
 

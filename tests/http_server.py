@@ -18,12 +18,12 @@ import uvicorn
 class Process:
     """`ling3 serve nano` as a process, with its log."""
 
-    def __init__(self, *options):
+    def __init__(self, *options, **how):
         command = [sys.executable, "-m", "ling3", "serve", "nano", "--port", "0", "--max-running-requests", "4"]
         command += ["--max-model-len", "2048", *options]
         programs = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
         streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(command, **streams, text=True, env={**os.environ, **programs})
+        self.process = subprocess.Popen(command, **streams, text=True, env={**os.environ, **programs}, **how)
         self.lines, self._said = collections.deque(), threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -61,8 +61,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def process(*options):
-    started = Process(*options)
+def process(*options, **how):
+    started = Process(*options, **how)
     try:
         yield started
     finally:

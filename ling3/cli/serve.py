@@ -44,6 +44,9 @@ class Serve(Command):
     allow_unknown_fields: bool = False
     """Ignore fields of requests that the server does not know, as front-ends of other servers send them; without it
     they are refused by name."""
+    allow_host: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
+    """A name (* is any) under which the server may be asked besides --host and localhost, as behind a proxy; may be
+    given several times."""
     timeout: int = 600
     """Seconds that a request may take, from its first byte to its answer's last."""
     drain: int = 30
@@ -55,6 +58,7 @@ def run(command: Serve) -> None:
     """Serves until a signal; ValueError without the extra."""
     try:
         from ling3.server.app import build
+        from ling3.server.origins import Hosts
         from ling3.server.run import bind
         from ling3.server.run import run as serve
         from ling3.server.running import Service
@@ -62,12 +66,8 @@ def run(command: Serve) -> None:
         raise ValueError(f"{error.name} is missing, which serving needs: pip install 'ling3[serve]'") from None
     from ling3.serve import Engine
 
-    keys = [] if command.api_key is None else [command.api_key]
-    if command.api_key_file is not None:
-        lines = pathlib.Path(command.api_key_file).read_text(encoding="utf-8").splitlines()
-        keys += [line.strip() for line in lines if line.strip()]
-        if not keys:
-            raise ValueError(f"--api-key-file: {command.api_key_file} has no key, expected one a line")
+    keys = _keys(command)
+    hosts = Hosts.of(command.host, command.allow_host)
     if command.timeout < 1:
         raise ValueError(f"--timeout is {command.timeout}, expected at least 1 second")
     if command.drain < 0:
@@ -86,8 +86,23 @@ def run(command: Serve) -> None:
         engine.warmup()
     name = command.served_model_name or pathlib.Path(command.model).name
     service = Service(engine, tokenizer, name, most, allow_unknown_fields=command.allow_unknown_fields)
-    app = build(service, keys, command.allow_origin, command.timeout)
+    app = build(service, keys, command.allow_origin, command.timeout, hosts)
+    bound.listen()  # before it is said: what connects from now on is served
     host = f"[{command.host}]" if ":" in command.host else command.host
     console.print(f"serving {name} on http://{host}:{bound.getsockname()[1]}", markup=False, soft_wrap=True)
     interruption.raise_again()
-    serve(app, service, bound, command.root_path, command.drain)
+    serve(app, service, bound, command.root_path, command.drain, command.timeout)
+
+
+def _keys(command: Serve) -> list[str]:
+    """The API keys; ValueError for one that is blank, and for a file without any."""
+    keys = [] if command.api_key is None else [command.api_key.strip()]
+    if "" in keys:
+        raise ValueError("--api-key is blank, expected a key; leave the option out to serve without one")
+    if command.api_key_file is not None:
+        lines = pathlib.Path(command.api_key_file).read_text(encoding="utf-8").splitlines()
+        in_file = [line.strip() for line in lines if line.strip()]
+        if not in_file:
+            raise ValueError(f"--api-key-file: {command.api_key_file} has no key, expected one a line")
+        keys += in_file
+    return keys

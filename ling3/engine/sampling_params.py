@@ -208,16 +208,18 @@ class SamplingParams:
                 f"stop has {len(self.stop)} strings of up to {max(map(len, self.stop))} characters, expected at most "
                 f"{MAX_STOPS} of {MAX_STOP_LENGTH}"
             )
-        if not _is_list(self.stop_token_ids) or not all(is_whole(token) for token in self.stop_token_ids):
+        if _is_list(self.stop_token_ids) and len(self.stop_token_ids) > MAX_BIASES:
+            problems.append(f"stop_token_ids has {len(self.stop_token_ids)} ids, expected at most {MAX_BIASES}")
+        elif not _is_list(self.stop_token_ids) or not all(is_whole(token) for token in self.stop_token_ids):
             problems.append(f"stop_token_ids is {shown(self.stop_token_ids)}, expected whole numbers")
         bias = self.logit_bias
-        if bias is not None and not (
+        if isinstance(bias, Mapping) and len(bias) > MAX_BIASES:
+            problems.append(f"logit_bias has {len(bias)} entries, expected at most {MAX_BIASES}")
+        elif bias is not None and not (
             isinstance(bias, Mapping)
             and all(is_whole(token) and is_real(value) and abs(value) <= LARGEST for token, value in bias.items())
         ):
             problems.append(f"logit_bias is {shown(bias)}, expected numbers in [-1e9, 1e9] by token id")
-        elif bias is not None and len(bias) > MAX_BIASES:
-            problems.append(f"logit_bias has {len(bias)} entries, expected at most {MAX_BIASES}")
         return problems
 
     def check(self, vocab: int, ends: Sequence[int] = ()) -> tuple[int, ...]:

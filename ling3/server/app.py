@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ling3.server import chat, completions, fields, openapi, page, responses, tokens
 from ling3.server.errors import ApiError
 from ling3.server.observed import Observed
+from ling3.server.origins import Hosts, Origins
 from ling3.server.running import Service
 
 POSTS = (
@@ -36,12 +37,14 @@ def build(
     api_keys: Sequence[str] = (),
     allow_origins: Sequence[str] = (),
     timeout: float | None = None,
+    hosts: Hosts | None = None,
 ) -> ASGIApp:
     """The app over a service.
 
-    With `api_keys`, all but / and /health wants one of them. Pages of `allow_origins` ("*" is any) may ask from a
-    browser. A request that takes more than `timeout` seconds, from its first byte to its answer's last, ends in an
-    error.
+    With `api_keys`, all but / and /health wants one of them; ValueError for a blank one. With `hosts`, all but these
+    two has to be asked of one of them. Pages of `allow_origins` ("*" is any) may ask from a browser, and those of the
+    host that they ask. A request that takes more than `timeout` seconds, from its first byte to its answer's last,
+    ends in an error.
     """
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint, _ in POSTS),
@@ -52,9 +55,10 @@ def build(
         Route("/openapi.json", _description, include_in_schema=False),
     ]
     health = Route("/health", Health)
-    keyed = Mount("/", Keys(Router(routes), api_keys) if api_keys else Router(routes))
+    keyed = Keys(Router(routes), api_keys) if api_keys else Router(routes)
+    guarded = Mount("/", Origins(keyed, hosts, allow_origins))
     handlers = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _fault}
-    whole = Starlette(routes=[health, Route("/", page.answer), keyed], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
+    whole = Starlette(routes=[health, Route("/", page.answer), guarded], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
     whole.state.service = service
     whole.state.description = openapi.document([*routes, health], {endpoint: model for _, endpoint, model in POSTS})
     app: ASGIApp = whole
@@ -68,15 +72,18 @@ class Keys:
     """Asks for an API key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]):
+        if not all(key.strip() for key in keys):
+            raise ValueError("an API key is blank")
         self._app, self._keys = app, [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what has a key."""
         app = self._app
         if scope["type"] == "http":
-            given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             digest = _digest(given)
-            if not any([hmac.compare_digest(digest, key) for key in self._keys]):  # noqa: C419 -- all are compared
+            known = any([hmac.compare_digest(digest, key) for key in self._keys])  # noqa: C419 -- all are compared
+            if scheme.lower() != b"bearer" or not known:
                 headers = {"WWW-Authenticate": "Bearer"}
                 app = ApiError(401, "no valid API key was given", None, "invalid_api_key", headers).response()
         await app(scope, receive, send)

@@ -3,50 +3,78 @@
 # pyright: reportMissingImports=false
 # What it takes is an extra, and types are checked without it too.
 
-import itertools
-import re
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pydantic
 from starlette.requests import Request
 
 from ling3.runtime.quoting import printable
+from ling3.server import limits
 from ling3.server.errors import ApiError
 from ling3.server.known_fields import ALLOW
 from ling3.text.json_text import loaded
 
-MOST_BYTES = 2**24
-"""The largest body."""
-DEEPEST = 64
-"""The most levels of a body's JSON."""
-STRINGS, BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL), re.compile(r"[\[\]{}]")
+SHORT = 2**16
+"""Bytes up to which a body is parsed at once; a longer one is, in its turn, on another thread."""
+MOST_ERRORS = 64
+"""Errors up to which they are looked at one by one."""
+PARSER = ThreadPoolExecutor(1, "bodies")
+"""One thread, as parsing keeps the interpreter: the event loop waits for one body, not for several."""
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 
 
 async def read(request: Request, model: type[Model]) -> Model:
-    """The body as a `model`; ApiError 413 if it is too large, 400 for anything else that is wrong with it."""
+    """The body as a `model`.
+
+    ApiError 415 if it is not said to be JSON, 413 if it is too large, 400 for anything else that is wrong with it.
+    """
+    _check_type(request)
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
-        if len(content) > MOST_BYTES:
-            raise ApiError(413, f"the body has more than {MOST_BYTES} bytes", code="body_too_large")
-    value = parse(bytes(content))
+        if len(content) > limits.MOST_BYTES:
+            raise ApiError(413, f"the body has more than {limits.MOST_BYTES} bytes", code="body_too_large")
+    allow: bool = request.app.state.service.allow_unknown_fields
+    if len(content) <= SHORT:
+        return _validated(bytes(content), model, allow)
+    return await asyncio.get_running_loop().run_in_executor(PARSER, _validated, bytes(content), model, allow)
+
+
+def _check_type(request: Request) -> None:
+    """ApiError 415 without the type that a page of another origin cannot send unasked."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        message = f"the Content-Type is {printable(given, 80) or 'missing'}, expected application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+def _validated(content: bytes, model: type[Model], allow: bool) -> Model:
+    value = parse(content)
     if not isinstance(value, dict):
         raise ApiError(400, "the body is no JSON object")
     try:
-        return model.model_validate(value, context={ALLOW: request.app.state.service.allow_unknown_fields})
+        return model.model_validate(value, context={ALLOW: allow})
     except pydantic.ValidationError as error:
-        param, reasons = None, []
-        errors = error.errors(include_url=False, include_context=False, include_input=False)
-        for each in sorted(errors, key=lambda each: each["type"] == "missing"):  # what is there says more
-            name = _name(each["loc"], value)
-            if param is None and each["type"] == "extra_forbidden":
-                raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter") from None
-            param = name if param is None else param
-            reasons += [each["msg"]] if name == param and each["msg"] not in reasons else []
-        raise ApiError(400, f"{param}: {', or: '.join(reasons)}", param) from None
+        raise _refusal(error, value) from None
+
+
+def _refusal(error: pydantic.ValidationError, value: dict[str, Any]) -> ApiError:
+    """What is wrong with a body, by the first field that is."""
+    if error.error_count() > MOST_ERRORS:
+        return ApiError(400, f"the body has {error.error_count()} wrong or unknown fields")
+    param, reasons = None, []
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    for each in sorted(errors, key=lambda each: each["type"] == "missing"):  # what is there says more
+        name = _name(each["loc"], value)
+        if param is None and each["type"] == "extra_forbidden":
+            return ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
+        param = name if param is None else param
+        reasons += [each["msg"]] if name == param and each["msg"] not in reasons else []
+    return ApiError(400, f"{param}: {', or: '.join(reasons)}", param)
 
 
 def _name(where: Sequence[int | str], value: Any) -> str:
@@ -63,15 +91,11 @@ def _name(where: Sequence[int | str], value: Any) -> str:
 
 
 def parse(content: bytes) -> Any:
-    """The JSON of a body; ApiError 400 for malformed, non-finite or deeply nested values."""
+    """The JSON of a body; ApiError 400 for what is malformed, not finite or beyond the limits."""
+    limits.check(content)
     try:
-        text = content.decode("utf-8")
+        return loaded(content.decode("utf-8"))
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
-    brackets = BRACKETS.findall(STRINGS.sub("", text))
-    if max(itertools.accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > DEEPEST:
-        raise ApiError(400, f"the body's JSON has more than {DEEPEST} levels")
-    try:
-        return loaded(text)
     except ValueError as error:
         raise ApiError(400, f"the body is no valid JSON: {error}") from None

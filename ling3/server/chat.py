@@ -75,7 +75,7 @@ async def begin(service: Service, asked: Chat) -> tuple[Deltas, list[TokenReply]
     variables = {**(thinking(effort) if effort else {}), **(asked.chat_template_kwargs or {})}
     shown = offered.shown if offered else []
     prompt = service, asked.messages, variables, shown
-    short = not shown and len(str(asked.messages)) <= SHORT
+    short = not shown and len(str((asked.messages, variables))) <= SHORT
     text, ids = rendered(*prompt) if short else await asyncio.to_thread(rendered, *prompt)
     opens = opens_thinking(text)
     if opens and effort in ("none", "minimal"):

@@ -69,12 +69,13 @@ def _prompts(service: Service, asked: Completion) -> list[list[int]]:
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not several or len(several) > MOST_PROMPTS:
         raise ApiError(400, f"prompt has {len(several)} prompts, expected 1 to {MOST_PROMPTS}", "prompt")
-    try:
-        ids = [service.tokenizer.encode(one) if isinstance(one, str) else one for one in several]
-    except ValueError as error:
-        raise ApiError(400, service.plain(error), "prompt") from None
-    for one in ids:
-        service.room(len(one), "prompt", least=0 if asked.max_tokens == 0 else 1)
+    ids = []
+    for one in several:
+        try:
+            ids.append(service.encode(one, "prompt") if isinstance(one, str) else one)
+        except ValueError as error:
+            raise ApiError(400, service.plain(error), "prompt") from None
+        service.room(len(ids[-1]), "prompt", least=0 if asked.max_tokens == 0 else 1)
     return ids
 
 

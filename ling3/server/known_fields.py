@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pydantic
 
 from ling3.server.errors import ApiError
+from ling3.server.limits import FirstErrors
 
 ALLOW = "allow_unknown_fields"
 """The key of a validation's context that says whether unknown fields are ignored."""
@@ -93,7 +94,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 """What would change an answer or what comes beside it, and cannot be had, with what a client is told."""
 
 
-class Known(pydantic.BaseModel):
+class Known(FirstErrors):
     """A part of a request. Null counts as absent, and so do fields that change no answer."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)

@@ -3,8 +3,17 @@
 import contextvars
 import dataclasses
 import datetime
+import functools
 import json
 import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+MOST_LINES = 4096
+"""Lines that wait to be written; later ones are dropped, and counted."""
 
 logger = logging.getLogger("ling3.server")
 
@@ -36,11 +45,56 @@ class Lines(logging.Formatter):
         return json.dumps(said)
 
 
-def configure() -> None:
-    """Sends the log, and uvicorn's warnings, to stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(Lines())
-    for name, level in (("ling3.server", logging.INFO), ("uvicorn.error", logging.WARNING)):
+class Writer(logging.Handler):
+    """Writes lines on a thread, as whoever reads them may stop, and the event loop must not wait for that."""
+
+    def __init__(self, write: Callable[[bytes], object]):
+        super().__init__()
+        self._write, self._lines, self._dropped = write, queue.Queue[str](MOST_LINES), 0
+        self.setFormatter(Lines())
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hands the record's line to the thread."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def drain(self, seconds: float) -> None:
+        """Waits until all lines are written, at most so long."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, seconds)
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                text = f"{dropped} lines of the log were dropped, as nobody read them"
+                line = f"{self.format(logger.makeRecord(logger.name, logging.WARNING, '', 0, text, (), None))}\n{line}"
+            try:
+                self._write(line.encode() + b"\n")
+            except OSError:  # whoever read has gone
+                self._dropped += dropped + 1
+            self._lines.task_done()
+
+
+def configure() -> Writer:
+    """Sends the log, and the warnings of uvicorn, asyncio and Python, to stderr."""
+    # Not by `sys.stderr`, whose lock the interpreter wants at its end.
+    handler = Writer(functools.partial(_write_all, sys.stderr.fileno()))
+    logging.captureWarnings(True)
+    levels = {"ling3.server": logging.INFO, "uvicorn.error": logging.WARNING}
+    for name, level in {**levels, "asyncio": logging.WARNING, "py.warnings": logging.WARNING}.items():
         each = logging.getLogger(name)
         each.handlers, each.propagate = [handler], False
         each.setLevel(level)
+    return handler
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]

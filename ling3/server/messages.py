@@ -39,7 +39,7 @@ def rendered(
     variables = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
-        return text, tokenizer.encode(text, add_special_tokens=False)
+        return text, service.encode(text, param, add_special_tokens=False)
     except (ValueError, TypeError) as error:
         raise ApiError(400, service.plain(error), param) from None
 

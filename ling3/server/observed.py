@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3.server import log
 from ling3.server.errors import ApiError
+from ling3.server.limits import LARGE, MOST_LARGE
 from ling3.server.running import Service
 
 GIVEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -36,7 +37,7 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, answer = time.perf_counter(), _Answer(scope, receive, send)
+        begin, answer = time.perf_counter(), _Answer(scope, receive, send, self._service)
         before = log.current.set(answer.entry)
         limit = asyncio.timeout(self._timeout)
         try:
@@ -53,6 +54,7 @@ class Observed:
                 log.logger.exception("the server failed", extra={"fields": {"request_id": answer.entry.request_id}})
                 await answer.end(ApiError(500, "the server failed"))
         finally:
+            self._service.large_bytes -= answer.large
             log.current.reset(before)
             self._note(scope, answer, time.perf_counter() - begin)
 
@@ -77,17 +79,25 @@ class Observed:
 class _Answer:
     """One exchange: what has come of the request, and gone of the answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send):
+    def __init__(self, scope: Scope, receive: Receive, send: Send, service: Service):
         given = Headers(scope=scope).get("x-request-id", "")
         self.entry = log.Entry(given if GIVEN.fullmatch(given) else f"req_{uuid.uuid4().hex}")
         self.asked = self.complete = False
-        self.status = 0
+        self.status = self.large = 0
+        self._service, self._came = service, 0
         self._scope, self._receive, self._send = scope, receive, send
 
     async def receive(self) -> Message:
-        """The next message from the client."""
+        """The next message from the client; ApiError 429 if large requests hold too much already."""
         message = await self._receive()
         self.asked = self.asked or not message.get("more_body", False)
+        self._came += len(message.get("body", b""))
+        more = max(0, self._came - LARGE) - self.large
+        if self._service.large_bytes + more > MOST_LARGE:
+            text = "the server has too many large requests: try again"
+            raise ApiError(429, text, None, "too_many_large_requests", {"Retry-After": "1"})
+        self.large += more
+        self._service.large_bytes += more
         return message
 
     async def send(self, message: Message) -> None:

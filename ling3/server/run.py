@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -16,12 +17,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ling3.server import log
+from ling3.server.connections import KEEP_ALIVE, Connection, Connections, room
 from ling3.server.running import Service
 
-KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open: longer than balancers' usual 60, so that they close it."""
-BACKLOG = 2048
 INTERRUPTED = 130
+LAST_LINES = 1.0
+"""Seconds in which the log is written at the end."""
 
 
 class _Server(uvicorn.Server):
@@ -74,18 +75,21 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def run(app: ASGIApp, service: Service, bound: socket.socket, root_path: str, drain: float) -> None:
-    """Serves on a bound socket until a signal; running requests then have `drain` seconds."""
-    log.configure()
+def run(app: ASGIApp, service: Service, bound: socket.socket, root_path: str, drain: float, timeout: float) -> None:
+    """Serves on a bound socket until a signal; running requests then have `drain` seconds, others `timeout`."""
+    writer = log.configure()
+    most, backlog = room()
     config = uvicorn.Config(
         app,
+        http=functools.partial(Connection, Connections(most, timeout)),  # pyright: ignore[reportArgumentType]
         root_path=root_path,
         log_config=None,
         access_log=False,
         ws="none",
         server_header=False,
-        backlog=BACKLOG,
+        backlog=backlog,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=1,
     )
     _Server(config, service, drain).run(sockets=[bound])
+    writer.drain(LAST_LINES)

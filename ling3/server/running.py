@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import operator
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -27,6 +28,10 @@ from ling3.text.tokenizer import Tokenizer
 
 SHORT = 4096
 """Tokens or characters up to which preparing a prompt takes less than handing it to another thread and back."""
+LONG, ONE_LONG = 2**18, threading.Lock()
+"""Characters above which a text is tokenized alone, as some 300 bytes per token are needed meanwhile."""
+LONGEST_TEXT, PER_TOKEN = 2**20, 8
+"""Characters of a prompt: the most, or so many for each token of the context if they are more."""
 
 Result = TypeVar("Result")
 Deltas = AsyncIterator[tuple[int, Delta]]
@@ -50,6 +55,8 @@ class Service:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     unfinished: int = 0
     """Completions under way, waiting or running."""
+    large_bytes: int = 0
+    """Bytes of large bodies whose requests are under way, beyond the first `LARGE` of each."""
     draining: bool = False
     """True once the server is to end: it takes no more requests for completions."""
     allow_unknown_fields: bool = False
@@ -72,6 +79,15 @@ class Service:
             message = f"{param} has {tokens} tokens, and the context has room for {limit} with the answer"
             raise ApiError(400, message, param, "context_length_exceeded")
         return room
+
+    def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, of long ones one at a time; ApiError 400 if it is far too long for the context."""
+        longest = max(LONGEST_TEXT, PER_TOKEN * self.engine.max_model_len)
+        if len(text) > longest:
+            message = f"{param} is a text of {len(text)} characters, expected at most {longest}"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        with contextlib.nullcontext() if len(text) <= LONG else ONE_LONG:
+            return self.tokenizer.encode(text, add_special_tokens)
 
     def plain(self, error: Exception) -> str:
         """An error's message without paths."""

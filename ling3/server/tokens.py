@@ -15,6 +15,10 @@ from ling3.server.errors import ApiError
 from ling3.server.known_fields import Known
 from ling3.server.messages import rendered
 from ling3.server.running import Service, StrictResponse
+from ling3.text.json_text import dumped
+
+PART = 2**16
+"""Ids that are encoded at once."""
 
 
 class Tokenize(Known):
@@ -49,8 +53,7 @@ async def tokenize(request: Request) -> Response:
     asked = await body.read(request, Tokenize)
     if asked.model is not None:
         service.check_model(asked.model)
-    ids = await asyncio.to_thread(_ids, service, asked)
-    return StrictResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
+    return Response(await asyncio.to_thread(_tokenized, service, asked), media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
@@ -63,6 +66,14 @@ async def detokenize(request: Request) -> Response:
     return StrictResponse({"prompt": text})
 
 
+def _tokenized(service: Service, asked: Tokenize) -> str:
+    """The answer, encoded in parts, as the event loop waits for each."""
+    ids = _ids(service, asked)
+    tokens = ", ".join(dumped(ids[i : i + PART])[1:-1] for i in range(0, len(ids), PART))
+    head = dumped({"count": len(ids), "max_model_len": service.engine.max_model_len})
+    return f'{head[:-1]}, "tokens": [{tokens}]}}'
+
+
 def _ids(service: Service, asked: Tokenize) -> list[int]:
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "expected either prompt or messages", "prompt")
@@ -70,6 +81,6 @@ def _ids(service: Service, asked: Tokenize) -> list[int]:
         return rendered(service, asked.messages, asked.chat_template_kwargs)[1]
     assert asked.prompt is not None, "one of the two"
     try:
-        return service.tokenizer.encode(asked.prompt, asked.add_special_tokens)
+        return service.encode(asked.prompt, "prompt", asked.add_special_tokens)
     except ValueError as error:
         raise ApiError(400, service.plain(error), "prompt") from None

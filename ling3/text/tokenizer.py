@@ -115,7 +115,9 @@ class Tokenizer:
                 f"text: a lone surrogate, {text[error.start]!r}, at position {error.start}, which has no UTF-8 form"
             ) from error
         with Reported(self.directory / VOCABULARY, "the tokenizer fails on this text"):
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As `encode` and `decode`, but other threads run meanwhile.
+            [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, with U+FFFD for invalid bytes and nothing for ids without a token.
@@ -129,7 +131,8 @@ class Tokenizer:
             named = (each for each in shown if each not in hidden and self.backend.id_to_token(each) is not None)
             shown = self._fallback.valid(named)
         with Reported(self._source, "the tokenizer fails on these ids"):
-            return self.backend.decode(shown, skip_special_tokens=skip_special_tokens)
+            [text] = self.backend.decode_batch([shown], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character; none of an id without a token."""

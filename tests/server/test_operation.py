@@ -18,6 +18,7 @@ from ling3.server.app import build
 from ling3.server.running import Service
 
 KEYS = ["first-key", "second-key"]
+JSON = {"Content-Type": "application/json"}
 HEADERS = {"Authorization": "Bearer second-key"}
 CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
 ASKED = {"model": "nano", "messages": CHAT, "temperature": 0, "max_tokens": 40}
@@ -87,9 +88,10 @@ def test_a_request_id_that_is_not_plain_is_replaced(client, given):
 def test_every_error_is_openais_object(client):
     assert is_error(client.get("/nothing"), 404) and is_error(client.get(PATH), 405)
     assert is_error(client.post("/health"), 405) and is_error(client.delete("/v1/models"), 405)
-    assert is_error(client.post(PATH, content=b'{"model": "\xff"}'), 400)
-    assert is_error(client.post(PATH, content=b"{"), 400) and is_error(client.get("/v1/models/%ff%00"), 404)
-    assert is_error(client.post(PATH, content=b" " * (2**24 + 1)), 413)
+    assert is_error(client.post(PATH, content=b'{"model": "\xff"}', headers=JSON), 400)
+    assert is_error(client.post(PATH, content=b"{", headers=JSON), 400)
+    assert is_error(client.get("/v1/models/%ff%00"), 404) and is_error(client.post(PATH, content=b"{}"), 415)
+    assert is_error(client.post(PATH, content=b" " * (2**24 + 1), headers=JSON), 413)
     assert is_error(client.post(PATH, json={**ASKED, "stop": ["a"] * 65}), 400)
     assert is_error(client.post(PATH, json={**ASKED, "stop": "a" * 257}), 400)
     assert is_error(client.post(PATH, json={**ASKED, "n": 17}), 400)
@@ -124,7 +126,8 @@ def test_only_pages_of_the_origin_that_is_allowed_may_ask(engine, client):
 def test_a_client_that_goes_away_frees_its_slots(server, client):
     """Amid its body, amid the stream, and before the first byte while all slots are taken."""
     where = urllib.parse.urlsplit(server.url)
-    head = f"POST {PATH} HTTP/1.1\r\nHost: test\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Length: "
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {KEYS[0]}\r\nContent-Length: "
     with socket.create_connection((where.hostname, where.port)) as raw:
         raw.sendall(f'{head}1000\r\nx-request-id: half\r\n\r\n{{"model"'.encode())
     assert server.logged("half")["status"] == 499
@@ -232,7 +235,8 @@ def test_an_answer_that_takes_too_long_is_ended(engine, stream):
 def test_all_events_of_a_delta_are_sent_at_once(engine, path, asked, begin, last):
     """The beginning with the first, but for a response's, and the usage with the last; then the end of the body."""
     said, sent = "one two three", []
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    scope["headers"] = [(b"content-type", b"application/json")]
     content = json.dumps({"model": "nano", "stream": True, **asked}).encode()
     received = [{"type": "http.request", "body": content}]
 
@@ -254,7 +258,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(engine):
         yield b'{"model":'
         await asyncio.sleep(60)
 
-    answer = asyncio.run(ask(build(service(engine), timeout=0.05), "POST", PATH, content=slow()))
+    answer = asyncio.run(ask(build(service(engine), timeout=0.05), "POST", PATH, content=slow(), headers=JSON))
     assert is_error(answer, 408) and answer.headers["connection"] == "close"
 
 

@@ -1,0 +1,104 @@
+"""Whom a browser asks for: the names of this server (Host), and the pages that may ask it (Origin).
+
+A browser lets every page send requests. What a page of another origin may not do is read the answer, unless its own
+name leads to this server's address (DNS rebinding); then Host has that name.
+"""
+
+# pyright: reportMissingImports=false
+# What it takes is an extra, and types are checked without it too.
+
+import dataclasses
+import ipaddress
+import socket
+import urllib.parse
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ling3.runtime.quoting import printable
+from ling3.server.errors import ApiError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+WILDCARDS = ("0.0.0.0", "::", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """The names under which a server may be asked; "*" among `allowed` is any."""
+
+    allowed: frozenset[str]
+    """Those that the server was started with, pages of which may ask too."""
+    others: frozenset[str] = frozenset(LOOPBACK)
+    addresses: bool = False
+    """Whether it may be asked by any address, which no page's name can be."""
+
+    @classmethod
+    def of(cls, listening: str, allowed: Sequence[str] = ()) -> "Hosts":
+        """Those of a server that listens on a host: that and this machine's loopback names, and on a wildcard any
+        address and this machine's name; ValueError for an `allowed` name that is none."""
+        names = frozenset(name if name == "*" else _name(f"//{name}") or "" for name in allowed)
+        if "" in names:
+            raise ValueError(
+                f"--allow-host: {', '.join(map(repr, allowed))}, expected names of hosts such as example.org"
+            )
+        wild = listening in WILDCARDS
+        here = socket.gethostname() if wild else listening
+        return cls(names, frozenset({*LOOPBACK, here.lower()}), wild)
+
+    def has(self, host: str) -> bool:
+        """Whether the value of a header `Host` is one of them."""
+        name = _name(f"//{host}")
+        if name is None:
+            return "*" in self.allowed
+        return not {name, "*"}.isdisjoint(self.allowed) or name in self.others or (self.addresses and _is_address(name))
+
+
+class Origins:
+    """Refuses what asks for another host, and pages that are neither of this host nor of the `allowed` origins."""
+
+    def __init__(self, app: ASGIApp, hosts: Hosts | None, allowed: Sequence[str]):
+        self._app, self._hosts, self._allowed = app, hosts, allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on what may ask."""
+        app = self._app
+        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))) is not None:
+            app = refusal.response()
+        await app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        hosts = headers.getlist("host")
+        if self._hosts is not None and not (len(hosts) == 1 and self._hosts.has(hosts[0])):
+            given = printable(", ".join(hosts), 80) or "missing"
+            message = f"the Host is {given}, which is no name of this server (ling3 serve --allow-host)"
+            return ApiError(403, message, code="host_not_allowed")
+        for origin in headers.getlist("origin"):
+            if not self._may(origin, hosts):
+                message = f"pages of {printable(origin, 80)} may not ask this server (ling3 serve --allow-origin)"
+                return ApiError(403, message, code="origin_not_allowed")
+        return None
+
+    def _may(self, origin: str, hosts: Sequence[str]) -> bool:
+        if origin in self._allowed or "*" in self._allowed:
+            return True
+        if self._hosts is not None and _name(origin) in self._hosts.allowed:
+            return True
+        place = origin.lower().partition("://")[2]
+        return place != "" and [place] == [host.lower() for host in hosts]
+
+
+def _name(url: str) -> str | None:
+    """The host in a URL, in lower case and without port, brackets and a last dot; None if there is none."""
+    try:
+        return (urllib.parse.urlsplit(url).hostname or "").removesuffix(".") or None
+    except ValueError:
+        return None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
