@@ -23,13 +23,13 @@ from ling3.server.running import (
     Deltas,
     Events,
     Service,
-    StrictResponse,
     check,
     identifier,
     usage_of,
     while_there,
 )
 from ling3.server.scores import Scores, joined
+from ling3.text.json_text import dumped
 
 MOST_PROMPTS = 128
 """The most prompts of one request."""
@@ -59,8 +59,7 @@ async def answer(request: Request) -> Response:
         return deltas
     if asked.stream:
         return Events(_chunks(service, head, deltas, prompts, asked))
-    whole = await while_there(request, _whole(service, head, deltas, prompts, asked))
-    return whole if isinstance(whole, Response) else StrictResponse(whole)
+    return await while_there(request, _whole(service, head, deltas, prompts, asked))
 
 
 def _prompts(service: Service, asked: Completion) -> list[list[int]]:
@@ -81,13 +80,23 @@ def _prompts(service: Service, asked: Completion) -> list[list[int]]:
 
 async def _whole(
     service: Service, head: dict[str, Any], deltas: Deltas, prompts: Sequence[list[int]], asked: Completion
-) -> dict[str, Any]:
+) -> Response:
     lasts: dict[int, Delta] = {}
     async with contextlib.aclosing(deltas):  # pyright: ignore[reportArgumentType]
         async for place, delta in deltas:
             check(delta)
             lasts[place] = delta
-    choices = []
+    made = service, prompts, lasts, asked
+    # The scores of many prompts take seconds.
+    choices = _choices(*made) if asked.logprobs is None else await asyncio.to_thread(_choices, *made)
+    usage = dumped(usage_of([lasts[place] for place in sorted(lasts)]))
+    content = f'{dumped(head)[:-1]}, "choices": [{", ".join(choices)}], "usage": {usage}}}'
+    return Response(content, media_type="application/json")
+
+
+def _choices(service: Service, prompts: Sequence[list[int]], lasts: dict[int, Delta], asked: Completion) -> list[str]:
+    """The choices as JSON, each encoded by itself, as other threads wait for that."""
+    choices: list[str] = []
     for place, prompt in enumerate(prompts):
         output = lasts[place].output
         assert output is not None, "the last delta has the output"
@@ -99,10 +108,9 @@ async def _whole(
                 logprobs = scores.of_answer(completion.logprobs or ())
                 if asked.echo:
                     logprobs = joined(scores.of_prompt(output.prompt_logprobs or ()), logprobs)
-            reason = completion.finish_reason
             choice = {"index": len(choices), "text": echoed + completion.text, "logprobs": logprobs}
-            choices.append({**choice, "finish_reason": reason})
-    return {**head, "choices": choices, "usage": usage_of([lasts[place] for place in sorted(lasts)])}
+            choices.append(dumped({**choice, "finish_reason": completion.finish_reason}))
+    return choices
 
 
 def _echoed(service: Service, prompt: Sequence[int], asked: Completion) -> str:
@@ -138,7 +146,8 @@ async def _chunks(
                 begun.add(place)
                 prompt_scores = delta.output.prompt_logprobs if delta.output is not None else None
                 for i in range(n):
-                    logprobs = scores[place][i].of_prompt(prompt_scores or ()) if scored else None
+                    scorer = scores[place][i].of_prompt if scored else None
+                    logprobs = scorer and await asyncio.to_thread(scorer, prompt_scores or ())
                     some += chunk(place, i, echoes[place], logprobs, None)
             entries = delta.logprobs if asked.logprobs is not None else None
             logprobs = scores[place][index].of_answer(entries) if entries else None

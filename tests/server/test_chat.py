@@ -80,7 +80,8 @@ def test_the_answer_is_the_engines_bit_for_bit(engine, url):
     ],
 )
 def test_an_error_is_openais_object(url, body, status, param):
-    answer = httpx.post(f"{url}/v1/chat/completions", headers=KEY, **body)
+    headers = {**KEY, "Content-Type": "application/json"}
+    answer = httpx.post(f"{url}/v1/chat/completions", headers=headers, **body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param) and set(error) == {
         "message",

@@ -1,8 +1,10 @@
 """No body holds the server, whatever its kind: /health answers, and time, memory and the end stay bounded."""
 
+import asyncio
 import concurrent.futures
 import pathlib
 import signal
+import threading
 import time
 
 import heavy_bodies
@@ -13,6 +15,7 @@ import pytest
 from ling3.server import body, limits
 from ling3.server.errors import ApiError
 from ling3.server.fields import Chat, Completion
+from ling3.server.scores import Scores
 from ling3.server.tokens import Detokenize
 
 JSON = {"Content-Type": "application/json"}
@@ -145,3 +148,26 @@ def test_a_list_is_checked_up_to_its_first_wrong_item(model, value):
     with pytest.raises(ValueError, match="validation error") as error:
         model.model_validate(value)
     assert error.value.error_count() <= 4
+
+
+def test_scoring_many_prompts_does_not_hold_the_event_loop(nano, nano_app, monkeypatch):
+    """Each prompt's scores are made on another thread, as those of 128 long ones take many seconds."""
+    threads = set()
+    scored = Scores.of_prompt
+
+    def of_prompt(self, *scores):
+        threads.add(threading.current_thread())
+        return scored(self, *scores)
+
+    monkeypatch.setattr(Scores, "of_prompt", of_prompt)
+    asked = {"model": "nano", "prompt": [[5, 6, 7], [8, 9]], "max_tokens": 0, "echo": True, "logprobs": 1}
+
+    async def ask():
+        transport = httpx.ASGITransport(nano_app(nano))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            for stream in (False, True):
+                answer = await client.post("/v1/completions", json={**asked, "stream": stream})
+                assert answer.status_code == 200
+
+    asyncio.run(ask())
+    assert threads and threading.main_thread() not in threads
