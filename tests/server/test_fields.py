@@ -43,7 +43,8 @@ def post(service, path, body):
     async def answer():
         transport = httpx.ASGITransport(build(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            return await http.post(path, content=body if isinstance(body, str) else json.dumps(body))
+            content = body if isinstance(body, str) else json.dumps(body)
+            return await http.post(path, content=content, headers={"Content-Type": "application/json"})
 
     return asyncio.run(answer())
 
