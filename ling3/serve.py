@@ -33,6 +33,7 @@ from ling3.engine.runner import Extra, Runner
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings, changed
 from ling3.engine.shapes import settle
+from ling3.engine.snapshot_layout import Layout
 from ling3.execution import Execution
 from ling3.intervention import sites
 from ling3.model import CausalLM
@@ -150,6 +151,7 @@ class Engine:
             page_size=shapes.page_size,
             most_pages=shapes.most_pages,
             max_queue=settings.max_queue,
+            leads=self._leads,
             structured=passes is None or passes.constrained is not None,
             prompt_logprobs=passes is None or passes.score is not None,
             sites=functools.partial(sites, model) if watches else None,
@@ -160,6 +162,7 @@ class Engine:
         how = (settings.chunked_prefill_size, settings.decode_steps, settings.max_queue, settings.overlap)
         journal = Journal(self._wire) if self._wire is not None and self._leads else None
         self._loop = Loop(runner, *how, journal)
+        self._intake.layout = Layout.of(runner.pool, config.vocab_size, shapes.page_size, self._loop.first_page)
         if journal is not None:
             weakref.finalize(self, journal.close).atexit = False
             atexit.register(journal.close)  # before JAX's own end, which waits for the others
@@ -304,7 +307,11 @@ class Engine:
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio, any number of them at once. Checked and queued when the first delta is asked for."""
         events, news = asyncio.get_running_loop(), asyncio.Queue()
-        request = self._request(prompt, params, truncate, "prompt")
+        asked = (prompt, params, truncate, "prompt")
+        if isinstance(params, SamplingParams) and params.structured is not None:  # a grammar takes up to seconds
+            request = await asyncio.to_thread(self._request, *asked)
+        else:
+            request = self._request(*asked)
         put = functools.partial(events.call_soon_threadsafe, news.put_nowait)
         reader = Reader([request], put)
         leave = self._actor.last_message(reader.leave)

@@ -14,6 +14,8 @@ import ling3
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
 CONFIG = dataclasses.replace(TINY, vocab_size=400, max_position_embeddings=256, eos_token_id=(5,))
+# As published vocabularies are, a multiple of 128: each token has a bit of a mask's words, and none is left over.
+ALIGNED = dataclasses.replace(CONFIG, vocab_size=384)
 # Four requests of 256 tokens would take 64 pages: long ones are preempted.
 SETTINGS = {
     "max_running_requests": 4,
@@ -40,6 +42,12 @@ class Fault(RuntimeError):
 def model():
     """Random, with open gates."""
     return open_model(CONFIG)
+
+
+@functools.cache
+def aligned_model():
+    """The same with a vocabulary that is a multiple of 128."""
+    return open_model(ALIGNED)
 
 
 @functools.cache

@@ -5,6 +5,9 @@ expressions and an Earley parser, so a new schema runs after milliseconds. xgram
 over the whole vocabulary first, needs torch, and has no limits on what a hostile grammar may cost. llguidance's limits
 count states and items, not seconds: a grammar fails at the same token in every process and in any company.
 
+Grammars are untrusted input, over which llguidance may crash, or take minutes or gigabytes. So each is first tried in a
+process with limits (`grammar_worker.py`), which dies in place of the engine's.
+
 A `Constraint` is a function of its grammar and of the tokens it was told, and of nothing else. Where the grammar leaves
 no choice of text, the tokens that the tokenizer makes of this text are forced: they are the answer by definition, also
 where the model would have cut the same text into other tokens.
@@ -16,20 +19,29 @@ where the model would have cut the same text into other tokens.
 import collections
 import functools
 import json
+import pathlib
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import numpy as np
 from jaxtyping import UInt32
 
+from ling3.engine import grammar_bounds
 from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex, Structured
+from ling3.runtime.limited_process import LimitedProcess, LimitExceeded
 from ling3.text.tokenizer import Tokenizer
 
 WORD = 32
 """Tokens of a word of a mask."""
-KEPT = 32
+KEPT = 16
 """Grammars that an engine keeps compiled."""
+SECONDS = 3
+"""For one grammar to compile; one of 3,000 properties takes about half of one."""
+MEBIBYTES = 128
+"""Of address space for one grammar; one of 3,000 properties takes about 40."""
+TRIES = pathlib.Path(__file__).with_name("grammar_worker.py")
 LIMITS = {
     "max_items_in_row": 1_000,
     "initial_lexer_fuel": 1_000_000,
@@ -56,7 +68,7 @@ class Constraint:
     `forced` are the tokens that must follow the text so far, `mask` has a bit for each token that may follow these:
     bit i of word w stands for token 32·w + i. Special tokens are no text, so none is in the mask but those that the
     grammar names, and where the text may end, `ends`. It is `complete` where it can only end, which it is `whole` after
-    what is forced, and `error` says what was wrong where llguidance gave up.
+    what is forced, and `error` says what was wrong where llguidance gave up, or broke.
     """
 
     def __init__(self, matcher: Any, ends: Sequence[int], vocab: int, eos: Sequence[int]):
@@ -83,7 +95,7 @@ class Constraint:
         elif self._matcher.consume_token(token):
             self._look()
         else:
-            self.error = _message(self._matcher)
+            self.error = _message(self._matcher.get_error())
 
     def blocked(self, count: int, least: int) -> str | None:
         """Why no token can follow the `count` of the output, of which there must be `least` before an end; else None.
@@ -107,7 +119,7 @@ class Constraint:
         while True:
             follow = matcher.compute_ff_tokens()
             if not follow:
-                mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+                mask = self._computed()
                 alone = _only(mask)
                 if alone is None or matcher.is_accepting() or matcher.is_stopped():
                     break
@@ -116,7 +128,7 @@ class Constraint:
                 break
             self.forced.extend(follow)
         if matcher.is_error():
-            self.error = _message(matcher)
+            self.error = _message(matcher.get_error())
             return
         if matcher.is_accepting():
             mask = mask & ~self._eos
@@ -125,12 +137,25 @@ class Constraint:
             mask = np.zeros_like(mask)
         self.mask, self.complete = mask, self.whole and not self.forced
 
+    def _computed(self) -> UInt32[np.ndarray, " words"]:
+        """The mask of the next token, as wide as the vocabulary.
+
+        llguidance's has a bit more than there are tokens, so a word more where the tokens fill theirs.
+        """
+        mask, expected = np.frombuffer(self._matcher.compute_bitmask(), np.uint32), len(self._ends)
+        if len(mask) < expected:
+            raise ValueError(f"a mask of {len(mask)} words, expected {expected}")
+        return mask[:expected]
+
 
 class Grammars:
-    """Compiles grammars over a tokenizer's vocabulary, with `vocab` tokens of which the `ends` end a text."""
+    """Compiles grammars over a tokenizer's vocabulary, with `vocab` tokens of which the `ends` end a text.
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Sequence[int]):
-        self._tokenizer, self._vocab, self._ends = tokenizer, vocab, tuple(ends)
+    With `tried` False it compiles those that another process's engine has tried.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Sequence[int], tried: bool = True):
+        self._tokenizer, self._vocab, self._ends, self._tried = tokenizer, vocab, tuple(ends), tried
         self._kept: collections.OrderedDict[Any, Constraint] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -156,12 +181,15 @@ class Grammars:
         guidance, (tokenizer, limits) = _guidance(), self._tools
         name = f"structured: the {type(structured).__name__}"
         try:
+            grammar_bounds.check(structured)
             source = json.dumps({"grammars": _sources(guidance.LLMatcher, structured, "start")})
         except ValueError as error:
             raise ValueError(f"{name} does not compile: {_short(str(error))}") from None
+        if self._tried:
+            self._try(source, name)
         matcher = guidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
-            raise ValueError(f"{name} does not compile: {_message(matcher)}")
+            raise ValueError(f"{name} does not compile: {_message(matcher.get_error())}")
         constraint = Constraint(matcher, ends, self._vocab, self._ends)
         if constraint.error is not None:
             raise ValueError(f"{name} cannot be used: {constraint.error}")
@@ -170,6 +198,25 @@ class Grammars:
         if not constraint.forced and not constraint.mask.any():
             raise ValueError(f"{name} leaves no token to begin with: nothing that the tokenizer can write satisfies it")
         return constraint
+
+    def _try(self, source: str, name: str) -> None:
+        """Compiles a grammar where that harms nobody; ValueError, with its `name`, for one that has an error."""
+        try:
+            found = self._process.ask(SECONDS, source=source)
+        except LimitExceeded as error:
+            raise ValueError(f"{name} cannot be used: {error}") from None
+        if found["error"] is not None:
+            wrong = "cannot be used" if found["compiles"] else "does not compile"
+            raise ValueError(f"{name} {wrong}: {_message(found['error'])}")
+
+    @functools.cached_property
+    def _process(self) -> LimitedProcess:
+        """Where grammars are tried."""
+        fields = {"vocab": self._vocab, "ends": list(self._ends), "limits": LIMITS}
+        backend = self._tokenizer.backend
+        process = LimitedProcess(TRIES, MEBIBYTES, lambda: {"tokenizer": backend.to_str(), **fields})
+        weakref.finalize(self, process.stop)
+        return process
 
     @functools.cached_property
     def _tools(self) -> tuple[Any, Any]:
@@ -219,7 +266,7 @@ def _json(matcher: Any, structured: JSONSchema | JSONObject) -> str:
         "item_separator": comma,
         "key_separator": colon,
         "json_allow_general_unicode_escapes": False,  # among which are surrogates
-        "coerce_one_of": True,
+        "coerce_one_of": True,  # whose options are known to exclude each other
         "lenient": False,
     }
     return matcher.grammar_from_json_schema(schema, overrides=overrides)
@@ -241,9 +288,9 @@ def _only(mask: UInt32[np.ndarray, " words"]) -> int | None:
     return int(used[0]) * WORD + int(mask[used[0]]).bit_length() - 1
 
 
-def _message(matcher: Any) -> str:
-    """What was wrong, in one line."""
-    text = matcher.get_error().replace("<non-verbose/>", "")
+def _message(error: str) -> str:
+    """What was wrong by an error of llguidance's, in one line."""
+    text = error.replace("<non-verbose/>", "")
     return "no token can follow" if text.startswith("NoExtension") else _short(text)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from ling3.engine.grammars import Constraint, Grammars
 from ling3.engine.request import Request, TokenSequence, draw_seed
 from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
+from ling3.engine.snapshot_layout import Layout
 from ling3.engine.snapshots import Continued, Snapshot
 from ling3.intervention import Intervention
 from ling3.runtime.quoting import shown
@@ -45,6 +46,10 @@ class Intake:
     """False: they give no scores of a prompt."""
     origin: Callable[[], Mapping[str, Any]] | None = None
     """What the engine's snapshots belong to; None where it takes none."""
+    layout: Layout | None = None
+    """What they look like; the engine sets it once it has a pool."""
+    leads: bool = True
+    """False: another process has checked each request before."""
     sites: Callable[[], Mapping[str, tuple[int, ...]]] | None = None
     """What the model shows to a recorder; None: they capture nothing and take no interventions."""
 
@@ -113,7 +118,7 @@ class Intake:
     @functools.cached_property
     def _grammars(self) -> Grammars:
         assert self.tokenizer is not None, "checked before"
-        return Grammars(self.tokenizer, self.vocab, self.ends)
+        return Grammars(self.tokenizer, self.vocab, self.ends, tried=self.leads)
 
     def _watched(self, params: SamplingParams) -> tuple[tuple[Intervention, ...], tuple[str, ...]]:
         """The interventions, ready for the model, and the paths of what is to be captured."""
@@ -155,6 +160,9 @@ class Intake:
         """The ids of a snapshot and of what follows it, which is checked."""
         if self.origin is None:
             raise ValueError(f"{name} is a snapshot, and {NO_SNAPSHOTS}")
+        assert self.layout is not None, "which the engine sets"
+        snapshot.check_origin(self.origin(), name)
+        self.layout.check(snapshot, name)
         before = list(snapshot.token_ids)
         chat = isinstance(more, (list, tuple)) and len(more) > 0 and isinstance(more[0], dict)
         if chat:
@@ -173,7 +181,7 @@ class Intake:
             raise ValueError(f"{name} is text, and this engine has no tokenizer: give token ids")
         nothing = isinstance(more, (str, list, tuple)) and not more
         ids = [] if nothing else check_prompt(more, self.vocab, name)
-        snapshot.check(self.origin(), params, bool(ids), name)
+        snapshot.check(params, bool(ids), name)
         return before + ids
 
     def _fitted(
@@ -208,4 +216,7 @@ def listed(prompts: Any) -> list[Any]:
 
 def _before(prompt: Any) -> Snapshot | None:
     """The snapshot that a prompt goes on from, if it does."""
-    return prompt.snapshot if isinstance(prompt, Continued) else prompt if isinstance(prompt, Snapshot) else None
+    before = prompt.snapshot if isinstance(prompt, Continued) else prompt
+    if isinstance(prompt, Continued) and not isinstance(before, Snapshot):
+        raise ValueError(f"the prompt continues {shown(before)}, expected a ling3.Snapshot")
+    return before if isinstance(before, Snapshot) else None

@@ -78,6 +78,10 @@ class Loop:
         """True if there is queued or running work, or a call whose results are still to be read."""
         return bool(self.requests or self.in_flight or self._backlog)
 
+    def first_page(self, position: int) -> int:
+        """The first page that the token at a position of a sequence needs."""
+        return self.scheduler.groups[0].first_page(position)
+
     def has_room(self, request: Request) -> bool:
         """True if the queue has room for a request."""
         return self.scheduler.waiting + request.params.n <= self.max_queue
@@ -306,7 +310,11 @@ class Loop:
         """Gives each sequence of a call its tokens, and settles those that end with them."""
         for sequence, results in call.tokens():
             held = len(sequence.token_ids)
-            delta = sequence.take(*results)
+            try:
+                delta = sequence.take(*results)
+            except Exception as error:
+                sequence.decoder = None  # it may be what raised
+                delta = sequence.fail(f"its tokens could not be read: {error!r}")
             self._counts["output_tokens"] += len(sequence.token_ids) - held
             self._settle(sequence, delta)
 

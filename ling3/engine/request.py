@@ -408,12 +408,16 @@ class TokenSequence:
         self, constraint: Constraint, token: int, reason: FinishReason | None
     ) -> tuple[FinishReason | None, str | None]:
         """Goes on in the grammar by a token; why the sequence ends with it, if it does, and what was wrong."""
-        constraint.advance(token)
-        if constraint.complete:
-            return "stop", None
-        if reason is not None:
-            return reason, None
-        error = constraint.blocked(len(self.token_ids), self.params.min_tokens)
+        count = len(self.token_ids)
+        try:
+            constraint.advance(token)
+            if constraint.complete:
+                return "stop", None
+            if reason is not None:
+                return reason, None
+            error = constraint.blocked(count, self.params.min_tokens)
+        except BaseException as fault:  # a panic of llguidance's is no Exception
+            error = f"the grammar failed after {count} tokens of the output: {fault!r}"
         return (None, None) if error is None else ("error", error)
 
     def _delta(self, text: str, before: int) -> Delta:

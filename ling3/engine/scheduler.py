@@ -82,10 +82,7 @@ class Group:
         """
         if self.window is None:
             return
-        if self.prefixes is None:
-            first = max(sequence.next_position - self.window + 1, 0) // self.page_size
-        else:
-            first = self.prefixes.first_page(sequence.next_position)
+        first = self.first_page(sequence.next_position)
         if behind := sequence.pages[: first - sequence.first_page]:
             del sequence.pages[: len(behind)]
             if self.prefixes is None:
@@ -93,6 +90,14 @@ class Group:
             else:
                 self.prefixes.pass_by(sequence, behind)
         sequence.first_page = first
+
+    def first_page(self, position: int) -> int:
+        """The first page that the token at this position needs."""
+        if self.window is None:
+            return 0
+        if self.prefixes is not None:
+            return self.prefixes.first_page(position)
+        return max(position - self.window + 1, 0) // self.page_size
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Frees a sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""

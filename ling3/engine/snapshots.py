@@ -67,14 +67,19 @@ class Snapshot:
         """
         return Continued(self, more)
 
-    def check(self, origin: Mapping[str, Any], params: SamplingParams, more: bool, name: str) -> None:
-        """ValueError if no request of `params` can go on from it in an engine of this `origin`, with `more` or not."""
-        for key, own in self.origin.items():
-            if origin.get(key) != own:
+    def check_origin(self, origin: Mapping[str, Any], name: str) -> None:
+        """ValueError if it belongs to another model, or to other settings, than an engine of this `origin`."""
+        if not isinstance(self.origin, Mapping):
+            raise ValueError(f"{name} is a snapshot whose origin is {shown(self.origin)}, expected a mapping")
+        for key in {**self.origin, **origin}:
+            if origin.get(key) != (own := self.origin.get(key)):
                 whole = key in ("model", "execution")
                 what = f"another {key}" if whole else f"an engine whose {key} is {shown(own)}"
                 here = "" if whole else f" and not {shown(origin.get(key))}"
                 raise ValueError(f"{name} is a snapshot of {what}{here}: it holds for the same model and settings")
+
+    def check(self, params: SamplingParams, more: bool, name: str) -> None:
+        """ValueError if no request of `params` can go on from it, with `more` or not."""
         if params.prompt_logprobs is not None:
             raise ValueError(f"prompt_logprobs: {name} goes on from a snapshot, and its prompt is not computed again")
         if params.capture is not None or params.interventions:

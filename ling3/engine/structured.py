@@ -28,7 +28,8 @@ class JSONSchema:
     A comma or a colon may be followed by one blank, unless `compact`; there is no other white space, since a model may
     write blanks for ever. Strings hold no control characters, no parts of UTF-8 characters and no surrogates, escaped
     or not. Numbers and strings are as long as the schema lets them be: `maxLength` bounds a string. ValueError for
-    what is no schema; keywords that cannot be enforced are refused, by name, when the request is submitted.
+    what is no schema; keywords that cannot be enforced are refused, by name, when the request is submitted, and so is
+    an `oneOf` unless its options exclude each other.
     """
 
     # The import hook's type check would come before `__post_init__`, and name no remedy.

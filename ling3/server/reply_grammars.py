@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ling3.engine.one_of import REMEDY
 from ling3.engine.structured import Grammar, JSONSchema, Structured
 from ling3.text.replies import THINK_END
 from ling3.text.tokenizer import Tokenizer
@@ -130,12 +131,22 @@ def _text(schema: Any, root: Mapping[str, Any], strict: bool, depth: int = 0) ->
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
     options = schema.get("anyOf") or schema.get("oneOf") or ()
+    if "oneOf" in schema:
+        _check_apart([resolved(option, root) for option in schema["oneOf"]])
     if options and depth < DEEPEST:
         return " | ".join(f"({_text(option, root, strict, depth + 1)})" for option in options)
     least, most = schema.get("minLength") or 0, schema.get("maxLength")
     bounds = f"{{{least},{'' if most is None else most}}}" if least or most is not None else "*"
     text, pattern = f"/{CHARACTER}{bounds}/", schema.get("pattern")
     return text if pattern is None else f"{text} & /{_anchored(str(pattern))}/"
+
+
+def _check_apart(options: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError unless no string satisfies two of the options: each lists its values, and none is in another list."""
+    lists = [{json.dumps(x) for x in option.get("enum", [option.get("const")])} for option in options]
+    listed = all("enum" in option or "const" in option for option in options)
+    if len(options) > 1 and not (listed and sum(map(len, lists)) == len(set().union(*lists))):
+        raise ValueError(f"oneOf cannot be enforced, as two of its options may hold of one string: {REMEDY}")
 
 
 def _anchored(pattern: str) -> str:

@@ -1,28 +1,24 @@
 """A checkpoint's own chat template: messages in, the prompt's text out.
 
-Templates are untrusted programs, so they run in a child process (`template_worker.py`), which is killed when one takes
-too much time or memory. Memory is bounded on Linux only; on macOS and Windows there is only the bound on time. Within
-the bounds, templates are rendered as in transformers, with the same settings, globals and filters.
+Templates are untrusted programs, so they run in a process with limits (`template_worker.py`), which is killed when one
+takes too much time or memory. Within the bounds, templates are rendered as in transformers, with the same settings,
+globals and filters.
 """
 
 import atexit
-import contextlib
-import json
 import os
 import pathlib
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ling3.runtime.limited_process import LimitedProcess, LimitExceeded
 from ling3.runtime.quoting import QuotingError
 
 # The longest published template is about 20,000 characters long.
 LONGEST_TEMPLATE = 65_536
 # For one rendering; 2,000 turns of 2,000,000 characters together take about 0.1.
 SECONDS = 3
-# The address space of the process, of which the interpreter takes about 100.
+# Of address space, beside the interpreter's.
 MEBIBYTES = 512
 
 WORKER = pathlib.Path(__file__).with_name("template_worker.py")
@@ -62,69 +58,21 @@ class ChatTemplate:
         return self._ask(given)
 
     def _ask(self, given: dict[str, Any] | None) -> str:
-        reply = _worker().ask({"source": self.source, "given": given, "seconds": SECONDS})
+        try:
+            reply = _worker().ask(SECONDS, source=self.source, given=given)
+        except LimitExceeded as error:
+            raise ChatTemplateError(f"{self.origin}: {error}") from None
         if "error" in reply:
             raise ChatTemplateError(self.origin + reply["error"])
         return reply["text"]
 
 
-class _Worker:
-    """The process that renders, for one thread at a time: started at first use, and again after it was killed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: Any = None
-
-    def ask(self, request: dict[str, Any]) -> dict[str, str]:
-        """The worker's reply: a `text` or an `error`. Raises RuntimeError if the process does not start."""
-        line = json.dumps(request).encode() + b"\n"
-        with self._lock:
-            try:
-                process = self._started()
-                with contextlib.suppress(OSError):  # it has ended, so there is no reply either
-                    process.stdin.write(line)
-                    process.stdin.flush()
-                reply = process.stdout.readline()
-            except BaseException:
-                self.stop()  # else the next request would read this one's reply
-                raise
-            if reply.endswith(b"\n"):
-                return json.loads(reply)
-            status = self.stop()
-        ends = {1: f"takes more than {SECONDS} seconds", 2: f"takes more than {MEBIBYTES} MiB of memory"}
-        return {"error": f": it {ends.get(status, f'crashes Python (exit status {status})')}"}
-
-    def stop(self) -> int:
-        """Kills the process, if there is one; returns its exit status."""
-        process, self._process = self._process, None
-        if process is None:
-            return 0
-        process.kill()
-        process.communicate()  # closes the pipes and waits
-        return process.returncode
-
-    def _started(self) -> Any:
-        if self._process is None or self._process.poll() is not None:
-            self.stop()
-            # -S skips `site`, the slowest part of the start; PYTHONPATH has this process's module path instead.
-            self._process = subprocess.Popen(
-                [sys.executable, "-S", "-P", str(WORKER), str(MEBIBYTES)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for this process
-            )
-            if not self._process.stdout.readline():
-                raise RuntimeError(f"{sys.executable} does not run {WORKER}, which renders chat templates")
-        return self._process
-
-
 # By process id: after a fork, the child starts a worker of its own.
-_workers: dict[int, _Worker] = {}
+_workers: dict[int, LimitedProcess] = {}
 
 
-def _worker() -> _Worker:
-    return _workers.setdefault(os.getpid(), _Worker())
+def _worker() -> LimitedProcess:
+    return _workers.setdefault(os.getpid(), LimitedProcess(WORKER, MEBIBYTES))
 
 
 atexit.register(lambda: _worker().stop())

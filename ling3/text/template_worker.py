@@ -1,16 +1,12 @@
-"""The process in which chat templates run: one JSON request per line on stdin, one JSON reply per line on stdout.
+"""Renders chat templates: the module of a process with limits, which imports jinja2 but nothing of ling3.
 
 A template is an untrusted program. jinja2's sandbox keeps it away from Python's internals, but does not bound its time
-and memory; a process can be given limits, and killed. It is run by its path, and imports jinja2 but not ling3.
+and memory; a process can be given limits, and killed.
 """
 
 import datetime
-import faulthandler
 import functools
 import json
-import os
-import signal
-import sys
 import traceback
 from typing import Any
 
@@ -62,6 +58,10 @@ def _compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
+def prepare() -> None:
+    """Templates have nothing in common."""
+
+
 def answer(source: str, given: dict[str, Any] | None) -> dict[str, str]:
     """The template's `text` with the variables `given`; if `given` is None, "" for a template that compiles.
 
@@ -93,29 +93,3 @@ def _words(error: Exception) -> str:
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
     return f", line {lines[-1]}: {message}" if lines else f": {message}"
-
-
-def main(mebibytes: int) -> None:
-    """Answers requests until stdin ends; exits early if one takes more than its `seconds` or this much memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        import resource  # noqa: PLC0415
-
-        resource.setrlimit(resource.RLIMIT_AS, (mebibytes * 2**20, mebibytes * 2**20))
-    # The parent reports how it ended; if it is gone already, nobody hears that this has started.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    print(flush=True)  # it has started
-    try:
-        for line in sys.stdin.buffer:
-            request = json.loads(line)
-            # A timer in C, as one long operation may hold the interpreter for hours. The exit status is then 1.
-            faulthandler.dump_traceback_later(request.pop("seconds"), exit=True, file=2)
-            reply = json.dumps(answer(**request))
-            faulthandler.cancel_dump_traceback_later()
-            print(reply, flush=True)
-    except MemoryError:
-        os._exit(2)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -1,6 +1,7 @@
 """Snapshots: a request is gone on from without computing it again, and no bit shows it."""
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import gc
@@ -415,6 +416,74 @@ def test_other_models_and_settings_refuse_it(served, change, message):
     change = {name: value() if name == "served" else value for name, value in change.items()}
     with pytest.raises(ValueError, match=f"^{message}"):
         engine(**change).submit(context.then([7]), params())
+
+
+def edited(given, /, **fields):
+    """A copy with other values in its fields, which nothing has checked, as out of a file."""
+    copied = copy.copy(given)
+    for name, value in fields.items():
+        object.__setattr__(copied, name, value)
+    return copied
+
+
+def changed_array(tree, change):
+    """A tree of arrays whose first one is changed."""
+    leaves, form = jax.tree.flatten(tree)
+    return jax.tree.unflatten(form, [change(leaves[0]), *leaves[1:]])
+
+
+TAMPERED = {
+    "fewer tokens": (lambda x: {"token_ids": x.token_ids[:-1]}, "held is 50, expected 49 with 49 tokens"),
+    "more tokens": (lambda x: {"token_ids": (*x.token_ids, 7)}, "held is 50, expected 51 with 51 tokens"),
+    "no tokens": (lambda x: {"token_ids": ()}, r"token_ids are \(\), expected a tuple"),
+    "a list": (lambda x: {"token_ids": list(x.token_ids)}, "token_ids are"),
+    "answered": (lambda x: {"answered": 3}, "held is 50, expected 49 with 50 tokens, 3 of them answered"),
+    "all answered": (lambda x: {"answered": 50}, r"answered is 50, expected a whole number in \[0, 50\)"),
+    "an answer of a part": (lambda x: {"answered": 1.0}, "answered is 1.0"),
+    "held": (lambda x: {"held": 51}, "held is 51, expected 50"),
+    "a page": (lambda x: {"first_page": 1}, "first_page is 1, expected 0"),
+    "no states": (lambda x: {"states": x.states[:-1]}, "states has other parts"),
+    "a state's shape": (lambda x: {"states": changed_array(x.states, lambda a: a[..., :-1])}, "states has an array of"),
+    "a state's dtype": (
+        lambda x: {"states": changed_array(x.states, lambda a: a.astype(np.float64))},
+        "states has an array of float64",
+    ),
+    "no array": (lambda x: {"states": changed_array(x.states, lambda a: 1.5)}, "states has 1.5, expected an array of"),
+    "no pages": (lambda x: {"pages": ()}, "pages has other parts"),
+    "fewer pages": (lambda x: {"pages": changed_array(x.pages, lambda a: a[:-1])}, "pages has an array of"),
+    "a page's dtype": (
+        lambda x: {"pages": changed_array(x.pages, lambda a: a.astype(np.int8))},
+        "pages has an array of int8",
+    ),
+    "no logits": (lambda x: {"logits": None}, "logits has other parts"),
+    "short logits": (lambda x: {"logits": x.logits[:, :9]}, r"logits has an array of float32\[1, 9\], expected .*400"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_one_that_was_damaged_or_edited_is_refused_when_it_is_given(served, name):
+    """Nothing of it reaches the loop, which would be at work on it for ever."""
+    change, message = TAMPERED[name]
+    context = ask(served, ids(50), KEEP).snapshot
+    bad = edited(context, **change(context))
+    for prompt in (bad, bad.then([7])):
+        with pytest.raises(ValueError, match=f"^prompt is a snapshot that was damaged or edited: {message}"):
+            served.submit(prompt, params())
+    assert not served.has_work and bits(ask(served, context, params())) == bits(ask(lonely(), ids(50), params()))
+
+
+def test_one_of_no_engine_is_refused(served):
+    context = ask(served, ids(50), KEEP).snapshot
+    for origin in ({}, {**context.origin, "page_size": None}):
+        with pytest.raises(ValueError, match="prompt is a snapshot of an"):
+            served.submit(edited(context, origin=origin), params())
+    with pytest.raises(ValueError, match="prompt is a snapshot whose origin is None"):
+        served.submit(edited(context, origin=None), params())
+    with pytest.raises(ValueError, match=r"the prompt continues \[1, 2\], expected a ling3.Snapshot"):
+        served.submit(edited(context.then([3]), snapshot=[1, 2]), params())
+    outside = edited(context, token_ids=(*context.token_ids[:-1], 400))
+    with pytest.raises(ValueError, match="prompt, token 49 is 400, expected an id in"):
+        served.submit(outside, params())
 
 
 @pytest.mark.parametrize(

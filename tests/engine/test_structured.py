@@ -1,5 +1,6 @@
 """Structured output: what a grammar allows, in any company, and what it does not change for others."""
 
+import asyncio
 import collections
 import json
 import re
@@ -8,7 +9,20 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import CONFIG, ENDS, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, tokenizer
+from small_engine import (
+    ALIGNED,
+    CONFIG,
+    ENDS,
+    PROMPTS,
+    SETTINGS,
+    SLOTS,
+    aligned_model,
+    answer,
+    engine,
+    idle,
+    model,
+    tokenizer,
+)
 
 import ling3
 from ling3.engine import plans
@@ -70,23 +84,39 @@ def told(output):
     return [answer(completion) for completion in output.outputs]
 
 
+MODELS = {"ragged": model, "aligned": aligned_model}
+VOCABS = {"ragged": CONFIG.vocab_size, "aligned": ALIGNED.vocab_size}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def each(request):
+    """An engine of either model: with a vocabulary of 400 tokens, and of 384, which is a multiple of 128."""
+    return engine(MODELS[request.param]())
+
+
+@pytest.fixture
+def either(each):
+    yield each
+    assert idle(each)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_is_what_was_asked_for(served, kind):
+def test_a_text_is_what_was_asked_for(either, kind):
     """Of a random model, greedy and drawn."""
     if kind == "grammar":  # nothing else ends it
         bias = dict.fromkeys(tokenizer().encode(">,"), 5.0)
         some = [params(kind, temperature=t, seed=i, logit_bias=bias) for i, t in enumerate([0.0, 1.0])]
     else:
         some = [params(kind, temperature=t, seed=i) for i, t in enumerate([0.0, 1.0, 1.5])]
-    for output in served.generate([PROMPTS[0]] * len(some), some):
+    for output in either.generate([PROMPTS[0]] * len(some), some):
         assert (output.error, output.finish_reason) == (None, "stop")
         assert holds(kind, output.text), output.text
         assert tokenizer().decode([t for t in output.token_ids if t not in ENDS]) == output.text
 
 
-def test_every_string_of_a_choice_can_come(served):
+def test_every_string_of_a_choice_can_come(either):
     found = collections.Counter(
-        output.text for output in served.generate([[7 + i] for i in range(24)], params("choice", temperature=30.0))
+        output.text for output in either.generate([[7 + i] for i in range(24)], params("choice", temperature=30.0))
     )
     assert set(found) == set(KINDS["choice"].strings)
 
@@ -153,11 +183,13 @@ def test_json_strings_have_no_control_characters_and_no_halves(structured):
     assert rejected(structured, *good, *bad) == bad
 
 
-def test_special_tokens_are_no_text():
+@pytest.mark.parametrize("vocab", VOCABS.values())
+def test_special_tokens_are_no_text(vocab):
     """Also where the grammar allows any text: none of them is in a mask, but the ends where it may end."""
-    constraint = Grammars(tokenizer(), CONFIG.vocab_size, ENDS).constraint(ling3.Regex(r"(?s:.*)"), ENDS)
+    constraint = Grammars(tokenizer(), vocab, ENDS).constraint(ling3.Regex(r"(?s:.*)"), ENDS)
+    assert constraint.mask.shape == (-(-vocab // 32),)
     special = {i for i, token in tokenizer().backend.get_added_tokens_decoder().items() if token.special}
-    allowed = np.flatnonzero(np.asarray(bits(jnp.asarray(constraint.mask)[None], CONFIG.vocab_size))[0])
+    allowed = np.flatnonzero(np.asarray(bits(jnp.asarray(constraint.mask)[None], vocab))[0])
     assert special and set(allowed) & special == set(ENDS) & special
     assert set(ENDS) <= set(allowed) < set(range(tokenizer().vocab_size)) | set(ENDS)
 
@@ -178,9 +210,9 @@ COMPANY = [
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone(each):
     """Each answer of an engine that serves nothing else and knows no prefix."""
-    lonely = engine(prefix_cache=False)
+    lonely = engine(each._loop.runner.model, prefix_cache=False)
     return [told(lonely.generate([prompt], own)[0]) for prompt, own in COMPANY]
 
 
@@ -188,18 +220,18 @@ def asked(served, some=COMPANY):
     return [told(output) for output in served.generate([p for p, _ in some], [own for _, own in some])]
 
 
-def test_different_grammars_in_one_batch_and_rows_without(served, alone):
-    assert asked(served) == alone
-    assert asked(served) == alone  # the prompts' prefixes are known now
-    assert served.stats().cached_tokens > 0
+def test_different_grammars_in_one_batch_and_rows_without(either, alone):
+    assert asked(either) == alone
+    assert asked(either) == alone  # the prompts' prefixes are known now
+    assert either.stats().cached_tokens > 0
     assert [
-        told(output) for output in served.generate([p for p, _ in COMPANY[::-1]], [own for _, own in COMPANY[::-1]])
+        told(output) for output in either.generate([p for p, _ in COMPANY[::-1]], [own for _, own in COMPANY[::-1]])
     ] == alone[::-1]
 
 
-def test_preemption_changes_nothing(alone):
+def test_preemption_changes_nothing(each, alone):
     """Pages for two long sequences; a sequence with a grammar is swapped out and goes on where it was."""
-    crowded = engine()
+    crowded = engine(each._loop.runner.model)
     crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, 12, SETTINGS["page_size"])
     long = [(prompt, ling3.SamplingParams(max_tokens=100, ignore_eos=True)) for prompt in PROMPTS[:2]]
     swapped, swap_out = [], crowded._loop.runner.swap_out
@@ -214,15 +246,15 @@ def test_preemption_changes_nothing(alone):
 
 
 @pytest.mark.parametrize("changes", [{"overlap": False}, {"decode_steps": 1}])
-def test_how_steps_are_dealt_changes_nothing(alone, changes):
+def test_how_steps_are_dealt_changes_nothing(each, alone, changes):
     """Forced tokens one by one give the same bits as several in a call."""
-    assert asked(engine(**changes)) == alone
+    assert asked(engine(each._loop.runner.model, **changes)) == alone
 
 
-def test_forced_tokens_are_several_of_a_call(served, alone):
-    before = served.stats()
-    (output,) = served.generate([PROMPTS[0]], params("compact"))
-    calls = served.stats().decode_calls - before.decode_calls
+def test_forced_tokens_are_several_of_a_call(either):
+    before = either.stats()
+    (output,) = either.generate([PROMPTS[0]], params("compact"))
+    calls = either.stats().decode_calls - before.decode_calls
     assert len(output.token_ids) > 25 and calls <= len(output.token_ids) // 2
     assert all(own.logprob <= 0 and len(own.top) == 1 for own in output.logprobs)
 
@@ -255,38 +287,38 @@ def test_others_go_on_beside_a_grammar(served):
 # Ends.
 
 
-def test_the_models_ends_end_it_where_the_grammar_may_end(served):
+def test_the_models_ends_end_it_where_the_grammar_may_end(either):
     open_ended = ling3.Regex("a{3,200}")
     for end in ENDS:
-        (output,) = served.generate([PROMPTS[0]], params(open_ended, logit_bias={end: 1e6}))
+        (output,) = either.generate([PROMPTS[0]], params(open_ended, logit_bias={end: 1e6}))
         assert (output.text, output.finish_reason, output.outputs[0].stop_reason) == ("aaa", "stop", end)
         assert output.token_ids[-1] == end
-        (output,) = served.generate([PROMPTS[0]], params(open_ended, logit_bias={end: 1e6}, min_tokens=7))
+        (output,) = either.generate([PROMPTS[0]], params(open_ended, logit_bias={end: 1e6}, min_tokens=7))
         assert (len(output.token_ids), output.token_ids[-1]) == (8, end)
         own = params(open_ended, logit_bias={end: 1e6}, max_tokens=12, ignore_eos=True)
-        (output,) = served.generate([PROMPTS[0]], own)
+        (output,) = either.generate([PROMPTS[0]], own)
         assert (output.text, output.finish_reason) == ("a" * 12, "length")
     own = params(open_ended, logit_bias={350: 1e6}, stop_token_ids=[350], ignore_eos=True)
-    (output,) = served.generate([PROMPTS[0]], own)
+    (output,) = either.generate([PROMPTS[0]], own)
     assert (output.text, output.outputs[0].stop_reason) == ("aaa", 350)
 
 
-def test_a_text_ends_where_nothing_can_follow(served):
+def test_a_text_ends_where_nothing_can_follow(either):
     for values in ({}, {"ignore_eos": True}, {"min_tokens": 50}, {"max_tokens": 3}):
-        (output,) = served.generate([PROMPTS[0]], params(ling3.Regex("abc"), **values))
+        (output,) = either.generate([PROMPTS[0]], params(ling3.Regex("abc"), **values))
         assert (output.text, output.finish_reason) == ("abc", "stop")
         assert output.outputs[0].stop_reason is None and len(output.token_ids) == 3
 
 
-def test_stop_strings_and_lengths(served):
-    (output,) = served.generate([PROMPTS[0]], params(ling3.Regex("a{50}b"), stop="aaaa", min_tokens=9))
+def test_stop_strings_and_lengths(either):
+    (output,) = either.generate([PROMPTS[0]], params(ling3.Regex("a{50}b"), stop="aaaa", min_tokens=9))
     assert (output.text, output.outputs[0].stop_reason, len(output.token_ids)) == ("a" * 5, "aaaa", 9)
-    (output,) = served.generate([PROMPTS[0]], params(ling3.Regex("a{50}b"), max_tokens=10))
+    (output,) = either.generate([PROMPTS[0]], params(ling3.Regex("a{50}b"), max_tokens=10))
     assert (output.text, output.finish_reason) == ("a" * 10, "length")
 
 
-def test_several_completions_have_their_own_places(served):
-    (output,) = served.generate([PROMPTS[0]], params("compact", temperature=3.0, seed=5, n=6))
+def test_several_completions_have_their_own_places(either):
+    (output,) = either.generate([PROMPTS[0]], params("compact", temperature=3.0, seed=5, n=6))
     texts = [completion.text for completion in output.outputs]
     assert all(holds("compact", text) for text in texts) and len(set(texts)) > 3
 
@@ -353,6 +385,41 @@ def test_a_hostile_grammar_costs_no_more_than_its_limits(served, structured):
     assert outputs[0].finish_reason in ("length", "stop", "error") and told(outputs[1]) == told(plain)
 
 
+def test_others_go_on_beside_a_grammar_that_crashes_the_compiler(either, alone):
+    """It is refused where it is submitted, and no bit of a request under way changes."""
+    number, ends = either.submit(*COMPANY[1]), []
+    either.step()
+    chained = "".join(f'\nT{i}: "x" T{i + 1}' for i in range(3000))
+    with pytest.raises(ValueError, match="structured: the Grammar cannot be used: it is nested too deeply"):
+        either.submit(PROMPTS[0], params(ling3.Grammar(f'start: T0{chained}\nT3000: "a"')))
+    while either.has_work:
+        ends += [delta.output for delta in either.step() if delta.output is not None]
+    assert [output.request_id for output in ends] == [number] and told(ends[0]) == alone[1]
+
+
+def test_a_grammar_that_takes_long_holds_no_event_loop(served):
+    """`astream` has it compiled in another thread."""
+    heavy = ling3.Grammar("start: T\nT: /.*a/" + "".join(f" & /.*b{i}.*/" for i in range(300)))
+    beats = 0
+
+    async def beat():
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.01)
+            beats += 1
+
+    async def ask():
+        pulse = asyncio.create_task(beat())
+        try:
+            with pytest.raises(ValueError, match="structured: the Grammar cannot be used: it takes more than"):
+                await anext(served.astream(PROMPTS[0], params(heavy)))
+        finally:
+            pulse.cancel()
+
+    asyncio.run(ask())
+    assert beats > 5
+
+
 def test_the_limits_are_llguidances(monkeypatch, served):
     """A grammar that runs in them fails in smaller ones: at the submission, or in the middle, for itself alone."""
     (plain,) = served.generate([PROMPTS[1]], SamplingParams(max_tokens=20, ignore_eos=True))
@@ -380,6 +447,80 @@ def test_a_grammar_that_leaves_no_token_ends_in_error(served):
         output.error
         == "after 1 tokens of the output the grammar leaves no token that is not an end, and min_tokens is 4"
     )
+
+
+class Broken:
+    """A matcher of llguidance's of which one method raises."""
+
+    def __init__(self, matcher, method, error):
+        self.matcher, self.method, self.error = matcher, method, error
+
+    def deep_copy(self):
+        return Broken(self.matcher.deep_copy(), self.method, self.error)
+
+    def __getattr__(self, name):
+        if name == self.method:
+            raise self.error
+        return getattr(self.matcher, name)
+
+
+class Panic(BaseException):
+    """As Rust's panics come to Python: no Exception."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), Panic("broken")], ids=["error", "panic"])
+@pytest.mark.parametrize(
+    "method", ["compute_bitmask", "consume_token", "consume_tokens", "compute_ff_tokens", "is_accepting"]
+)
+def test_a_fault_in_one_grammar_ends_its_request_alone(either, alone, monkeypatch, method, error):
+    """In its mask, in what is forced, and where a token goes in: all others have the same bits."""
+    grammars = either._intake._grammars
+    compiled = type(grammars).constraint
+
+    def breaking(structured, ends):
+        constraint = compiled(grammars, structured, ends)
+        if structured == KINDS["parts"]:
+            constraint._matcher = Broken(constraint._matcher, method, error)
+        return constraint
+
+    monkeypatch.setattr(grammars, "constraint", breaking)
+    company = [COMPANY[1], (PROMPTS[0], params("parts")), COMPANY[2], COMPANY[4]]
+    outputs = either.generate([prompt for prompt, _ in company], [own for _, own in company])
+    failed = outputs.pop(1)
+    assert failed.finish_reason == "error" and failed.text.startswith("x=")
+    assert re.fullmatch(r"the grammar failed after \d+ tokens of the output: \w+\('broken'\)", failed.error)
+    assert [told(output) for output in outputs] == [alone[1], alone[2], alone[4]]
+
+
+def test_a_mask_too_narrow_is_its_requests_fault(either, monkeypatch):
+    """It is found before the device gets it with those of other requests."""
+    (plain,) = either.generate([PROMPTS[1]], SamplingParams(max_tokens=20, ignore_eos=True))
+    grammars = either._intake._grammars
+    constraint = grammars.constraint(KINDS["regex"], ENDS)
+    constraint._ends = np.zeros(99, np.uint32)
+    monkeypatch.setattr(grammars, "constraint", lambda structured, ends: constraint)
+    failed, beside = either.generate(PROMPTS[:2], [params("regex"), SamplingParams(max_tokens=20, ignore_eos=True)])
+    assert re.match(r"the grammar failed .*'a mask of 1[23] words, expected 99", failed.error)
+    assert told(beside) == told(plain)
+
+
+def test_a_fault_amid_the_tokens_of_a_row_is_its_own(either, alone, monkeypatch):
+    """In its text, for instance, whose decoder is then not asked again."""
+    made, requests = [], either._intake.requests
+
+    def noted(*args):
+        made.extend(requests(*args))
+
+        def fails(tokens):
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(made[0].sequences[0].decoder, "feed", fails)
+        return made
+
+    monkeypatch.setattr(either._intake, "requests", noted)
+    failed, *others = asked(either, [(PROMPTS[0], SamplingParams(max_tokens=9)), *COMPANY[1:3]])
+    assert made[0].output().error == "its tokens could not be read: RuntimeError('broken')"
+    assert failed[0][3] == "error" and others == alone[1:3]
 
 
 def test_an_engine_without_a_tokenizer_or_masks_refuses_it():

@@ -106,6 +106,25 @@ def test_arguments_have_their_schemas(wrong):
     assert not passes(made, structured, f"<tool_call>set{wrong}</tool_call>")
 
 
+@pytest.mark.parametrize("form", ["tags", "json"])
+@pytest.mark.parametrize("inner", [{"type": "string"}, {"type": "integer"}])
+def test_an_argument_with_an_overlapping_one_of_is_refused(form, inner):
+    """Strings in tags are no JSON, and are looked at apart from it."""
+    made = tokenizer(TEMPLATES[form])
+    values = ["a", "b", "c"] if inner["type"] == "string" else [1, 2, 3]
+
+    def compiled(*options):
+        parameters = {"properties": {"x": {"oneOf": list(options)}}, "required": ["x"]}
+        structured = calls([Callable("f", parameters, True)], form, made, False, False)
+        return Grammars(made, made.vocab_size, made.eos_token_ids).constraint(structured, made.eos_token_ids)
+
+    assert compiled({"enum": values[:2]}, {"const": values[2]}).error is None
+    with pytest.raises(ValueError, match=r"oneOf cannot be enforced, as .* use anyOf"):
+        compiled({"enum": values[:2]}, {"enum": values[1:]})
+    with pytest.raises(ValueError, match=r"oneOf cannot be enforced, as .* use anyOf"):
+        compiled(inner, {**inner, "enum": values})
+
+
 def test_what_is_let_through_is_read_as_it_was_meant():
     reply = Reply(tools={each.name: each.parameters for each in FUNCTIONS}, form="tags")
     pieces = [*reply.feed(NOTED), *reply.flush()]

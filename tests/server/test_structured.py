@@ -1,11 +1,17 @@
 """Structured answers over HTTP after thinking, which is free: in every form, and bit for bit those of the engine."""
 
+import contextlib
 import json
 import re
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pydantic
 import pytest
+from http_server import Process
 from scripted_service import ask
 
 import ling3
@@ -101,6 +107,63 @@ def test_clients_parse_answers_after_thinking(service):
     message = ask(service, parse).choices[0].message
     assert isinstance(message.parsed, Answer) and message.reasoning_content
     assert json.loads(message.content).keys() == {"number", "sure"}
+
+
+def chained(link):
+    """A schema of 1,500 references, each in the target of the one before it."""
+    links = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(1500)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, "a1500": {"type": "integer"}}}
+
+
+CHAINED = chained(lambda to: {"type": "array", "items": to})
+RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'
+HOSTILE = {
+    "schema": {"guided_json": CHAINED},
+    "allOf": {"guided_json": chained(lambda to: {"allOf": [to]})},
+    "format": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": CHAINED}}},
+    "rules": {"guided_grammar": RULES},
+    "terminals": {"guided_grammar": RULES.replace("r", "T").replace("sTaTt: T0", "start: T0")},
+    "expression": {"guided_regex": "(a|b)?" * 40_000},
+    "intersections": {"guided_grammar": "start: T\nT: /.*a/" + "".join(f" & /.*b{i}.*/" for i in range(300))},
+    "tools": {
+        "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": CHAINED}}],
+        "tool_choice": "required",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def process():
+    made = Process()
+    for _ in range(100):
+        with contextlib.suppress(urllib.error.URLError):  # it says its address before it listens
+            assert posted(made)[0] == 200
+            break
+        time.sleep(0.1)
+    yield made
+    made.close()
+
+
+def posted(process, **fields):
+    """The status of an answer, and what it says."""
+    body = json.dumps({**ASKED, "max_tokens": 8, **fields}).encode()
+    request = urllib.request.Request(f"{process.url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]["message"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_that_crashes_the_compiler_is_refused_and_the_server_goes_on(process, name):
+    plain = posted(process)
+    with ThreadPoolExecutor(1) as others:
+        beside = others.submit(posted, process)
+        status, message = posted(process, **HOSTILE[name])
+        assert status == 400 and len(message) < 700, message
+        assert plain[0] == 200 and beside.result() == plain == posted(process)
+    assert posted(process, guided_choice=["seven", "eight"])[0] == 200
 
 
 def test_a_grammar_that_does_not_compile_names_its_field(service):
