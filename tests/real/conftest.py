@@ -1,0 +1,77 @@
+"""SmolLM2-135M-Instruct for every test of this folder: ling3's and transformers', and one set of an engine's shapes."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+import smollm2
+import torch
+import transformers
+
+import ling3
+
+# Long prompts go in by several chunks, and few shapes are compiled.
+SETTINGS = {
+    "max_running_requests": 4,
+    "num_pages": 64,
+    "page_size": 16,
+    "chunked_prefill_size": 64,
+    "token_paddings": (64,),
+    "max_model_len": 512,
+    "decode_rows": 4,
+    "decode_steps": 8,
+}
+
+
+@pytest.fixture(scope="session")
+def directory():
+    """The checkpoint, in the published layout."""
+    return smollm2.checkpoint()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(directory):
+    """ling3's."""
+    return ling3.load_tokenizer(directory)
+
+
+@pytest.fixture(scope="session")
+def model(directory):
+    """ling3's, in float32."""
+    return ling3.load(directory, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="session")
+def theirs(directory):
+    """transformers' model, in float32."""
+    found = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return found.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def their_tokenizer(directory):
+    """What is in tokenizer.json. transformers' GPT2Tokenizer, which the config names, leaves its pre-tokenizer out."""
+    return transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+@pytest.fixture(scope="session")
+def new_engine(model, tokenizer):
+    """Makes an engine of the shapes above, of this model or of another one of its shapes."""
+
+    def made(served=model, **changes):
+        return ling3.Engine(served, tokenizer, **{**SETTINGS, **changes})
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def engine(new_engine):
+    """An engine that all tests share, with what earlier prompts have left."""
+    return new_engine()
+
+
+@pytest.fixture(scope="session")
+def alone(new_engine):
+    """A request's output in an engine that serves nothing else and knows no prefixes; asked for once."""
+    lonely = new_engine(prefix_cache=False)
+    return functools.cache(lambda prompt, params: lonely.generate([list(prompt)], params)[0])
