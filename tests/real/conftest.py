@@ -4,9 +4,6 @@ import functools
 
 import jax.numpy as jnp
 import pytest
-import smollm2
-import torch
-import transformers
 
 import ling3
 
@@ -26,7 +23,9 @@ SETTINGS = {
 @pytest.fixture(scope="session")
 def directory():
     """The checkpoint, in the published layout."""
-    return smollm2.checkpoint()
+    from smollm2 import checkpoint  # noqa: PLC0415 - needs gguf, without which the tests are skipped
+
+    return checkpoint()
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +43,19 @@ def model(directory):
 @pytest.fixture(scope="session")
 def theirs(directory):
     """transformers' model, in float32."""
+    import torch  # noqa: PLC0415 - the tests are skipped without it
+    import transformers  # noqa: PLC0415
+
+    torch.set_num_threads(1)  # idle ones spin, which takes the cores from XLA's
     found = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return found.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="session")
 def their_tokenizer(directory):
-    """What is in tokenizer.json. transformers' GPT2Tokenizer, which the config names, leaves its pre-tokenizer out."""
+    """What tokenizer.json says. transformers' GPT2Tokenizer, which the config names, leaves its pre-tokenizer out."""
+    import transformers  # noqa: PLC0415 - the tests are skipped without it
+
     return transformers.PreTrainedTokenizerFast.from_pretrained(directory)
 
 

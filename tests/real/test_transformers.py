@@ -5,6 +5,11 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("gguf", reason="these tests need the extra `real`: `make real` installs it")
+pytest.importorskip("torch", reason="these tests need the extra `real`: `make real` installs it")
+pytest.importorskip("transformers", reason="these tests need the extra `real`: `make real` installs it")
+
 import torch
 from smollm2_texts import CHATS, PASSAGE, QUESTIONS, TEXTS
 
