@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import resource
 import socket
 import time
 import urllib.parse
@@ -19,11 +18,10 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest.fixture(scope="module")
 def server():
     """A server that asks for a key and may have few descriptors."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The hard limit as well, as the server raises the soft one to it.
-    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))  # noqa: E731
-    assert limits[1] == resource.RLIM_INFINITY or limits[1] >= DESCRIPTORS
-    with http_server.process("--api-key", "key", "--timeout", str(TIMEOUT), preexec_fn=few) as started:
+    with http_server.process(
+        "--api-key", "key", "--timeout", str(TIMEOUT), first=f"ulimit -n {DESCRIPTORS}"
+    ) as started:
         yield started
 
 
