@@ -1,15 +1,17 @@
 """SmolLM2 in 8 and 4 bits: the logits of its dequantized weights, and how near it stays to what it was."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("gguf", reason="these tests need the extra `real`: `make real` installs it")
 
+from smollm2_texts import PASSAGE
 
+import ling3
 from ling3.evals.perplexity import log_likelihoods
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-
-
 # Nats per token that the passage may cost more: half as much again as was measured.
 COST = {"int4": 0.45, "int8": 0.03, "fp8": 0.1}
 
