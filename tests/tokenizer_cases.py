@@ -134,6 +134,14 @@ def load(name: str) -> text_tokenizer.Tokenizer:
 
 
 @functools.cache
+def lost_bytes(name: str) -> set[int]:
+    """The bytes that its vocabulary has no token for: SmolLM2's lacks a few that text hardly ever has."""
+    tokenizer = load(name)
+    found = (tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size))
+    return set(range(256)) - {each[0] for each in found if len(each) == 1}
+
+
+@functools.cache
 def parts_of_characters(name: str) -> list[int]:
     """The ids of the tokens that are no text by themselves."""
     tokenizer = load(name)

@@ -12,8 +12,8 @@ import ling3
 from ling3.evals.perplexity import log_likelihoods
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-# Nats per token that the passage may cost more: half as much again as was measured.
-COST = {"int4": 0.45, "int8": 0.03, "fp8": 0.1}
+# Nats per token that the passage may cost more: half as much again as was measured, 0.303, -0.0003 and 0.029.
+COST = {"int4": 0.45, "int8": 0.003, "fp8": 0.043}
 
 
 def nats(model, ids):

@@ -96,7 +96,7 @@ def test_its_template_has_no_tools(client):
 def test_a_call_that_is_forced(serve, tokenizer):
     """By a template with tools: whatever the model would say, it is a call that satisfies the schema."""
     with_tools = copy.copy(tokenizer)
-    with_tools.chat_template = ChatTemplate(WITH_TOOLS)
+    with_tools.chat_templates = {"default": ChatTemplate(WITH_TOOLS)}
     vars(with_tools).pop("tool_form", None)
     assert with_tools.tool_form == "json"
     asked = {**ASKED, "max_tokens": 96, "tools": [WEATHER], "tool_choice": FORCED, "parallel_tool_calls": False}
