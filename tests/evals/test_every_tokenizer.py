@@ -7,7 +7,13 @@ from ling3.evals.perplexity import start_token
 from ling3.evals.prompts import Question
 from ling3.evals.run import prepare
 
-FIRST = {"byte-level": "<|role_end|>", "sentencepiece": "<s>", "published": "<EOT>", "tiktoken": "[BOS]"}
+FIRST = {
+    "byte-level": "<|role_end|>",
+    "sentencepiece": "<s>",
+    "published": "<EOT>",
+    "tiktoken": "[BOS]",
+    "smollm2": "<|im_start|>",
+}
 
 
 @pytest.mark.parametrize("name", MAKERS)
