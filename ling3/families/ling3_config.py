@@ -152,10 +152,7 @@ class Ling3Config:
     kda_short_conv: bool = variant(True)
     """False: q, k, v = silu(W x)."""
     mla_rope: bool = field(True, read=_mla_rope, aliases=("use_mla_nope", "mla_use_nope"), tags=("layer",))
-    """False, `use_mla_nope: true` in config.json: queries and keys keep their rotary channels, unrotated (NoPE).
-
-    transformers 5.23 ignores that field, and rotates.
-    """
+    """False, `use_mla_nope: true` in config.json: queries and keys keep their rotary channels, unrotated (NoPE)."""
     moe_router_enable_expert_bias: bool = variant(True)
     """False: c = s, the scores themselves choose."""
     layer_overrides: Mapping[int, Mapping[str, Any]] | tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = field(
