@@ -33,7 +33,8 @@ from matplotlib.figure import Figure
 import ling3
 from benchmarks.record import BLACK, BLUE, ORANGE, spread, write
 from ling3.cache import Span
-from ling3.engine.pool import Pool, Rows, decode
+from ling3.engine.forward import Batch, decode
+from ling3.engine.pool import Pool, Rows
 from ling3.engine.runner import Runner
 from ling3.engine.shapes import Shapes
 from ling3.execution import Execution
@@ -58,7 +59,7 @@ def whole_step(model: ling3.CausalLM, rows: int, columns: int, pages: int) -> Ti
     pool = Runner(model, shapes).pool
     pool = eqx.tree_at(lambda p: p.layers, pool, _random(pool.layers))
     pool = eqx.tree_at(lambda p: p.until, pool, jnp.full(rows, 2**30, jnp.int32))
-    steps = jnp.asarray(STEPS, jnp.int32)
+    tokens, steps = jnp.zeros((rows, 0), jnp.int32), jnp.full(rows, STEPS, jnp.int32)
 
     def timed(context: int) -> float:
         nonlocal pool
@@ -67,7 +68,7 @@ def whole_step(model: ling3.CausalLM, rows: int, columns: int, pages: int) -> Ti
         for _ in range(CALLS):
             pool = _at(pool, context)
             begin = time.perf_counter()
-            _, pool = decode(model, where, steps, pool, Execution.default())
+            _, pool = decode(model, Batch(where, tokens, steps), pool, Execution.default())
             jax.block_until_ready(pool.length)
             seconds.append(time.perf_counter() - begin)
         return 1e3 * min(seconds) / STEPS

@@ -72,13 +72,13 @@ def load_stored(directory: str) -> dict[str, Any]:
     import numpy as np  # noqa: PLC0415
 
     import ling3  # noqa: PLC0415
-    from ling3.leaves import leaves  # noqa: PLC0415
+    from ling3.leaves import array_leaves  # noqa: PLC0415
 
     begin = time.perf_counter()
     model = ling3.load(directory)
     touched = sum(int(np.asarray(array).reshape(-1).view(np.uint8)[::4096].sum()) for array in jax.tree.leaves(model))
     seconds, peak = time.perf_counter() - begin, _peak()
-    whole = [leaf for leaf in leaves(model) if ".experts." not in leaf.path and leaf.value.ndim == 2]
+    whole = [leaf for leaf in array_leaves(model) if ".experts." not in leaf.path and leaf.value.ndim == 2]
     sums = {leaf.path: float(np.asarray(leaf.value).astype(np.float64).sum()) for leaf in whole[-3:]}
     return {"seconds": seconds, "peak_bytes": peak, "touched": touched, "sums": sums}
 

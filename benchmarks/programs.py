@@ -9,7 +9,8 @@ from jaxtyping import Array
 
 from benchmarks.models import TINY, TOY
 from ling3.checkpoint.names import structure
-from ling3.engine.pool import Pool, Rows, cache_dtype, decode, prefill
+from ling3.engine.forward import Batch, decode, extend
+from ling3.engine.pool import Pool, Rows, cache_dtype
 from ling3.engine.sampling import Sampling
 from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import Execution
@@ -32,9 +33,8 @@ def lowered(scale: str, program: str) -> tuple[Any, int]:
     rows = Rows(None, _ints(1, COLUMNS))
     arrays, execution = len(jax.tree.leaves((model, rows, pool))), Execution.default()
     if program == "decode":
-        return decode.lower(model, rows, _ints(), pool, execution), arrays
-    tokens = _ints(1, PREFILL_CHUNK), _ints(1), jnp.zeros(1, bool)
-    return prefill.lower(model, rows, *tokens, pool, execution), arrays
+        return decode.lower(model, Batch(rows, _ints(1, 0), _ints(1)), pool, execution), arrays
+    return extend.lower(model, Batch(rows, _ints(1, PREFILL_CHUNK), _ints(1)), pool, execution), arrays
 
 
 def _ints(*shape: int) -> Array:

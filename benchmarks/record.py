@@ -38,7 +38,7 @@ def where(module: str = "benchmarks") -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    kernel = native.target(products_cpu.SOURCE, "product")
+    kernel = native.ffi_target(products_cpu.SOURCE, "product")
     kernels = {"native": kernel or "none", "instructions": " ".join(native.instructions()) if kernel else "none"}
     where = {"command": shlex.join(["python", "-m", module, *_arguments()]), "machine": machine() | versions | kernels}
     return where | {"commit": commit} if (commit := _commit()) else where

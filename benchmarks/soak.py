@@ -101,7 +101,7 @@ def soak(
     lonely = ling3.Engine(model, tokenizer, busy.settings, prefix_cache=False)
     busy.warmup()
     vocab = model.config.vocab_size
-    compiled, before, begin = busy._loop.runner.programs, alive(), time.perf_counter()
+    compiled, before, begin = busy.loop.runner.programs, alive(), time.perf_counter()
     draw = np.random.default_rng([seed, requests])
     asked: dict[int, _Asked] = {}
     submitted = done = compared = company = 0
@@ -148,7 +148,7 @@ def soak(
         prompt_tokens=stats.prompt_tokens,
         cached_tokens=stats.cached_tokens,
         output_tokens=stats.output_tokens,
-        compiled=busy._loop.runner.programs - compiled,
+        compiled=busy.loop.runner.programs - compiled,
         compared=compared,
         differences=differences,
         leaks=leaks_of(busy, lonely, before),
@@ -210,7 +210,7 @@ def _abort_one(engine: ling3.Engine, stage: str, draw: np.random.Generator) -> b
     """Aborts a request that has a sequence in this stage, if there is one."""
     found = sorted(
         number
-        for number, request in engine._loop.requests.items()
+        for number, request in engine.loop.requests.items()
         if any(each.completion is None and _stage(each) == stage for each in request.sequences)
     )
     if not found:
@@ -273,7 +273,7 @@ def _wrong(got: Completion, alone: Completion) -> list[str]:
 
 def _checked(engine: ling3.Engine) -> ling3.Stats:
     """The engine's counts; AssertionError if they do not add up."""
-    stats, scheduler = engine.stats(), engine._loop.scheduler
+    stats, scheduler = engine.stats(), engine.loop.scheduler
     assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values()), stats
     assert stats.slots == stats.free_slots + stats.running, stats
     used = {page for sequence in scheduler.running for page in sequence.pages}  # known prefixes are shared
@@ -319,12 +319,11 @@ def leaks_of(busy: ling3.Engine, lonely: ling3.Engine, before: Counter[str]) -> 
         found += [f"the {name} engine has {a} of {b} {what} free" for what, (a, b) in free.items() if a != b]
         known = {"pages": stats.cached_pages, "bytes of snapshots": stats.snapshot_bytes}
         found += [f"the {name} engine has {a} {what} of forgotten prefixes" for what, a in known.items() if a]
-        loop = engine._loop
+        loop = engine.loop
         held = {
             "requests": loop.requests,
             "calls in flight": loop.in_flight,
             "waiting sequences": loop.scheduler.queued(),
-            "deltas to return": engine._outbox,
         }
         found += [f"the {name} engine has {len(what)} {kind}" for kind, what in held.items() if what]
         if engine.has_work:

@@ -76,7 +76,7 @@ def written(page: str, plans: dict[str, dict[str, Any]]) -> str:
 
 def configs() -> dict[str, dict[str, Any]]:
     """The published configurations."""
-    found = runpy.run_path(str(HERE.parent / "tests" / "published_configs.py"))
+    found = runpy.run_path(str(HERE.parent / "tests" / "support" / "published_configs.py"))
     return {"Ling-3.0-tiny": found["TINY"], "Ling-3.0-flash": found["FLASH"]}
 
 

@@ -28,7 +28,7 @@ from ling3.bench.report import machine
 from ling3.checkpoint import load
 from ling3.interpret.trace import trace
 from ling3.text.tokenizer import load_tokenizer
-from ling3.train.nano.mixture import TEXTS, Rows
+from ling3.train.nano.mixture import TEXTS, BatchShape
 from ling3.train.nano.recipe import NANO, WITHOUT, Recipe, make
 from ling3.train.nano.skills import SKILLS, Skill
 from ling3.train.nano.skills.exam import padded
@@ -58,7 +58,7 @@ LITTLE = {
 class Probe:
     """What is trained, on what, for how long."""
 
-    cycle: tuple[Rows, ...]
+    cycle: tuple[BatchShape, ...]
     changes: Mapping[str, Any]
     steps: int = 600
     learning_rate: float = NANO.learning_rate
@@ -69,9 +69,9 @@ class Probe:
 
 
 NEEDED = {
-    "in_context": Probe((Rows(12, 64, {"copying": 0.5, "positions": 0.5}),), LITTLE, 700, 0.015),
-    "in_states": Probe((Rows(12, 128, {"resets": 0.5, "tracking": 0.5}),), LITTLE, 450, 0.01, quiet=False),
-    "in_weights": Probe((Rows(12, 64, {"facts of 1024": 1.0}),), LITTLE, 700, 0.01),
+    "in_context": Probe((BatchShape(12, 64, {"copying": 0.5, "positions": 0.5}),), LITTLE, 700, 0.015),
+    "in_states": Probe((BatchShape(12, 128, {"resets": 0.5, "tracking": 0.5}),), LITTLE, 450, 0.01, quiet=False),
+    "in_weights": Probe((BatchShape(12, 64, {"facts of 1024": 1.0}),), LITTLE, 700, 0.01),
 }
 """By where the answers are. Lasting heads that begin silent may not learn to keep a state within 800 steps."""
 
@@ -81,12 +81,12 @@ SOME = {"recall": 0.2, "resets": 0.2, "copying": 0.15, "tracking": 0.2, "positio
 def _alone(skill: Skill) -> Probe:
     """The small model on one skill."""
     rows = (12, 256) if skill.longest <= 256 else (2, 1536)
-    return Probe((Rows(*rows, {skill.name: 1.0}),), SMALL)
+    return Probe((BatchShape(*rows, {skill.name: 1.0}),), SMALL)
 
 
 PROBES = {
     "whole": Probe(NANO.cycle, {}, beginning=NANO.beginning),
-    "short": Probe((Rows(12, 256, SOME),), SMALL),
+    "short": Probe((BatchShape(12, 256, SOME),), SMALL),
     **NEEDED,
     **{name: _alone(skill) for name, skill in SKILLS.items()},
 }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ling3.interpret.trace import Trace, trace
     from ling3.intervention import Intervention
     from ling3.model import CausalLM, Decoder, DecoderLayer, Mixer
+    from ling3.runtime.parameters import ParameterError
     from ling3.serve import Engine, QueueFull
     from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
@@ -60,6 +61,7 @@ __all__ = [
     "Look",
     "Mixer",
     "Paged",
+    "ParameterError",
     "QueueFull",
     "Regex",
     "RequestOutput",
@@ -104,6 +106,7 @@ _MODULES = {
     "engine.settings": ("EngineSettings",),
     "engine.snapshots": ("Snapshot",),
     "engine.structured": ("Choice", "Grammar", "JSONObject", "JSONSchema", "Regex"),
+    "runtime.parameters": ("ParameterError",),
     "serve": ("Engine", "QueueFull"),
     "text.tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),
     "interpret.look": ("Look", "look"),
@@ -113,7 +116,10 @@ _MODULES = {
 _RENAMED = {"LatentCache": "Paged", "Ling3ForCausalLM": "CausalLM", "Ling3Model": "Decoder"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 # What the command line imports before it knows what to do: no arrays, so no checks of their shapes.
-_WITHOUT_ARRAYS = ("__main__", "cli", "engine", "engine.settings", "runtime", "version")
+_WITHOUT_ARRAYS = (
+    *("__main__", "cli", "engine", "engine.sampling_params", "engine.settings", "engine.structured"),
+    *("runtime", "version"),
+)
 
 
 class _Package(types.ModuleType):
@@ -138,7 +144,7 @@ class _InstallHook:
         import jaxtyping  # noqa: PLC0415
 
         # Settings too: a type check would come before `__post_init__`, look at one item of a list, and name no remedy.
-        import ling3.engine.settings  # noqa: F401, PLC0415
+        from ling3.engine import sampling_params, settings  # noqa: F401, PLC0415
         from ling3.runtime import import_hook  # noqa: PLC0415
 
         if not jaxtyping.config.jaxtyping_disable:  # by JAXTYPING_DISABLE
@@ -153,7 +159,7 @@ def leave_types_unchecked() -> None:
 
 
 sys.modules[__name__].__class__ = _Package
-sys.meta_path[:0] = [_InstallHook(), moved.Finder]
+sys.meta_path[:0] = [_InstallHook(), moved.MovedFinder]
 
 if not TYPE_CHECKING:
 

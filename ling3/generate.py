@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from ling3.engine.pool import Pool, Rows, cache_dtype, decode, prefill
-from ling3.engine.sampling import NOT_A_NUMBER, Sampling
-from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
+from ling3.engine.filters import Filter, checked
+from ling3.engine.forward import Batch, decode, extend
+from ling3.engine.pool import Pool, Rows, cache_dtype
+from ling3.engine.sampling import NOT_A_NUMBER, Adjustments, Sampling
+from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room, of_generate
 from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.intervention import Intervention, settled
@@ -30,51 +32,40 @@ FEWEST_STOPS = 8
 def generate(
     model: CausalLM,
     prompts: Iterable[Any],
+    params: SamplingParams | None = None,
     *,
-    max_tokens: Any = 128,
-    temperature: Any = 0.0,
-    top_k: Any = None,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
-    seed: Any = 0,
-    stop_token_ids: Iterable[Any] = (),
-    ignore_eos: bool = False,
     execution: Execution | None = None,
-    interventions: Sequence[Intervention] = (),
+    filters: Sequence[Filter] = (),
+    **fields: Any,
 ) -> list[list[int]]:
     """The new token ids of each prompt. All prompts, of any lengths, are one batch.
+
+    `params` is how they are sampled. Its fields may be given by name too (`generate(model, prompts, temperature=0.8)`),
+    or both, where a name changes a single one. Text, stop strings, grammars, log-probabilities and what else is in
+    `ling3.engine.sampling_params.NOT_IN_GENERATE` take an `Engine`, which serves requests that come and go.
 
     A row ends after `max_tokens` tokens, or with the first of `stop_token_ids` or of the config's `eos_token_id`
     (which `ignore_eos` disregards); that token is the last of the row. A checkpoint's tokenizer may have more end ids
     than its config: `stop_token_ids=tokenizer.eos_token_ids` are all of them. Temperature 0 is greedy; otherwise row b
-    draws from seed + b. `Engine` serves requests that come and go, with text, stop strings, penalties and
-    log-probabilities. `execution` is how the model runs, by default as suits the platform, and `interventions` are what
-    to change inside it, for every prompt at its own positions. What is compiled is kept for later processes, as
-    `ling3.runtime.compilation_cache` says.
+    draws from seed + b, and without a seed from b. `interventions` apply to every prompt at its own positions.
+    `execution` is how the model runs, by default as suits the platform, and `filters` are the `Engine`'s. What is
+    compiled is kept for later processes, as `ling3.runtime.compilation_cache` says.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, interventions that do not hold of the model, or
-    more tokens than the context, before any work; FloatingPointError if the model's logits are not numbers.
+    Raises ParameterError, which is a ValueError, for an empty prompt, ids outside the vocabulary, fields out of their
+    bounds, or more tokens than the context, and ValueError for interventions that do not hold of the model, before any
+    work; FloatingPointError if the model's logits are not numbers.
     """
     refuse_fork()
     compilation_cache.switch_on()
     config = model.config
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop_token_ids=tuple(stop_token_ids),
-        ignore_eos=ignore_eos,
-    )
+    params = of_generate(params, fields)
     stops = params.check(config.vocab_size, config.eos_token_id)
     ids = []
     for i, prompt in enumerate(prompts):
         check_room(prompt, params.max_tokens, config.max_position_embeddings, f"prompt {i}")
         ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
-    changes = settled(model, interventions)
-    return _run(model, ids, params, stops, execution or Execution.default(), changes) if ids else []
+    changes, filters = settled(model, params.interventions), checked(filters, config.vocab_size)
+    return _run(model, ids, params, stops, filters, execution or Execution.default(), changes) if ids else []
 
 
 def _run(
@@ -82,35 +73,39 @@ def _run(
     prompts: list[list[int]],
     params: SamplingParams,
     stops: Sequence[int],
+    filters: tuple[Filter, ...],
     execution: Execution,
     interventions: tuple[Intervention, ...],
 ) -> list[list[int]]:
-    how = {"interventions": interventions} if interventions else {}
     batch, longest = len(prompts), max(map(len, prompts))
     columns = -(-_round_up(longest + params.max_tokens, SMALLEST_CHUNK) // model.page_size)
     rows = Rows(None, jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns))
     wanted = [(params, (params.seed or 0) + b, len(prompt), stops) for b, prompt in enumerate(prompts)]
-    sampling = Sampling.build(wanted, model.config.vocab_size, _round_up(len(stops), FEWEST_STOPS))
+    vocab, adjustments = model.config.vocab_size, None
+    if params.adjusts or filters:
+        adjustments = Adjustments.build([(params, prompt, ()) for prompt in prompts], vocab)
+    room = _round_up(len(stops), FEWEST_STOPS)
+    sampling = Sampling.build(wanted, vocab, room, adjustments, filters=filters)
     pool = Pool.empty(model, sampling, batch * columns, model.page_size, cache_dtype(model))
     until = jnp.asarray([len(prompt) + params.max_tokens for prompt in prompts], jnp.int32)
-    pool = eqx.tree_at(lambda p: (p.until, p.done), pool, (until, jnp.zeros(batch, bool)))
+    newest = jnp.asarray([prompt[-1] for prompt in prompts], jnp.int32)
+    pool = eqx.tree_at(lambda p: (p.until, p.token, p.done), pool, (until, newest, jnp.zeros(batch, bool)))
 
-    news = [[] for _ in prompts]
     start = 0
-    while start < longest:
-        width = _chunk(longest - start, batch)
+    while start < longest - 1:  # a prompt's last token is the first that `decode` puts in
+        width = _chunk(longest - 1 - start, batch)
         tokens, lengths = np.zeros((batch, width), np.int32), np.zeros(batch, np.int32)
         for row, prompt in enumerate(prompts):
-            chunk = prompt[start : start + width]
+            chunk = prompt[start : min(start + width, len(prompt) - 1)]
             tokens[row, : len(chunk)], lengths[row] = chunk, len(chunk)
-        end = np.asarray([start < len(prompt) <= start + width for prompt in prompts])
-        choice, pool = prefill(
-            model, rows, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(end), pool, execution, **how
-        )
-        _append(news, np.where(end, np.asarray(choice.token), -1)[:, None])
+        chunks = Batch(rows, jnp.asarray(tokens), jnp.asarray(lengths), interventions=interventions)
+        _, pool = extend(model, chunks, pool, execution)
         start += width
+    news: list[list[int]] = [[] for _ in prompts]
+    steps = jnp.full(batch, DECODE_STEPS, jnp.int32)
+    call = Batch(rows, jnp.zeros((batch, 0), jnp.int32), steps, interventions=interventions)
     while not bool(jnp.all(pool.done)):
-        choice, pool = decode(model, rows, jnp.asarray(DECODE_STEPS, jnp.int32), pool, execution, **how)
+        choice, pool = decode(model, call, pool, execution)
         _append(news, np.asarray(choice.token))
     return news
 

@@ -10,7 +10,7 @@ from ling3.layers.linear import Matrix
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class ArrayLeaf:
     """One array of the module tree (or its shape and dtype)."""
 
     path: str
@@ -52,14 +52,14 @@ class Leaf:
         return shape[own.axes.index(axis)]
 
 
-def leaves(model: Any) -> Iterator[Leaf]:
+def array_leaves(model: Any) -> Iterator[ArrayLeaf]:
     """The arrays of a model, or of its structure, in the order of `jax.tree.leaves`."""
     for path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
         around: list[Any] = [model]
         for key in path[:-1]:
             own = around[-1]
             around.append(own[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(own, key.name))
-        yield Leaf(_dotted(path), value, tuple(around))
+        yield ArrayLeaf(_dotted(path), value, tuple(around))
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

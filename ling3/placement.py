@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from ling3.cache import State, shared_axes
 
-Tree = TypeVar("Tree")
+_Tree = TypeVar("_Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Placement:
         """Where an array of this spec lies."""
         return NamedSharding(self.mesh, spec)
 
-    def put(self, tree: Tree, specs: Any) -> Tree:
+    def put(self, tree: _Tree, specs: Any) -> _Tree:
         """Arrays, of which every process has the whole, where they lie."""
 
         def placed(x: Any, spec: PartitionSpec) -> jax.Array:
@@ -79,19 +79,19 @@ class Placement:
 
         return jax.tree.map(placed, tree, specs)
 
-    def everywhere(self, tree: Tree) -> Tree:
+    def everywhere(self, tree: _Tree) -> _Tree:
         """Arrays, of which every process has the whole, on every device."""
         return self.put(tree, jax.tree.map(lambda _: PartitionSpec(), tree))
 
-    def settled(self, tree: Tree, specs: Any) -> Tree:
+    def settled(self, tree: _Tree, specs: Any) -> _Tree:
         """Arrays of a program that lie there from now on."""
         return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, self.sharding(spec)), tree, specs)
 
-    def fetch(self, tree: Tree) -> Tree:
+    def fetch(self, tree: _Tree) -> _Tree:
         """What this process's devices have of some arrays, on the host, for `back`."""
         return jax.tree.map(_Parts.of, tree)
 
-    def back(self, tree: Tree) -> Tree:
+    def back(self, tree: _Tree) -> _Tree:
         """The arrays of which `fetch` has taken the parts."""
         return jax.tree.map(_Parts.array, tree, is_leaf=lambda node: isinstance(node, _Parts))
 

@@ -1,95 +1,283 @@
-"""The engine: continuous batching over one model, in this process, from scripts, threads and asyncio.
+"""The engine: continuous batching over one model, in one loop.
 
-What runs when is `loop.py`'s affair, and the device `runner.py`'s; here requests come in and answers go out.
+Sequences join and leave a running batch between two calls of the device (continuous batching: Orca, Yu et al., OSDI
+2022), and their memory lies in pages (vLLM, Kwon et al., SOSP 2023). One turn of the loop is `Loop.turn`:
+
+    make room   for the next tokens of all decoding sequences; if pages run out, the youngest is preempted
+    admit       the oldest waiting sequences, while there are slots and pages: first come, first served; each goes on
+                from the longest known prefix of its prompt
+    extend      puts the next chunks of prompts into the caches, up to `chunked_prefill_size` tokens; samples nothing
+    decode      samples tokens for every sequence whose prompt is in the caches but for its last token: several steps
+                in one call, one step while prompts wait
+    read        takes the tokens of the *previous* turn, while the device works on this one
+
+Every call has a fixed shape, and a row's result depends on its own inputs alone. So the tokens and log-probabilities
+of a sequence are bit for bit the same whatever runs beside it, at any time, and after being preempted. The loop is
+deterministic: it reads no clock and draws no random numbers, so that several processes can run it in step.
+
+The device's side is in `engine/forward.py` (the two programs) and `engine/runner.py` (the pool and its calls), memory
+in `engine/scheduler.py`, a sequence and its text in `engine/request.py`, threads and asyncio in `engine/front.py`.
 """
 
-import asyncio
-import atexit
-import contextlib
-import functools
 import itertools
-import math
 import os
-import queue
-import time
-import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import jax
+import numpy as np
 
 from ling3 import checkpoint
 from ling3.checkpoint import hub
-from ling3.engine.actor import Actor, Reader, join_abandoned, result
-from ling3.engine.intake import Intake, Truncate, listed
-from ling3.engine.journal import Journal, follow, shared
-from ling3.engine.loop import Loop, QueueFull
-from ling3.engine.origins import origin
-from ling3.engine.outputs import Delta, RequestOutput, Stats
-from ling3.engine.passes import Passes
-from ling3.engine.request import Request
-from ling3.engine.runner import Extra, Runner
-from ling3.engine.sampling_params import SamplingParams
-from ling3.engine.settings import EngineSettings, changed
-from ling3.engine.shapes import settle
-from ling3.engine.snapshot_layout import Layout
+from ling3.engine import lockstep
+from ling3.engine.actor import join_abandoned
+from ling3.engine.calls import Call, Decoded, Extended
+from ling3.engine.filters import Filter, checked
+from ling3.engine.forward import Batch, Programs
+from ling3.engine.front import Front, Server
+from ling3.engine.intake import Intake
+from ling3.engine.plans import StepPlan, common_steps
+from ling3.engine.pool import Rows
+from ling3.engine.request import TokenSequence
+from ling3.engine.requests import QueueFull, Requests
+from ling3.engine.runner import Runner
+from ling3.engine.settings import DECODE_STEPS, EngineSettings, changed
+from ling3.engine.shapes import Shapes, settle, smallest
 from ling3.execution import Execution
-from ling3.intervention import sites
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
-from ling3.runtime.processes import Wire
-from ling3.runtime.progress import progress
-from ling3.runtime.quoting import shown
 from ling3.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Engine", "QueueFull", "Server"]
+__all__ = ["Engine", "Loop", "QueueFull", "Server"]
+
+BESIDE = 4
+"""The most steps of a decode call while other sequences wait for the host after each of their calls."""
 
 
-@runtime_checkable
-class Server(Protocol):
-    """What answers many prompts: an engine, or a fleet of them."""
+class Loop(Requests):
+    """Continuous batching: which sequences run next, in which memory, and what they got.
 
-    @property
-    def settings(self) -> EngineSettings:
-        """What it runs with, every None replaced by its number."""
-        ...
+    With `settings.overlap` the host reads the results of a turn while the device works on the next; without it, each
+    turn waits for its own results, with the same bits.
+    """
 
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens of a request."""
-        ...
+    def turn(self) -> Iterator[Call]:
+        """One turn. Yields each call before it reads its results, so that the caller can wait for the device."""
+        self.counts["steps"] += 1
+        self.refill()
+        self._make_room()
+        self._admit()
+        extended = self._extend()
+        synchronous, others = self._decode()
+        now, later = [], [*extended, *others]
+        if synchronous:  # the host needs these in this turn, and before them what was dispatched before them
+            now, later = [*extended, *synchronous], others
+        if not self.settings.overlap:
+            now, later = [*now, *later], []
+        before, self.in_flight = self.in_flight, later
+        for call in [*before, *now]:
+            yield call
+            self._read(call)
 
-    @property
-    def device_kind(self) -> str:
-        """What it runs on, as JAX names it."""
-        ...
+    def _make_room(self) -> None:
+        """Gives every decoding sequence pages for its next call, the oldest first, by preempting the youngest."""
+        for sequence in list(self.scheduler.running):
+            while sequence.slot is not None and sequence.decoding and sequence.left > 0:
+                if self.scheduler.reserve(sequence, self._goal(sequence)):
+                    break
+                if self.in_flight:  # some may have finished, and a sequence is swapped out with all its tokens
+                    calls, self.in_flight = self.in_flight, []
+                    for call in calls:
+                        self._read(call)
+                else:
+                    self._preempt(self.scheduler.youngest(self.scheduler.group_of(sequence)))
 
-    def warmup(self, first_token: bool = False) -> None:
-        """Compiles what is needed, or what a first token needs."""
-        ...
+    def _preempt(self, sequence: TokenSequence) -> None:
+        """Puts a sequence back into the queue, its states and pages kept on the host bit for bit."""
+        self.scheduler.group_of(sequence).free_behind(sequence)
+        sequence.saved = self.runner.swap_out(sequence) if sequence.held else None
+        sequence.preemptions += 1
+        self.counts["preemptions"] += 1
+        self.scheduler.release(sequence)
+        self.scheduler.enqueue(sequence)
 
-    def stream_all(
-        self,
-        prompts: Iterable[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        truncate: Truncate = None,
-    ) -> Generator[tuple[int, Delta], None, None]:
-        """What is new of the answers as it comes, each with the index of its prompt."""
-        ...
+    def _admit(self) -> None:
+        """Gives waiting sequences slots and pages, while there are any."""
+        while (head := self.scheduler.head()) is not None:
+            known = head.cached
+            if self.scheduler.admit(self._goal(head)) is None:
+                return
+            self.counts["cached_tokens"] += 0 if head.preemptions else known
+            head.admitted()
+            self._fill(head, known)
 
-    def stats(self) -> Stats:
-        """The counts at this moment."""
-        ...
+    def _fill(self, sequence: TokenSequence, known: int) -> None:
+        """Fills a sequence's slot; `known` tokens of its prompt were in the caches that it went on from before."""
+        self.runner.swap_in(sequence)
+        if sequence.cached > known:
+            self.scheduler.settled(sequence)
+            self.counts["cached_tokens"] += sequence.cached - known
+        if sequence.decoding and not sequence.params.max_tokens:  # nothing is to be computed
+            self.settle(sequence, sequence.finish("length"))
+
+    def _extend(self) -> list[Call]:
+        """Dispatches the next chunks of prompts, the oldest sequence's first, up to a chunk of padded tokens in all.
+
+        Each group of devices has a row of a call: a chunk that is padded alike goes along with another group's.
+        """
+        calls, spent = [], 0
+        while heads := self._next_prompts():
+            width = self._width(heads[0])
+            spent += width
+            if calls and spent > self.settings.chunked_prefill_size:
+                break
+            alike = [each for each in heads if self._width(each) == width and each.key == heads[0].key]
+            calls.append(self._extend_together(alike))
+        return calls
+
+    def _next_prompts(self) -> list[TokenSequence]:
+        """The oldest sequence of each group whose prompt is not in the caches, the oldest of all first."""
+        found: dict[int, TokenSequence] = {}
+        for sequence in list(self.scheduler.running):
+            if sequence.decoding or sequence.group in found:
+                continue
+            known = sequence.cached
+            if self.scheduler.adopt(sequence):  # prompts before it have brought more of it since it was admitted
+                self._fill(sequence, known)
+            if not sequence.decoding:
+                found[sequence.group] = sequence
+        return list(found.values())
+
+    def _chunk(self, sequence: TokenSequence) -> int:
+        """Tokens of the next chunk of a sequence's prompt."""
+        chunk = self.settings.chunked_prefill_size
+        return min(chunk - sequence.prefilled % chunk, sequence.prefill_end - sequence.prefilled)
+
+    def _width(self, sequence: TokenSequence) -> int:
+        """What the next chunk is padded to."""
+        return smallest(self.runner.shapes.buckets, self._chunk(sequence))
+
+    def _extend_together(self, sequences: list[TokenSequence]) -> Call:
+        """Dispatches the next chunks of sequences of different groups, in one call."""
+        chunks = []
+        for sequence in sequences:
+            reserved = self.scheduler.reserve(sequence, self._goal(sequence))
+            assert reserved, "a sequence is admitted with the pages for any one of its chunks"
+            chunks.append(sequence.prompt[sequence.prefilled : sequence.prefilled + self._chunk(sequence)])
+        where, rows = block_table(sequences, 1, self.runner.shapes)
+        batch = prompt_batch(where, rows, chunks, self._width(sequences[0]))
+        results = self.runner.extend(batch, rows, sequences)
+        self.counts["prefill_calls"] += 1
+        for sequence, chunk in zip(sequences, chunks, strict=True):
+            sequence.prefilled += len(chunk)
+            self.counts["prompt_tokens"] += len(chunk)
+            self.scheduler.extended(sequence, self.runner.state_of)
+        return Extended(results, sequences, rows, list(map(len, chunks)), [each.decoding for each in sequences])
+
+    def _decode(self) -> tuple[list[Call], list[Call]]:
+        """Dispatches the next tokens of sequences for which the host waits in this turn, and those of the others.
+
+        Of the others, a sequence that gets its first token has a call of one step before the next, so that its first
+        token waits for no more.
+        """
+        running, calls = self.scheduler.running, []
+        ready = [each for each in running if each.decoding and each.left > 0 and not (each.synchronous and each.ahead)]
+        ready = [each for each in ready if self.scheduler.reserve(each, self._goal(each))]
+        first = [each for each in ready if not (each.token_ids or each.ahead)]
+        self.counts["prompt_tokens"] += len(first)  # each prompt's last
+        synchronous = self._decode_in([each for each in ready if each.synchronous], self.settings.decode_steps, 2)
+        others, steps = [each for each in ready if not each.synchronous], self.settings.decode_steps
+        if not all(each.decoding for each in running):
+            steps = 1
+        elif any(each.synchronous for each in running):
+            steps = min(BESIDE, steps)
+        if steps > 1 and any(not each.synchronous for each in first):
+            calls = self._decode_in(others, 1, 8)
+            others, steps = [each for each in others if each.left > 0], steps - 1
+        return synchronous, calls + self._decode_in(others, steps, 8)
+
+    def _decode_in(self, sequences: Sequence[TokenSequence], steps: int, idle: int) -> list[Call]:
+        """Dispatches calls of at most `steps`, as many as leave one in `idle` of their row-steps without a token."""
+        calls = []
+        for some in self.scheduler.alike(sequences, self.runner.shapes.rows[-1]):
+            together = common_steps([sequence.plan(steps) for sequence in some], idle)
+            plans = [sequence.plan(together) for sequence in some]
+            count = smallest(self.runner.shapes.rows, max(Counter(sequence.group for sequence in some).values()))
+            where, rows = block_table(some, count, self.runner.shapes)
+            results = self.runner.decode(step_batch(where, rows, plans), rows, some)
+            self.counts["decode_calls"] += 1
+            for sequence, plan in zip(some, plans, strict=True):
+                sequence.ahead += plan.count
+            calls.append(Decoded(results, some, rows, [plan.count for plan in plans]))
+        return calls
+
+    def _goal(self, sequence: TokenSequence) -> int:
+        """Tokens that the sequence's caches may have to hold after the next decode call."""
+        held = sequence.prefill_end + len(sequence.token_ids) + sequence.ahead
+        return held + min(self.settings.decode_steps, sequence.left)
+
+    def _read(self, call: Call) -> None:
+        """Takes in the results of a call, waiting for them if need be."""
+        for sequence, count in zip(call.sequences, call.ahead, strict=True):
+            sequence.ahead -= count
+        for sequence, take in call.taken():
+            count = len(sequence.token_ids)
+            try:
+                delta = take()
+            except Exception as error:
+                sequence.decoder = None  # it may be what raised
+                delta = sequence.fail(f"its tokens could not be read: {error!r}")
+            self.counts["output_tokens"] += len(sequence.token_ids) - count
+            self.settle(sequence, delta)
 
 
-class Engine:
+def block_table(sequences: Sequence[TokenSequence], count: int, shapes: Shapes) -> tuple[Rows, Sequence[int]]:
+    """The rows of a call that has `count` of them for each group of devices, and the row of each sequence.
+
+    Where there is a row for every slot, row i is slot i, so that no state has to be moved. Slots and pages of unused
+    rows and columns are out of range.
+    """
+    slots = np.full(count * shapes.groups, shapes.slots, np.int32)
+    table = np.full((len(slots), shapes.columns), shapes.pages, np.int32)
+    in_place = len(slots) == shapes.slots
+    free = [itertools.count(group * count) for group in range(shapes.groups)]
+    own = [sequence.slot for sequence in sequences if sequence.slot is not None]
+    rows = own if in_place else [next(free[sequence.group]) for sequence in sequences]
+    for row, slot, sequence in zip(rows, own, sequences, strict=True):
+        slots[row] = slot
+        table[row, sequence.first_page : sequence.first_page + len(sequence.pages)] = sequence.pages
+    return Rows(slots, table, in_place), rows
+
+
+def prompt_batch(where: Rows, rows: Sequence[int], chunks: Sequence[Sequence[int]], width: int) -> Batch:
+    """The input of `extend`: each chunk of a prompt in its row, padded to `width`."""
+    tokens = np.zeros((len(where.table), width), np.int32)
+    lengths = np.zeros(len(tokens), np.int32)
+    for row, chunk in zip(rows, chunks, strict=True):
+        tokens[row, : len(chunk)], lengths[row] = chunk, len(chunk)
+    return Batch(where, tokens, lengths)
+
+
+def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan]) -> Batch:
+    """The input of `decode`: how many tokens each row gets, and what is known of them."""
+    words = max((len(plan.mask) for plan in plans if plan.mask is not None), default=0)
+    lengths = np.zeros(len(where.table), np.int32)
+    tokens = np.full((len(lengths), DECODE_STEPS if words else 0), -1, np.int32)
+    masks = np.zeros((len(lengths), words), np.uint32)
+    for row, plan in zip(rows, plans, strict=True):
+        lengths[row] = plan.count
+        tokens[row, : len(plan.forced)] = plan.forced
+        if plan.mask is not None:
+            masks[row] = plan.mask
+    return Batch(where, tokens, lengths, masks if words else None)
+
+
+class Engine(Front):
     """Continuous batching over one model, in this process.
 
     Slots hold the running requests' states and pages their paged caches; `settings` says how many, and how prompts and
-    decode steps are batched. Requests have the same bits in any company.
+    decode steps are batched. Results do not depend on other requests, bit for bit.
 
     Methods may be called from any thread. The engine has a thread of its own, which runs all requests while a caller
     waits for the deltas of any, and does one turn for each `step`. It calls the callbacks of `submit`, which may submit
@@ -106,9 +294,10 @@ class Engine:
 
     `settings` may be given whole, by name (`Engine(model, tokenizer, page_size=16)`), or both, where a name changes a
     single one; `engine.settings` is what it runs with, every None replaced by its number. `execution` is how the model
-    runs (chunk sizes, kernels), by default as suits the platform. `passes` are its forward passes over the pool, by
-    default `model.step` in one program (`ling3.afd` has others). Compiled programs are kept for later processes, see
-    `ling3.runtime.compilation_cache`.
+    runs (chunk sizes, kernels), by default as suits the platform. `programs` are its two forward programs over the
+    pool, by default `extend` and `decode` of `engine/forward.py` (`ling3.afd` has others). `filters` are functions
+    f(logits, so_far) of one request's logits [vocab], applied to all requests in this order (`ling3.engine.filters`).
+    Compiled programs are kept for later processes, see `ling3.runtime.compilation_cache`.
 
     Raises TypeError for settings that there are not, ValueError for senseless ones and for more slots and pages than
     there is memory for, TokenizerError if tokenizer and model do not fit.
@@ -121,54 +310,24 @@ class Engine:
         settings: EngineSettings | None = None,
         *,
         execution: Execution | None = None,
-        passes: Passes | None = None,
+        programs: Programs | None = None,
+        filters: Sequence[Filter] = (),
         **changes: Any,
     ):
         refuse_fork()
         join_abandoned()
         compilation_cache.switch_on()
-        config = model.config
         if tokenizer is not None:
-            tokenizer.check_fits(config.vocab_size)
+            tokenizer.check_fits(model.config.vocab_size)
         execution = Execution.default() if execution is None else execution
-        settings = changed(settings, changes)
-        self._wire = Wire() if model.placement is not None and model.placement.processes > 1 else None
-        self._leads = self._wire is None or jax.process_index() == 0
-        if self._wire is not None:
-            settings = shared(settings, self._wire, self._leads)
+        settings, wire = changed(settings, changes), lockstep.wire_of(model)
+        settings = settings if wire is None else lockstep.shared(settings, wire)
         settings, shapes = settle(settings, model, execution)
-        length = settings.max_model_len
-        assert length is not None, "settled"
-        self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, length
-        self.device_kind = jax.devices()[0].device_kind
-        watches = model.placement is None and (passes is None or passes.watch is not None)
-        self._intake = Intake(
-            tokenizer=tokenizer,
-            vocab=config.vocab_size,
-            ends=sorted({*config.eos_token_id, *(tokenizer.eos_token_ids if tokenizer else ())}),
-            room=length,
-            pages=shapes.pages // shapes.groups,
-            page_size=shapes.page_size,
-            most_pages=shapes.most_pages,
-            max_queue=settings.max_queue,
-            leads=self._leads,
-            structured=passes is None or passes.constrained is not None,
-            prompt_logprobs=passes is None or passes.score is not None,
-            sites=functools.partial(sites, model) if watches else None,
-        )
-        if model.placement is None and (passes is None or passes.prompt_end is not None):
-            self._intake.origin = functools.cache(lambda: origin(model, settings, shapes, execution))
-        runner = Runner(model, shapes, execution, settings.cache_dtype, passes)
-        how = (settings.chunked_prefill_size, settings.decode_steps, settings.max_queue, settings.overlap)
-        journal = Journal(self._wire) if self._wire is not None and self._leads else None
-        self._loop = Loop(runner, *how, journal)
-        self._intake.layout = Layout.of(runner.pool, config.vocab_size, shapes.page_size, self._loop.first_page)
-        if journal is not None:
-            weakref.finalize(self, journal.close).atexit = False
-            atexit.register(journal.close)  # before JAX's own end, which waits for the others
-        self._actor = Actor(self._loop, owner=self)
-        self._ids = itertools.count()
-        self._outbox: deque[Delta] = deque()
+        filters = checked(filters, model.config.vocab_size)
+        runner = Runner(model, shapes, execution, settings.cache_dtype, programs, filters)
+        loop = Loop(runner, settings)
+        intake = Intake.of(runner, tokenizer, settings, loop.scheduler.groups[0].first_page, lockstep.leads(wire))
+        Front.__init__(self, settings, tokenizer, intake, loop, wire)
 
     @classmethod
     def from_pretrained(
@@ -179,6 +338,7 @@ class Engine:
         *,
         revision: str | None = None,
         execution: Execution | None = None,
+        filters: Sequence[Filter] = (),
         **changes: Any,
     ) -> "Engine":
         """The engine over a checkpoint directory, a hub id, or `"nano"`, with its tokenizer, of the same commit.
@@ -188,275 +348,5 @@ class Engine:
         settings = changed(settings, changes)
         commit = hub.pin(path, revision)
         tokenizer = load_tokenizer(path, revision=commit)
-        return cls(checkpoint.load(path, dtype, revision=commit), tokenizer, settings, execution=execution)
-
-    # Requests
-
-    def check(
-        self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None, name: str = "prompt"
-    ) -> None:
-        """Raises ValueError where `submit` would, calling the prompt by its `name`; nothing is queued."""
-        refuse_fork()
-        self._check_leads()
-        self._intake.check(prompt, params, truncate, name)
-
-    def left(self, tokens: int) -> int:
-        """The largest `max_tokens` that a prompt of so many tokens may have; less than 1 if it is too long."""
-        return self._intake.left(tokens)
-
-    def submit(
-        self,
-        prompt: Any,
-        params: SamplingParams | None = None,
-        *,
-        truncate: Truncate = None,
-        on_delta: Callable[[Delta], None] | None = None,
-    ) -> int:
-        """Puts a request in the queue and returns its id; `step` moves it on and returns its deltas.
-
-        `prompt` is a text, a list of token ids, a list of chat messages (dicts with `role` and `content`), or a
-        `ling3.Snapshot` of an earlier request, also with something appended (`Snapshot.then`). With `on_delta` the
-        deltas go there instead, in the engine's thread; if it raises, the request ends in `error`.
-        Raises QueueFull, and ValueError for what can never be answered.
-        """
-        request = self._request(prompt, params, truncate, "prompt")
-        request.report = self._outbox.append
-        request.deliver = request.report if on_delta is None else on_delta
-        withdraw = self._actor.last_message(Loop.abort, request)
-        try:
-            self._actor.call(Loop.enqueue, request)
-        except BaseException:
-            withdraw()
-            raise
-        return request.request_id
-
-    def generate(
-        self,
-        prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        truncate: Truncate = None,
-        on_delta: Callable[[Delta], None] | None = None,
-        on_interrupt: Literal["raise", "return"] = "raise",
-    ) -> list[RequestOutput]:
-        """The answers to prompts, in their order, with a progress bar once it takes over two seconds.
-
-        `prompts` is a list of what `submit` takes, or just one of them; `params` are for all, or one for each. All are
-        checked before the first runs, and as many wait at once as the queue holds. `on_delta` is called with each
-        delta, in the caller's thread; if it raises, that request ends in `error`. On Ctrl-C every slot is freed;
-        `on_interrupt="return"` then returns what there is, with `abort` for what was not finished.
-        """
-        requests = self._requests(listed(prompts), params, truncate)
-        failed = set()
-        with progress("generating", sum(request.params.n for request in requests)) as advance:
-            deltas = self._deltas(requests, itertools.repeat(0.0), whole=on_delta is None)
-            try:
-                try:
-                    for i, delta in deltas:
-                        advance(int(delta.finish_reason is not None))
-                        if on_delta is None or i in failed:
-                            continue
-                        try:
-                            on_delta(delta)
-                        except Exception as error:
-                            failed.add(i)
-                            self._actor.call(Loop.give_up, requests[i].sequences[delta.index], error)
-                finally:
-                    deltas.close()
-            except KeyboardInterrupt:
-                if on_interrupt == "raise":
-                    raise
-                self.stats()  # an answer: what was sent before, the end of these requests, has been done
-        return [output for request in requests if (output := request.output()) is not None]
-
-    def stream(
-        self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
-    ) -> Iterator[Delta]:
-        """A request's deltas as they come; leaving the iterator aborts it. Checked and queued when this is called."""
-        request = self._request(prompt, params, truncate, "prompt")
-        deltas = self._deltas([request], (), queued=True)
-        next(deltas)  # a generator that was never begun would not notice that it is dropped
-        self._actor.call(Loop.enqueue, request)
-        return (delta for _, delta in deltas)
-
-    def stream_all(
-        self,
-        prompts: Iterable[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        arrivals: Sequence[float] | None = None,
-        truncate: Truncate = None,
-    ) -> Generator[tuple[int, Delta], None, None]:
-        """The deltas of many requests as they come, each with the index of its prompt.
-
-        `prompts`, `params` and `truncate` are as for `generate`, but for a single prompt, which goes into a list. A
-        request's last delta has its output. `arrivals`, ascending, are the times at which the requests are submitted,
-        in seconds after the first delta is asked for; by default that is at once for all. Leaving the iterator aborts
-        what is unfinished.
-        """
-        requests = self._requests(list(prompts), params, truncate)
-        times = [0.0] * len(requests) if arrivals is None else [float(time) for time in arrivals]
-        if len(times) != len(requests) or times != sorted(times) or not all(map(math.isfinite, times)):
-            raise ValueError(
-                f"arrivals are {shown(arrivals)}, expected a time for each of {len(requests)} prompts, ascending"
-            )
-        return self._deltas(requests, times)
-
-    async def astream(
-        self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
-    ) -> AsyncIterator[Delta]:
-        """`stream` for asyncio, any number of them at once. Checked and queued when the first delta is asked for."""
-        events, news = asyncio.get_running_loop(), asyncio.Queue()
-        asked = (prompt, params, truncate, "prompt")
-        if isinstance(params, SamplingParams) and params.structured is not None:  # a grammar takes up to seconds
-            request = await asyncio.to_thread(self._request, *asked)
-        else:
-            request = self._request(*asked)
-        put = functools.partial(events.call_soon_threadsafe, news.put_nowait)
-        reader = Reader([request], put)
-        leave = self._actor.last_message(reader.leave)
-        try:
-            self._actor.send(put, Loop.enqueue, request)
-            result(await news.get())
-            while reader.unfinished:
-                if news.empty():
-                    self._actor.wait(reader)
-                yield reader.take(await news.get())[1]
-            if reader.fault is not None:
-                raise reader.fault
-        finally:
-            leave()
-
-    def abort(self, request_id: int) -> bool:
-        """Ends a request with `abort`, wherever it is; False if there is none of this id (any more)."""
-        return self._actor.call(Loop.abort_id, request_id)
-
-    @property
-    def has_work(self) -> bool:
-        """True if there is queued or running work, or `step` has anything to return."""
-        return self._actor.call(lambda loop: loop.has_work) or bool(self._outbox)
-
-    def step(self) -> list[Delta]:
-        """One turn of the loop; returns the deltas of submitted requests that are new since the last step."""
-        self._actor.turn()
-        deltas = []
-        with contextlib.suppress(IndexError):
-            while True:
-                deltas.append(self._outbox.popleft())
-        return deltas
-
-    def warmup(self, first_token: bool = False, *, also: Sequence[Extra] = ()) -> None:
-        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C leaves out those not begun.
-
-        With `first_token` only what a request's first token needs: it comes sooner, and the second waits for the rest.
-        What requests with `structured`, `prompt_logprobs` or snapshots (`keep`) take is compiled here if `also` names
-        it, else with the first of them.
-        """
-        total = self._loop.runner.warmup_size(first_token, also)
-        self._check_leads()
-        self._actor.call(Loop.begin_warmup, first_token, also)
-        end = self._actor.last_message(Loop.end_warmup)
-        with progress("compiling", total) as advance:
-            try:
-                while self._actor.ask(Loop.compile_next) is not None:
-                    advance(1)
-            finally:
-                end()
-
-    def forget_prefixes(self) -> None:
-        """Frees all known prefixes but those in use: later prompts are computed anew, with the same bits."""
-        self._actor.call(Loop.forget_prefixes)
-
-    def follow(self) -> None:
-        """This process's part in what the first one has this engine do, until that one's engine ends.
-
-        For a model over the devices of several processes: all make the same engine, and all but the first then follow.
-        Raises RuntimeError in the first process, and whatever fails here.
-        """
-        if self._wire is None or self._leads:
-            raise RuntimeError("only an engine over several processes is followed, by all of them but the first")
-        follow(self._loop, self._intake, self._wire)
-
-    def stats(self) -> Stats:
-        """The counts at this moment."""
-        return self._actor.call(Loop.stats)
-
-    async def astats(self) -> Stats:
-        """`stats` for asyncio."""
-        events = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = events.create_future()
-
-        def put(outcome: Any) -> None:
-            if not answer.done():  # nobody waits any more
-                answer.set_result(outcome)
-
-        self._actor.send(functools.partial(events.call_soon_threadsafe, put), Loop.stats)
-        return result(await answer)
-
-    @property
-    def alive(self) -> bool:
-        """True while the engine's thread runs, which answers every call."""
-        return self._actor.alive
-
-    def __repr__(self) -> str:
-        # Read as they are, without a message: the engine's thread may be compiling.
-        runner, scheduler = self._loop.runner, self._loop.scheduler
-        size = runner.model.parameters
-        return (
-            f"<Engine: {size:,} parameters, {len(scheduler.running)} of {scheduler.slots} slots running, "
-            f"{scheduler.waiting} waiting, {scheduler.pages - scheduler.free_pages} of {scheduler.pages} pages in use>"
-        )
-
-    def _request(self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str) -> Request:
-        """The checked request, not yet in the queue."""
-        refuse_fork()
-        self._check_leads()
-        return self._intake.request(next(self._ids), prompt, params, truncate, name)
-
-    def _check_leads(self) -> None:
-        if not self._leads:
-            raise RuntimeError(
-                f"this is process {jax.process_index()} of {jax.process_count()}, and the first one asks the engine: "
-                "call engine.follow() here"
-            )
-
-    def _requests(
-        self, prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None, truncate: Truncate
-    ) -> list[Request]:
-        """The checked requests, not yet in the queue."""
-        refuse_fork()
-        return self._intake.requests(self._ids, prompts, params, truncate)
-
-    def _deltas(
-        self, requests: Sequence[Request], times: Iterable[float], *, whole: bool = False, queued: bool = False
-    ) -> Generator[Any, None, None]:
-        """The deltas of requests with their indices, with `whole` only the last of each sequence.
-
-        Submits the requests at `times`, unless the caller does: with `queued`, after a first item that is None.
-        """
-        actor, news = self._actor, queue.SimpleQueue()
-        reader = Reader(requests, news.put, whole)
-        leave, coming = actor.last_message(reader.leave), deque(zip(times, requests, strict=False))
-        try:
-            if queued:
-                yield None
-            begin = time.perf_counter()
-            while reader.unfinished:
-                now, due = time.perf_counter() - begin, []
-                while coming and coming[0][0] <= now:
-                    due.append(coming.popleft()[1])
-                if due:
-                    actor.send(None, Loop.enqueue_all, due)
-                try:
-                    item = news.get_nowait()
-                except queue.Empty:
-                    actor.wait(reader)
-                    try:
-                        item = news.get(timeout=coming[0][0] - now if coming else None)
-                    except queue.Empty:
-                        continue
-                yield reader.take(item)
-            if reader.fault is not None:
-                raise reader.fault
-        finally:
-            leave()
+        model = checkpoint.load(path, dtype, revision=commit)
+        return cls(model, tokenizer, settings, execution=execution, filters=filters)

@@ -37,7 +37,7 @@ import ling3
 from ling3.cache import Cache, KDAState, Span
 from ling3.interpret.inspect import report
 from ling3.ops.kda import kda_step
-from ling3.train.nano.problems import ask, last_number, problems
+from ling3.train.nano.problems import ask, last_integer, problems
 
 plots.use()
 nano, tok, tiny = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano"), ling3.Ling3Config()
@@ -325,8 +325,8 @@ memories = {
     "all stale": cleared(used),
 }
 found = {name: greedy(memory, questions) for name, memory in memories.items()}
-right = {name: sum(last_number(text) == p.answer for text, p in zip(texts, stories)) for name, texts in found.items()}
-shown = next(i for i, p in enumerate(stories) if last_number(found["all stale"][i]) == p.answer and len(p.steps) > 1)
+right = {name: sum(last_integer(text) == p.answer for text, p in zip(texts, stories)) for name, texts in found.items()}
+shown = next(i for i, p in enumerate(stories) if last_integer(found["all stale"][i]) == p.answer and len(p.steps) > 1)
 print("user 1:", f"{facts[shown]}.\nuser 2: {rests[shown]}")
 for name in ("fresh cache", "all stale"):
     print(f"  {name + ':':13}{found[name][shown]}")
@@ -354,7 +354,7 @@ plt.show()
 # %%
 whole = [tok.encode(ask(p)) for p in stories]
 fresh, stale = greedy(memories["fresh cache"], whole), greedy(memories["all stale"], whole)
-scores = [sum(last_number(text) == p.answer for text, p in zip(texts, stories)) for texts in (fresh, stale)]
+scores = [sum(last_integer(text) == p.answer for text, p in zip(texts, stories)) for texts in (fresh, stale)]
 print(f"complete questions right: {scores[0]} of {BATCH} in a fresh cache, {scores[1]} in a stale one")
 assert min(scores) > 0.9 * BATCH
 

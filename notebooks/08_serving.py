@@ -34,8 +34,8 @@ import numpy as np
 import plots
 
 import ling3
-from ling3.engine.loop import Loop
-from ling3.train.nano.problems import ask, last_number, problems
+from ling3.serve import Loop
+from ling3.train.nano.problems import ask, last_integer, problems
 
 plots.use()
 nano, tok = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
@@ -43,7 +43,7 @@ engine = ling3.Engine(
     nano,
     tok,
     max_running_requests=4,  # slots: a slot holds one request's KDA states
-    num_pages=28,  # pages: each holds the MLA latents of 16 tokens
+    num_pages=26,  # pages: each holds the MLA latents of 16 tokens
     page_size=16,
     chunked_prefill_size=32,  # prompt tokens that may go in per turn
     token_paddings=(16, 32),  # the widths that prefill is compiled for
@@ -57,11 +57,11 @@ print(engine.stats())
 # %% [markdown]
 # ## The turn
 #
-# The heart of the engine is one function, called over and over. This is it, with the comments it has in
-# `ling3/engine/loop.py`:
+# The heart of the engine is one function, called over and over. This is it, as it stands in `ling3/serve.py`, the file
+# that this notebook walks through:
 
 # %%
-print(inspect.getsource(Loop.launch))
+print(inspect.getsource(Loop.turn))
 
 # %% [markdown]
 # Five things happen in a turn:
@@ -69,9 +69,10 @@ print(inspect.getsource(Loop.launch))
 # 1. **Make room.** Every decoding request will write up to four more latents. If pages run out, the youngest is
 #    preempted.
 # 2. **Admit.** The oldest waiting request gets a slot and pages, while there are any: first come, first served.
-# 3. **Prefill.** Prompts go in by chunks, at most 32 padded tokens a turn, so that a long prompt does not make the
-#    others wait.
-# 4. **Decode.** One call computes up to four tokens for every request whose prompt is done.
+# 3. **Extend.** Prompts go into the caches by chunks, at most 32 padded tokens a turn, so that a long prompt does not
+#    make the others wait. Nothing is sampled, and a prompt's last token stays out.
+# 4. **Decode.** One call computes up to four tokens for every request whose prompt is in but for that token, with which
+#    decoding begins.
 # 5. **Read** what the turn *before* has computed, while the device works on this one.
 #
 # So Python and the device work at the same time, and Python sees tokens one turn late: a request that has ended keeps
@@ -104,7 +105,7 @@ def watch(engine, arrivals):
             first_id = number if first_id is None else first_id
         before = engine.stats()
         deltas = engine.step()
-        running, scheduler = {}, engine._loop.scheduler  # a look inside: what `stats` counts, by name
+        running, scheduler = {}, engine.loop.scheduler  # a look inside: what `stats` counts, by name
         for sequence in scheduler.running:
             number = sequence.request.request_id - first_id
             waits = "decode" if sequence.decoding else "ready"
@@ -123,7 +124,7 @@ for turn, (now, b) in enumerate((entry["stats"], entry["before"]) for entry in l
     new = (now.prompt_tokens - b.prompt_tokens, now.output_tokens - b.output_tokens)
     print(f"{turn:4} {now.waiting:8} {now.free_slots:11} {now.free_pages:11} {new[0]:14} {new[1]:19}")
 stats = engine.stats()
-assert stats.submitted == sum(stats.finished.values()) == 11 and stats.free_slots == 4 and stats.free_pages == 28
+assert stats.submitted == sum(stats.finished.values()) == 11 and stats.free_slots == 4 and stats.free_pages == 26
 assert stats.preemptions >= 1
 print(f"\n{stats.steps} turns, {stats.prefill_calls} prefill and {stats.decode_calls} decode calls", end=", ")
 print(f"{stats.output_tokens} tokens, {stats.preemptions} preemptions")
@@ -160,7 +161,7 @@ waits = max(len(entry["waiting"]) for entry in log)
 slots.set_yticks([0, 1, 2, 3, *range(5, 5 + waits)], [*(f"slot {i}" for i in range(4)), *["waits"] * waits])
 slots.invert_yaxis()
 slots.grid(visible=False)
-pages.axhline(28, color=plots.BLACK, linewidth=1)
+pages.axhline(26, color=plots.BLACK, linewidth=1)
 pages.set(xlabel="turn of the loop  (▼ a preemption)", ylabel="pages held", ylim=(0, 32), xlim=(0, len(log)))
 pages.grid(visible=False)
 plt.show()
@@ -188,7 +189,7 @@ for entry in log:
     assert now.free_pages + held == now.pages and now.running + now.free_slots == now.slots
 oldest = [min(numbers) for numbers in together if numbers]
 assert oldest == sorted(oldest), "the oldest running request stays until it is done"
-solved = [last_number(crowded[i].text) == some[i].answer for i in (0, 2, 4, 5, 6, 8, 9)]
+solved = [last_integer(crowded[i].text) == some[i].answer for i in (0, 2, 4, 5, 6, 8, 9)]
 print(f"{sum(solved)} of {len(solved)} problems among them are right")
 assert sum(solved) >= 6
 
@@ -282,11 +283,11 @@ def list_schedule(lengths, slots, per_call):
     free = [0] * slots
     for n in lengths:
         slot = int(np.argmin(free))
-        free[slot] += -(-(n - 1) // per_call)
+        free[slot] += -(-n // per_call)
     return max(free)
 
 
-decoded = sum(lengths) - len(lengths)  # the first token of each comes with its prompt
+decoded = sum(lengths)
 static = decode_calls([requests[i : i + 4] for i in range(0, 24, 4)])
 continuous = decode_calls([requests])
 counted = {
@@ -300,20 +301,21 @@ colours = (plots.ORANGE, plots.BLUE, plots.SKY, "#DDDDDD")
 bars = ax.barh(list(counted), list(counted.values()), color=colours, edgecolor=plots.BLACK, linewidth=0.6)
 for bar, hatch in zip(bars, plots.HATCHES):
     bar.set_hatch(hatch)
-used = [f"{n}: {100 * decoded / (16 * n):.0f} % of rows · steps used" for n in counted.values()]
+used = [f"{n}: {100 * decoded / (16 * n):.0f} % of 16 tokens a call" for n in counted.values()]
 ax.bar_label(bars, used, padding=4)
-ax.set(xlabel="decode calls for 24 requests, four rows and four steps each", xlim=(0, 1.7 * static))
+ax.set(xlabel="decode calls for 24 requests, four rows and up to four steps each", xlim=(0, 1.7 * static))
 ax.invert_yaxis()
 ax.grid(axis="y", visible=False)
 plt.show()
-by_hand = sum(-(-(max(lengths[i : i + 4]) - 1) // 4) for i in range(0, 24, 4))
+by_hand = sum(-(-max(lengths[i : i + 4]) // 4) for i in range(0, 24, 4))
 print(f"static, by hand: {by_hand} calls if all four began at once; {static} counted, as prompts go in one by one")
 assert counted["continuous, ideal"] <= continuous < static and by_hand <= static
 
 # %% [markdown]
 # The gap between static and continuous is the spread of lengths: with all answers equal it would all but vanish. The
-# gap between continuous and its ideal is this loop's own: prompts are prefilled one after the other, a slot is refilled
-# a turn after its request has ended, and the last requests run with idle slots beside them.
+# gap between continuous and its ideal comes from this loop: prompts are prefilled one after the other, a slot is
+# refilled a turn after its request has ended, an answer's first token comes in a call of one step so that nobody waits
+# for it longer, and the last requests run with idle slots beside them.
 #
 # ## Exercises
 #
@@ -331,10 +333,10 @@ assert counted["continuous, ideal"] <= continuous < static and by_hand <= static
 #
 # <details><summary>Solution</summary>
 #
-# `num_pages`: pages end before slots do. With 64 of them at most 29 are held at a time, so 29 are enough, and one fewer
+# `num_pages`: pages end before slots do. With 64 of them at most 28 are held at a time, so 28 are enough, and one fewer
 # already costs a preemption. Three slots avoid it too (at most 24 pages are held), but nobody has been helped: the
-# fourth request waits outside instead, and the same work takes 69 turns instead of 61. With all the pages it needs it
-# takes 60, so one preemption is cheap. The answers are the same every time.
+# fourth request waits outside instead, and the same work takes 68 turns instead of 60. With all the pages it needs it
+# takes 60 too, so one preemption is cheap. The answers are the same every time.
 #
 # </details>
 #
@@ -342,10 +344,10 @@ assert counted["continuous, ideal"] <= continuous < static and by_hand <= static
 #
 # <details><summary>Solution</summary>
 #
-# The host looks after every token: less waste after an end, quicker admission, and more calls. The run takes 182 turns
-# instead of 61, and 181 decode calls instead of 60. Nobody is preempted, as a turn has to find room for one more latent
-# of each request and not for four: at most 28 pages are held. The answers' bits stay the same, since each step computes
-# what it did before.
+# The host looks after every token: less waste after an end, quicker admission, and more calls. The run takes 184 turns
+# instead of 60, and 183 decode calls instead of 67. Somebody is preempted all the same: a turn has to find room for one
+# more latent of each request and not for four, but the answers are as long. The answers' bits stay the same, since each
+# step computes what it did before.
 #
 # </details>
 #

@@ -39,9 +39,19 @@ from matplotlib.patches import Patch
 
 import ling3
 from ling3 import afd
-from ling3.afd.cost import H200, ModelCost, distinct
-from ling3.afd.layouts import Layout, Stage, Work, best, fullest, stages, step_time
-from ling3.afd.simulation import simulate
+from ling3.afd.cost import (
+    H200,
+    DecodeStep,
+    Deployment,
+    ModelCost,
+    Stage,
+    best,
+    distinct,
+    fullest,
+    simulate,
+    stages,
+    step_time,
+)
 from ling3.families.deepseek_v4_config import DeepseekV4Config
 
 plots.use()
@@ -239,10 +249,10 @@ table(["", *MODELS], [[name, *(v if isinstance(v, str) else f"{v:.1f}" for v in 
 batches = 2 ** np.arange(0, 15)
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.3), sharey=True)
 for ax, (name, model) in zip(axes, MODELS.items()):
-    one = Layout(1, 1, H200, H200)
-    per_token = {"experts": sum(s.experts[-1] for s in stages(model, Work(0, batches, 1), one))}
+    one = Deployment(1, 1, H200, H200)
+    per_token = {"experts": sum(s.experts[-1] for s in stages(model, DecodeStep(0, batches, 1), one))}
     per_token |= {
-        f"attention at {label}": sum(s.attention for s in stages(model, Work(context, batches, 1), one))
+        f"attention at {label}": sum(s.attention for s in stages(model, DecodeStep(context, batches, 1), one))
         for context, label in ((1024, "1k"), (16_384, "16k"), (131_072, "128k"))
     }
     for (label, seconds), colour in zip(per_token.items(), (plots.BLACK, plots.SKY, plots.BLUE, plots.PINK)):
@@ -274,11 +284,14 @@ CASES = {  # context, batch and micro-batches
     "DeepSeek-V4-Flash": ((2, 2), ((1024, 800, 1), (1024, 800, 2))),
 }
 for name, ((sessions, cards), cases) in CASES.items():
-    layout = Layout(sessions, cards, H200, H200)
+    deployment = Deployment(sessions, cards, H200, H200)
     for context, batch, m in cases:
-        work = Work(context, batch, m, token_dtype=2)
+        work = DecodeStep(context, batch, m, token_dtype=2)
         steps = {"attention_workers": sessions, "ffn_workers": cards, "micro_batches": m, "steps": 1, "warm": 1}
-        found, closed = simulate(stages(MODELS[name], work, layout), **steps), step_time(MODELS[name], work, layout)
+        found, closed = (
+            simulate(stages(MODELS[name], work, deployment), **steps),
+            step_time(MODELS[name], work, deployment),
+        )
         times = [f"{closed * 1e3:.2f}", f"{found.step_time * 1e3:.2f}"]
         busy = [f"{found.attention_utilisation:.0%}", f"{found.ffn_utilisation:.0%}"]
         checked.append([f"{name}, {sessions}:{cards}", f"{context:,}", batch, m, *times, *busy])
@@ -336,8 +349,8 @@ for better in ((3, None), (2, 2)):
 N = 32
 for name, model in MODELS.items():
     for cards in (4, 8, 16):
-        divided = (N - cards) * Layout(N - cards, cards, H200, H200).room(model)
-        whole = N * Layout.undivided(N, H200).room(model)
+        divided = (N - cards) * Deployment(N - cards, cards, H200, H200).room(model)
+        whole = N * Deployment.undivided(N, H200).room(model)
         experts = len(model.blocks) * model.experts * model.expert_bytes
         assert np.isclose(divided - whole, experts - cards * (H200.memory - model.weights), atol=1e9)
         print(f"{name}, {N - cards} sessions and {cards} cards: {divided / whole:.0%} of the peer's room for caches")
@@ -361,11 +374,11 @@ MICRO_BATCHES = (1, 2, 3, 4)
 
 
 def work_of(context, once_per_card=False):
-    return Work(context, batch=1, micro_batches=1, token_dtype=2, once_per_card=once_per_card)
+    return DecodeStep(context, batch=1, micro_batches=1, token_dtype=2, once_per_card=once_per_card)
 
 
 def peers(model, work, devices, hardware, limit=0.050):
-    whole = [Layout.undivided(devices, hardware)]
+    whole = [Deployment.undivided(devices, hardware)]
     return {SYNCHRONOUS: best(model, work, whole, limit, 1), OVERLAPPED: best(model, work, whole, limit, 4)}
 
 
@@ -379,7 +392,7 @@ for ax, (name, model) in zip(axes, MODELS.items()):
     cards = range(2, DEVICES - 1, 2)
     for m, shade in zip(MICRO_BATCHES, (plots.SKY, plots.BLUE, plots.GREEN, plots.PINK)):
         work = dataclasses.replace(work_of(CONTEXT, ONCE_PER_CARD), micro_batches=m)
-        curve = [throughput(fullest(model, work, Layout(DEVICES - w, w, hardware, hardware), LIMIT)) for w in cards]
+        curve = [throughput(fullest(model, work, Deployment(DEVICES - w, w, hardware, hardware), LIMIT)) for w in cards]
         ax.plot(cards, curve, color=shade, label=f"divided, M = {m}")
     for kind, plan in peers(model, work_of(CONTEXT, ONCE_PER_CARD), DEVICES, hardware, LIMIT).items():
         ax.axhline(throughput(plan), color=LOOKS[kind]["color"], linestyle=LOOKS[kind]["linestyle"], label=kind)
@@ -406,7 +419,7 @@ plt.show()
 
 # %%
 usual = dataclasses.replace(H200, link_bandwidth=100e9)
-apart = [Layout(N - w, w, usual, usual) for w in range(2, N, 2)]
+apart = [Deployment(N - w, w, usual, usual) for w in range(2, N, 2)]
 for name, model in MODELS.items():
     by_m = {m: max(throughput(fullest(model, dataclasses.replace(work_of(4096), micro_batches=m), one, 0.050))
                    for one in apart) for m in (1, 2, 3)}  # fmt: skip
@@ -416,11 +429,13 @@ for name, model in MODELS.items():
         1.1 < plan.throughput / peer[SYNCHRONOUS].throughput < 1.5
         and plan.throughput < 0.8 * peer[OVERLAPPED].throughput
     )
-    shape = f"{plan.layout.attention_workers}:{plan.layout.ffn_workers}, {plan.work.micro_batches} micro-batches"
+    shape = (
+        f"{plan.deployment.attention_workers}:{plan.deployment.ffn_workers}, {plan.work.micro_batches} micro-batches"
+    )
     compared = [f"{plan.throughput / other.throughput:.2f} of {kind}" for kind, other in peer.items()]
     print(f"{name}, {shape}:", "; ".join(compared))
-three, ten = dataclasses.replace(work_of(4096), micro_batches=3), Layout(22, 10, usual, usual)
-twenty = Layout(12, 20, usual, usual)
+three, ten = dataclasses.replace(work_of(4096), micro_batches=3), Deployment(22, 10, usual, usual)
+twenty = Deployment(12, 20, usual, usual)
 assert fullest(ling, three, twenty, 0.050).throughput < 0.6 * fullest(ling, three, ten, 0.050).throughput
 
 # %% [markdown]
@@ -435,7 +450,9 @@ RATIOS = (4, 6, 8, 11, 16)
 ratio = {(name, kind): np.zeros((5, 5)) for name in MODELS for kind in (SYNCHRONOUS, OVERLAPPED)}
 for (name, model), (i, context), (j, link) in itertools.product(MODELS.items(), enumerate(CONTEXTS), enumerate(LINKS)):
     hardware = dataclasses.replace(H200, link_bandwidth=link)
-    divided = throughput(best(model, work_of(context), [Layout(N - w, w, hardware, hardware) for w in RATIOS], 0.050))
+    divided = throughput(
+        best(model, work_of(context), [Deployment(N - w, w, hardware, hardware) for w in RATIOS], 0.050)
+    )
     for kind, plan in peers(model, work_of(context), N, hardware).items():
         ratio[name, kind][i, j] = divided / throughput(plan)
 
@@ -500,14 +517,16 @@ H800 = dataclasses.replace(H200, memory=0.9 * 80e9, memory_bandwidth=3.35e12, fl
 
 def tokens(plan):
     """Per second, of all devices, whose price is 1."""
-    return 0.0 if plan is None else plan.throughput * plan.layout.price
+    return 0.0 if plan is None else plan.throughput * plan.deployment.price
 
 
 mixed = {}
 for (name, model), (few, context) in itertools.product(MODELS.items(), itertools.product((4, 6), (1024, 4096, 65_536))):
     work, many = work_of(context), 32 - few
-    divided = tokens(best(model, work, [Layout(many, few, H20, H800)], 0.050))
-    beside = [tokens(best(model, work, [Layout.undivided(n, kind)], 0.050)) for n, kind in ((many, H20), (few, H800))]
+    divided = tokens(best(model, work, [Deployment(many, few, H20, H800)], 0.050))
+    beside = [
+        tokens(best(model, work, [Deployment.undivided(n, kind)], 0.050)) for n, kind in ((many, H20), (few, H800))
+    ]
     mixed[name, many, few, context] = (divided, *beside, divided / sum(beside))
 assert mixed["Ling-3.0-flash", 26, 6, 1024][-1] > 1.15 and mixed["DeepSeek-V4-Flash", 28, 4, 65_536][-1] > 1.2
 assert mixed["Ling-3.0-flash", 26, 6, 65_536][-1] < 0.8 and mixed["DeepSeek-V4-Flash", 26, 6, 1024][-1] < 0.8
@@ -606,6 +625,7 @@ assert alone.period(1) == alone.period(1, divided=False) == 2.2  # on twice as m
 
 # 3
 times = [
-    stages(ling, Work(0, batch, 1), Layout(1, 1, H200, H200))[1].experts[-1] for batch in (1024, 8192, 16_384, 32_768)
+    stages(ling, DecodeStep(0, batch, 1), Deployment(1, 1, H200, H200))[1].experts[-1]
+    for batch in (1024, 8192, 16_384, 32_768)
 ]
 assert np.isclose(times[0], times[1], rtol=1e-6) and np.isclose(times[3], 2 * times[2])

@@ -31,7 +31,7 @@ from matplotlib.patches import Rectangle
 
 import ling3
 from ling3.cache import KDAState, Paged
-from ling3.leaves import leaves
+from ling3.leaves import array_leaves
 from ling3.mesh import Rules, place, plan
 from ling3.mesh.collectives import by_source, collectives
 
@@ -80,7 +80,7 @@ SHOWN = {
 def parts(model, rules=None):
     """The first and last share, from 0 to 1, of each array that each device has."""
     found, layout = {}, plan(nano, model.placement.mesh, rules)
-    whole = {leaf.path: (leaf.value, share) for leaf, share in zip(leaves(nano), layout.shares, strict=True)}
+    whole = {leaf.path: (leaf.value, share) for leaf, share in zip(array_leaves(nano), layout.shares, strict=True)}
     count = model.placement.mesh.shape["tensor"]
     for name, path in SHOWN.items():
         if path is not None:
@@ -135,7 +135,7 @@ plt.show()
 # %%
 for count in COUNTS:
     layout = plan(nano, mesh(count))
-    for leaf, share, placed in zip(leaves(nano), layout.shares, jax.tree.leaves(models[count]), strict=True):
+    for leaf, share, placed in zip(array_leaves(nano), layout.shares, jax.tree.leaves(models[count]), strict=True):
         whole = np.asarray(leaf.value)
         for shard in placed.addressable_shards:
             assert np.array_equal(shard.data, share.part(whole, share.number(shard.index))), leaf.path

@@ -10,7 +10,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import jaxtyping
-import numpy as np
 import pytest
 from slow_cases import slowly
 from tiny import TINY, open_model
@@ -18,7 +17,7 @@ from tiny import TINY, open_model
 import ling3
 from ling3 import afd
 from ling3.cache import Span
-from ling3.engine.masks import Masks
+from ling3.engine.grammars import words
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Sampling
 from ling3.engine.sampling_params import SamplingParams
@@ -212,50 +211,56 @@ def model(module):
 def pool(module):
     real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
     sampling = Sampling.build([(SamplingParams(), 0, SEQ, ())] * BATCH, TINY.vocab_size, 1)
-    table, tokens = span(SEQ).table, jnp.zeros((BATCH, SEQ), jnp.int32)
+    table = span(SEQ).table
     own = module.Pool.empty(real, sampling, 4, PAGE, jnp.float32)
     slots = jnp.arange(BATCH, dtype=jnp.int32)
     rows = module.Rows(slots, table)
-    module.prefill(real, rows, tokens, WHOLE.length, jnp.ones(BATCH, bool), own, PLAIN)
-    module.decode(real, rows, jnp.asarray(2, jnp.int32), own, PLAIN)
-    allowed = Masks.build(BATCH, TINY.vocab_size, [0], [(3, [4], None)])
-    module.constrained(real, rows, jnp.asarray(2, jnp.int32), allowed, own, PLAIN)
+    view = own.take(rows)
+    own.put(rows, view.after(view.cache(table), slots, slots < 1))
     slot, one = jnp.asarray(0, jnp.int32), jax.tree.map(lambda x: x[:1], sampling)
-    contents = module.SlotContents(module.swap_out(slot, own), slot, slot, slot, jnp.asarray(False), one)
+    contents = module.SlotContents(module.swap_out(slot, own), slot, slot, slot, one)
     module.swap_in(slot, contents, own)
     module.write_pages(slots, module.read_pages(slots, own), own)
 
 
-def passes(module):
+def forward(module):
     real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
     sampling = Sampling.build([(SamplingParams(), 0, SEQ, ())] * BATCH, TINY.vocab_size, 1)
     own, tokens = Pool.empty(real, sampling, 4, PAGE, jnp.float32), jnp.zeros((BATCH, SEQ), jnp.int32)
     rows = Rows(jnp.arange(BATCH, dtype=jnp.int32), span(SEQ).table)
-    module.score(real, rows, tokens, WHOLE.length, tokens, jnp.ones(BATCH, bool), own, PLAIN)
-    (_, logits), own = module.prompt_end(real, rows, tokens, WHOLE.length, own, PLAIN)
-    _, own = module.first_token(rows, logits, own, PLAIN)
-    module.watch(real, rows, tokens, WHOLE.length, ("layers.0.residual",), own, PLAIN)
+    batch = module.Batch(rows, tokens, WHOLE.length, targets=tokens, want=("layers.0.residual",))
+    _, own = module.extend(real, batch, own, PLAIN)
+    masks = jnp.ones((BATCH, words(TINY.vocab_size)), jnp.uint32)
+    module.decode(real, module.Batch(rows, tokens, WHOLE.length, masks), own, PLAIN)
 
 
 def masks(module):
-    built = module.Masks.build(3, 70, [1], [(5, [6], np.zeros(3, np.uint32))])
-    module.masked(numbers(3, 70), built.at(jnp.asarray(1, jnp.int32)))
+    forced, allowed = jnp.full((3, 2), -1, jnp.int32), jnp.ones((3, 3), jnp.uint32)
+    module.masked(numbers(3, 70), module.mask_of_step(forced, allowed, jnp.asarray(1, jnp.int32)))
 
 
-def ffn_worker(module):
+def batching(module):
     area = afd.FfnArea.empty(2, 3, 4, 5, 512)
-    out, area = module.ffn_worker_batching(area, expert_num=6, max_out_shape=(2, 4, 5, 7), need_schedule=1, layer_num=2)
-    module.ffn_to_attention(afd.AttentionArea.empty(3, 4, 5, 512), out.y, out, session_id=0)
+    module.ffn_worker_batching(area, expert_num=6, max_out_shape=(2, 4, 5, 7), need_schedule=1, layer_num=2)
 
 
-def attention_worker(module):
+def returning(module):
+    out, attn = (
+        afd.FfnBatch(**dict.fromkeys((f.name for f in dataclasses.fields(afd.FfnBatch)), jnp.zeros(9, jnp.int32))),
+        afd.AttentionArea.empty(3, 4, 5, 512),
+    )
+    out = dataclasses.replace(out, actual_token_num=jnp.asarray(9, jnp.int32))
+    attn = module.ffn_to_attention(attn, numbers(9, 7), out, session_id=0)
+    module.attention_worker_combine(attn, numbers(4, 3), 0, hidden_size=7, dtype=jnp.float16, need_schedule=1)
+
+
+def sending(module):
     ids, table = jnp.zeros((4, 3), jnp.int32), jnp.ones((8, 9), jnp.int32)
     route = {"session_id": 0, "micro_batch_id": 0, "expert_ids": ids, "expert_rank_table": table, "moe_expert_num": 6}
     area, attn = afd.FfnArea.empty(2, 3, 4, 5, 512), afd.AttentionArea.empty(3, 4, 5, 512)
     for token_dtype, dtype in ((0, jnp.float16), (2, jnp.float32)):
         module.attention_to_ffn(area, numbers(4, 7, dtype=dtype), layer_id=0, rank=0, token_dtype=token_dtype, **route)
-    attn = module.complete_unrouted(attn, **route)
-    module.attention_worker_combine(attn, numbers(4, 3), 0, hidden_size=7, dtype=jnp.float16, need_schedule=1)
+    module.complete_unrouted(attn, **route)
 
 
 def windows(module):
@@ -264,8 +269,8 @@ def windows(module):
 
 SLOW = (
     *("layers/csa", "layers/hyper", "ops/compressed_attention", "ops/few_token_experts"),
-    *("afd/attention_worker", "afd/ffn_worker", "model", "engine/pool", "ops/attention"),
-    *("layers/mla", "engine/passes", "ops/packed_kv"),
+    *("afd/operators/sending", "afd/operators/batching", "model", "engine/pool", "ops/attention"),
+    *("layers/mla", "engine/forward", "ops/packed_kv"),
 )
 """Those that take longest."""
 
@@ -285,16 +290,17 @@ FILES = {
     "cache": cache,
     "model": model,
     "engine/pool": pool,
-    "engine/passes": passes,
+    "engine/forward": forward,
     "engine/masks": masks,
     "layers/csa": csa,
     "layers/hyper": hyper,
     "ops/compressed_attention": compressed_attention,
     "ops/few_token_experts": few_token_experts,
     "ops/packed_kv": packed_kv,
-    "afd/windows": windows,
-    "afd/ffn_worker": ffn_worker,
-    "afd/attention_worker": attention_worker,
+    "afd/operators/windows": windows,
+    "afd/operators/sending": sending,
+    "afd/operators/batching": batching,
+    "afd/operators/returning": returning,
 }
 
 

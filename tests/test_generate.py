@@ -11,7 +11,8 @@ from slow_cases import slowly
 from tiny import ALIGNED, TINY, open_model
 
 import ling3
-from ling3.engine.pool import Pool, Rows, decode, prefill
+from ling3.engine.forward import Batch, decode, extend
+from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Sampling
 from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import Execution
@@ -109,11 +110,20 @@ def test_draws_depend_on_the_seed_and_not_on_the_company(model, alone):
         assert found == [sampled[i]]
 
 
+def test_params_and_fields_by_name_are_the_same(model):
+    params = SamplingParams(max_tokens=9, temperature=0.7, seed=3, ignore_eos=True)
+    expected = ling3.generate(model, PROMPTS, max_tokens=9, temperature=0.7, seed=3, ignore_eos=True)
+    assert ling3.generate(model, PROMPTS, params) == expected
+    assert ling3.generate(model, PROMPTS, dataclasses.replace(params, seed=9), seed=3) == expected
+    with pytest.raises(TypeError, match="temprature"):
+        ling3.generate(model, PROMPTS, temprature=1.0)
+
+
 def test_nothing_is_traced_again(model):
     """Other prompts of the same widths, other samplings, and any number of stops run what is compiled."""
 
     def programs():
-        return [function._cache_size() for function in (prefill, decode)]
+        return [function._cache_size() for function in (extend, decode)]
 
     ling3.generate(model, PROMPTS, max_tokens=40, ignore_eos=True)
     compiled = programs()
@@ -140,6 +150,13 @@ def pool_of(model, slots, pages):
     return Pool.empty(model, Sampling.build(rows, model.config.vocab_size, 8), pages, 16, jnp.float32)
 
 
+def compiled(program, model, rows, width, pool):
+    """The memory that a program takes for rows of so many tokens."""
+    count = rows.table.shape[0]
+    batch = Batch(rows, jnp.zeros((count, width), jnp.int32), jnp.ones(count, jnp.int32))
+    return program.lower(model, batch, pool, Execution.default()).compile().memory_analysis()
+
+
 @pytest.mark.parametrize("slots", [[0, 2], *slowly([None])], ids=["some slots", "every slot"])
 def test_the_memory_is_updated_in_place(model, slots):
     """Every byte of the pool, caches and all, is an output that lies in its input's buffer."""
@@ -150,11 +167,8 @@ def test_the_memory_is_updated_in_place(model, slots):
         jnp.arange(2 * count, dtype=jnp.int32).reshape(count, 2),
     )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(pool))
-    memory = decode.lower(model, rows, jnp.asarray(4, jnp.int32), pool, Execution.default()).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == size
-    tokens = (jnp.zeros((count, 16), jnp.int32), jnp.ones(count, jnp.int32), jnp.ones(count, bool))
-    memory = prefill.lower(model, rows, *tokens, pool, Execution.default()).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == size
+    for program, width in ((decode, 0), (extend, 16)):
+        assert compiled(program, model, rows, width, pool).alias_size_in_bytes == size
 
 
 def test_narrow_weights_are_widened_nowhere():
@@ -162,7 +176,7 @@ def test_narrow_weights_are_widened_nowhere():
     config = dataclasses.replace(TINY, vocab_size=8192)
     model = ling3.init(config, key=jax.random.key(0), dtype=jnp.bfloat16)
     pool, rows = pool_of(model, 2, 4), Rows(None, jnp.arange(4, dtype=jnp.int32).reshape(2, 2))
-    memory = decode.lower(model, rows, jnp.asarray(4, jnp.int32), pool, Execution.default()).compile().memory_analysis()
+    memory = compiled(decode, model, rows, 0, pool)
     assert memory.temp_size_in_bytes < 4 * model.lm_head.weight.size
 
 
@@ -173,13 +187,7 @@ def test_a_prefill_s_temporaries_are_one_layer_s():
     def temporaries(layers):
         model = ling3.init(dataclasses.replace(TINY, num_hidden_layers=layers), key=jax.random.key(0))
         pool, rows = pool_of(model, 1, 32), Rows(None, jnp.arange(32, dtype=jnp.int32)[None])
-        tokens = (jnp.zeros((1, 512), jnp.int32), jnp.full(1, 512, jnp.int32), jnp.ones(1, bool))
-        return (
-            prefill.lower(model, rows, *tokens, pool, Execution.default())
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+        return compiled(extend, model, rows, 512, pool).temp_size_in_bytes
 
     results = 512 * TINY.num_experts_per_tok * TINY.hidden_size * 4
     assert temporaries(6) - temporaries(3) < 3 * results / 2
@@ -204,6 +212,8 @@ def test_a_prefill_s_temporaries_are_one_layer_s():
         ([[1]], {"top_p": 0.0, "min_p": 2.0}, "top_p is 0.0.*min_p is 2.0"),
         ([[1]], {"top_k": 0}, "top_k is 0"),
         ([[1]], {"seed": -1}, "seed is -1"),
+        ([[1]], {"n": 2}, "n is 2, which ling3.generate cannot do: use an Engine"),
+        ([[1]], {"params": SamplingParams(stop=["x"])}, r"stop is \('x',\), which ling3.generate cannot do"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(model, prompts, options, message):

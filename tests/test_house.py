@@ -1,7 +1,9 @@
 """The shape of the house: imports run one way, and a wrong array is named at the door."""
 
 import ast
+import collections
 import pathlib
+import re
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -100,6 +102,98 @@ def test_the_engine_names_no_layer():
 def test_no_layer_and_no_operator_asks_for_the_platform():
     for path in [*(ROOT / "ops").glob("*.py"), *(ROOT / "layers").glob("*.py"), ROOT / "model.py"]:
         assert "default_backend" not in path.read_text(), path.name
+
+
+# Public CamelCase names of modules that mean several things. The list only shrinks.
+SHARED_NAMES = {
+    # A command's class is its name on the command line, and a body's class its name in OpenAPI.
+    *("Chat", "Look", "Completion", "Text"),
+    # Public exports, beside a name inside the engine or the mesh.
+    *("Choice", "Layout", "Snapshot"),
+    # Names of the server, the engine and the command line's options.
+    *("AnyTool", "Model", "Options", "Sampling"),
+    # What a step of training takes, a public export, and what a forward program takes.
+    "Batch",
+}
+
+
+def test_a_public_class_has_a_name_of_its_own():
+    files = collections.defaultdict(set)
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            names = [node.name] if isinstance(node, ast.ClassDef) else [getattr(x, "id", "") for x in targets]
+            for name in names:
+                if re.match(r"[A-Z].*[a-z]", name):
+                    files[name].add(str(path.relative_to(ROOT)))
+    shared = {name: sorted(where) for name, where in files.items() if len(where) > 1}
+    assert shared.keys() == SHARED_NAMES, {name: shared.get(name) for name in shared.keys() ^ SHARED_NAMES}
+
+
+# Files of more than 400 lines, functions of more than 60, and how many functions of a file have more than 6 parameters:
+# what is listed may not grow, and what is no longer there must be taken off the list.
+LONG_FILES = {
+    # One mechanism: compressed sparse attention, and the formats of few bits.
+    **{"layers/csa.py": 413, "ops/quantized.py": 402},
+}
+LONG_FUNCTIONS = {
+    # Long docstrings of public entries.
+    **{
+        "checkpoint/loading.py load": 71,
+        "checkpoint/quantizing.py quantize": 66,
+        "interpret/ablations.py ablations": 76,
+    },
+    # One pass over all tensors, and one over all blocks of rows.
+    **{"checkpoint/accounting.py account": 63, "ops/experts.py block_experts": 71},
+}
+MANY_PARAMETERS = {
+    # Public entries, whose options are keywords.
+    **{
+        "afd/cost/simulation.py": 1,
+        "afd/processes.py": 2,
+        "afd/system.py": 1,
+        "bench/measure.py": 1,
+    },
+    **{"bench/remote.py": 1, "evals/harness.py": 1, "evals/run.py": 1, "fleet/fleet.py": 1, "generate.py": 1},
+    **{"interpret/ablations.py": 1, "interpret/plan.py": 1, "checkpoint/quantizing.py": 1, "checkpoint/saving.py": 1},
+    # Operators: the arrays of a formula, and how it runs.
+    **{"ops/attention.py": 3, "ops/attention_cpu.py": 1, "ops/compressed_attention.py": 2, "ops/experts.py": 6},
+    **{"ops/experts_kernel.py": 1, "ops/few_token_experts.py": 1, "ops/kda.py": 5, "ops/kda_step_kernel.py": 2},
+    **{"ops/latent_attention_kernel.py": 1, "ops/products_cpu.py": 1, "mesh/collectives.py": 1},
+    **{"afd/operators/sending.py": 4, "afd/operators/returning.py": 1},
+    # The sizes of an engine's memory, and the public engine.
+    **{"engine/scheduler.py": 2, "serve.py": 2, "afd/attention_worker.py": 1},
+    # The sizes of an array or a layer, or the parts of a file or config.
+    **{"cache.py": 1, "checkpoint/loading.py": 2, "families/config_fields.py": 1, "intervention.py": 1},
+    **{"layers/gate.py": 1, "layers/mlp.py": 1, "layers/quantized.py": 1},
+}
+
+
+def _parameters(function):
+    """How many parameters a function has, without `self`."""
+    own = function.args
+    every = [*own.posonlyargs, *own.args, *own.kwonlyargs, *filter(None, (own.vararg, own.kwarg))]
+    return len(every) - (every[:1] != [] and every[0].arg in ("self", "cls"))
+
+
+def test_files_and_functions_are_short():
+    files, functions, parameters = {}, {}, collections.Counter()
+    for path in ROOT.rglob("*.py"):
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        files[name] = len(text.splitlines())
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                key, lines = f"{name} {node.name}", node.end_lineno - node.lineno + 1
+                functions[key] = max(lines, functions.get(key, 0))
+                parameters[name] += _parameters(node) > 6
+    for found, listed, most in (
+        (files, LONG_FILES, 400),
+        (functions, LONG_FUNCTIONS, 60),
+        (parameters, MANY_PARAMETERS, 0),
+    ):
+        beyond = {name: size for name, size in found.items() if size > most}
+        assert beyond.keys() == listed.keys(), sorted(beyond.keys() ^ listed.keys())
+        assert not {name: size for name, size in beyond.items() if size > listed[name]}
 
 
 def test_the_package_needs_no_torch():

@@ -17,7 +17,7 @@ def threads(setting: Setting) -> Trial:
         ray = cluster.library()
     except ValueError:
         raise Absent("Ray (pip install 'ling3[fleet]')") from None
-    cluster.connect(ray, None, 6)  # before JAX computes anything here
+    cluster.join_cluster(ray, None, 6)  # before JAX computes anything here
     longest = setting.size(full=256, toy=16)
     model = ling3.load("nano", dtype=jnp.float32)
     requests = random_requests(setting.size(full=64, toy=8), model.config.vocab_size, (16, longest), (16, longest))

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,8 +20,11 @@ from benchmarks.models import FOUR_LAYERS, TOY, checkpoint
 from benchmarks.oracles import is_peer
 from benchmarks.registry import Setting, Side, Trial, Wrong, case
 from ling3.bench.measure import SampleRequest, random_requests
-from ling3.engine.prefixes import Prefixes
+from ling3.engine.prefixes import Grid, Snapshot
+from ling3.engine.request import Request, TokenSequence
+from ling3.engine.scheduler import Scheduler
 from ling3.evals.run import PROTOCOL
+from ling3.text.detokenizer import StopStrings
 
 ROOM = 4096
 """The context of nano here, with its own weights: it was trained on 2,048 tokens."""
@@ -32,6 +34,8 @@ ANSWER = 32
 """Tokens of a chat's answers."""
 UNLIMITED = 1024
 """Snapshots: more than there are prefixes in any workload."""
+VOCABULARY = 2**16
+"""Token ids of the workloads without a model."""
 
 Tokens = list[int]
 
@@ -270,13 +274,13 @@ Workload = Callable[[np.random.Generator, int, Sizes, Answers], Waves]
 """Draws its prompts from a vocabulary; the answers to a wave are there when the next one is asked for."""
 
 
-def _shared_prefix(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
+def shared_prefix(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
     """One instruction, and another suffix in each prompt."""
     instruction = draw.integers(0, vocab, sizes.instruction).tolist()
     yield [instruction + draw.integers(0, vocab, sizes.length).tolist() for _ in range(sizes.requests)]
 
 
-def _chat(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
+def chat(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
     """Conversations after one instruction: each prompt is the former one, its answer, and a new message."""
     instruction = draw.integers(0, vocab, sizes.instruction).tolist()
     talks = [list(instruction) for _ in range(sizes.requests)]
@@ -286,7 +290,7 @@ def _chat(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers)
         yield [list(talk) for talk in talks]
 
 
-def _tree(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
+def tree(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
     """Every path through a tree of texts with the instruction as its root, in random order."""
     paths = [draw.integers(0, vocab, sizes.instruction).tolist()]
     for _ in range(3):
@@ -310,59 +314,70 @@ class Ideal:
         return found * self.step
 
 
-def _prefixes(engine: ling3.Engine) -> Prefixes:
-    """Those of an engine on one device."""
-    (prefixes,) = engine._loop.scheduler.prefixes
-    return prefixes
+def _found(scheduler: Scheduler, step: int, prompt: Tokens) -> int:
+    """Serves a prompt as an engine does, but for the model; returns how many of its tokens were known."""
+    request = Request(0, None, prompt, ling3.SamplingParams())
+    sequence = TokenSequence(request, 0, 0, 0, (), None, StopStrings(()), prefill_end=len(prompt) - 1)
+    scheduler.enqueue(sequence)
+    if scheduler.admit(len(prompt)) is not sequence:
+        raise Wrong("the scheduler lacks the pages for one prompt")
+    if sequence.cached:
+        scheduler.settled(sequence)
+    while not sequence.decoding:
+        sequence.prefilled = min(sequence.prefilled + step, sequence.prefill_end)
+        scheduler.extended(sequence, lambda _: Snapshot(None, 1))
+    scheduler.release(sequence)
+    scheduler.check()
+    return sequence.cached
 
 
-def _hits(engine: ling3.Engine, snapshots: int, workload: Workload, sizes: Sizes) -> tuple[int, int, int]:
-    """Tokens of a workload's prompts that were found, that could have been, and all; with so many snapshots at most."""
-    engine.forget_prefixes()
-    prefixes, answers = _prefixes(engine), list[list[int]]()
-    # What `snapshot_fraction` would come to on a machine of another size.
-    prefixes.grid = dataclasses.replace(prefixes.grid, budget=snapshots * prefixes.grid.snapshot)
-    found, possible, total, ideal = 0, 0, 0, Ideal(prefixes.grid.step)
-    vocab = engine._loop.runner.model.config.vocab_size
-    for prompts in workload(np.random.default_rng(0), vocab, sizes, answers):
-        outputs = engine.generate(prompts, ling3.SamplingParams(max_tokens=sizes.answer, ignore_eos=True))
-        answers[:] = [list(output.token_ids) for output in outputs]
-        found += sum(output.cached_tokens for output in outputs)
+def hits(snapshots: int, workload: Workload, sizes: Sizes, page_size: int, step: int) -> tuple[int, int, int]:
+    """Tokens of a workload's prompts that were found, that could have been, and all; with so many snapshots at most.
+
+    Needs no model: which prefixes are kept depends on the tokens alone, and answers are random. Prompts come one after
+    the other, and pages are not scarce.
+    """
+    scheduler = Scheduler(1, 2**14, page_size, grid=Grid(step, 1, snapshots))
+    draw, answers, ideal = np.random.default_rng(0), list[list[int]](), Ideal(step)
+    found, possible, total = 0, 0, 0
+    for prompts in workload(draw, VOCABULARY, sizes, answers):
+        found += sum(_found(scheduler, step, prompt) for prompt in prompts)
         possible += sum(map(ideal.of, prompts))
         total += sum(map(len, prompts))
+        answers[:] = [draw.integers(0, VOCABULARY, sizes.answer).tolist() for _ in prompts]
     return found, possible, total
 
 
-def _hit_rates(setting: Setting, workload: Workload) -> Trial:
-    """The share of the ideal that was found, in percent, against the bytes that there are for snapshots.
+def full_sizes(length: int) -> Sizes:
+    """The workloads' sizes but at toy size, with so many tokens of what differs."""
+    return Sizes(INSTRUCTION, length, requests=12, turns=4, children=3, answer=ANSWER)
 
-    Which prefixes are kept does not depend on the model, so that a small one does.
-    """
-    model = ling3.init(TOY, key=jax.random.key(0), dtype=jnp.float32)
-    engine = _engine(setting, model, max_model_len=setting.size(full=16384, toy=512))
+
+def _hit_rates(setting: Setting, workload: Workload) -> Trial:
+    """The share of the ideal that was found, in percent, against the number of snapshots that there is room for."""
+    page_size, step = setting.size(full=(128, 512), toy=(16, 32))
     lengths = setting.size(full=(40, 376, 2000), toy=(8, 40))
-    budgets = setting.size(full=(2, 8, 32, UNLIMITED), toy=(2, UNLIMITED))
-    prefixes = _prefixes(engine)
-    found = dict[str, str]()
+    budgets = setting.size(full=(2, 4, 8, 16, 32, UNLIMITED), toy=(2, UNLIMITED))
+    words = dict[str, str]()
 
     def sized(length: int) -> Sizes:
-        full = Sizes(INSTRUCTION, length, requests=12, turns=4, children=3, answer=ANSWER)
-        return setting.size(full=full, toy=Sizes(80, length, requests=3, turns=2, children=2, answer=4))
+        toy = Sizes(80, length, requests=3, turns=2, children=2, answer=4)
+        return setting.size(full=full_sizes(length), toy=toy)
 
     @functools.cache
-    def hits(length: int, snapshots: int) -> tuple[int, int, int]:
-        return _hits(engine, snapshots, workload, sized(length))
+    def counted(length: int, snapshots: int) -> tuple[int, int, int]:
+        return hits(snapshots, workload, sized(length), page_size, step)
 
     def check(name: str, length: int, snapshots: int) -> str:
-        known, possible, total = hits(length, snapshots)
+        known, possible, total = counted(length, snapshots)
         if known > possible:
             raise Wrong(f"{known:,} tokens were found, and {possible:,} could have been")
-        words = f"{100 * known / total:.1f} % of {total:,} prompt tokens, and ideally {100 * possible / total:.1f} %"
-        found[f"{name}, {snapshots} snapshots"] = words
-        return words
+        found = f"{100 * known / total:.1f} % of {total:,} prompt tokens, and ideally {100 * possible / total:.1f} %"
+        words[f"{name}, {snapshots} snapshots"] = found
+        return found
 
     def rate(length: int, snapshots: int) -> float:
-        known, possible, _ = hits(length, snapshots)
+        known, possible, _ = counted(length, snapshots)
         return 100 * known / possible
 
     sides = [
@@ -370,24 +385,23 @@ def _hit_rates(setting: Setting, workload: Workload) -> Trial:
             name := f"suffixes of {length:,} tokens",
             functools.partial(rate, length, snapshots),
             functools.partial(check, name, length, snapshots),
-            x=snapshots * prefixes.grid.snapshot,
+            x=snapshots,
         )
         for length in lengths
         for snapshots in budgets
     ]
-    axis = f"bytes for snapshots, of {prefixes.grid.snapshot:,} each"
-    about = _about(engine) | {"snapshot_bytes": prefixes.grid.snapshot, "found": found}
+    about = {"page_size": page_size, "step": step, "found": words}
     about |= dataclasses.asdict(sized(0)) | {"length": list(lengths)}
-    return Trial(sides, unit="% of the ideal", axis=axis, about=about, warm=False, shares=True)
+    return Trial(sides, unit="% of the ideal", axis="snapshots", about=about, warm=False, shares=True)
 
 
 def _register(name: str, question: str, workload: Workload) -> None:
     case(f"prefixes/hits-{name}", question, rounds=1)(lambda setting: _hit_rates(setting, workload))
 
 
-_register("shared-prefix", "What is found of one instruction before 12 prompts, against the room.", _shared_prefix)
-_register("chat", "What is found of 12 conversations of four turns, against the room.", _chat)
-_register("tree", "What is found of 27 paths through a tree of texts, against the room.", _tree)
+_register("shared-prefix", "What is found of one instruction before 12 prompts, against the room.", shared_prefix)
+_register("chat", "What is found of 12 conversations of four turns, against the room.", chat)
+_register("tree", "What is found of 27 paths through a tree of texts, against the room.", tree)
 
 
 def _milliseconds(run: Callable[[], object]) -> float:

@@ -74,7 +74,7 @@ def first_word(cache: Path, *arguments: str) -> tuple[float, str]:
 
 
 def _answered(said: str) -> str:
-    if problems.last_number(said) != ANSWER:
+    if problems.last_integer(said) != ANSWER:
         raise Wrong(f"nano was asked {QUESTION!r} and said {said!r}, expected {ANSWER}")
     return f"nano answers {ANSWER}"
 

@@ -5,19 +5,21 @@ expert, computes, and writes every row back; the session weights and sums. The o
 library for its accelerators, as pure functions over arrays.
 """
 
-from ling3.afd.attention_worker import (
-    attention_to_ffn,
-    attention_worker_combine,
-    attention_worker_scheduler,
-    complete_unrouted,
-)
-from ling3.afd.ffn_worker import FfnBatch, ffn_to_attention, ffn_worker_batching, ffn_worker_scheduler
 from ling3.afd.messages import WorkerError
+from ling3.afd.operators.batching import FfnBatch, ffn_worker_batching, ffn_worker_scheduler
+from ling3.afd.operators.returning import attention_worker_combine, attention_worker_scheduler, ffn_to_attention
+from ling3.afd.operators.schedule_context import (
+    AttentionContext,
+    CommonArea,
+    ControlArea,
+    FfnContext,
+    ScheduleContext,
+)
+from ling3.afd.operators.sending import attention_to_ffn, complete_unrouted
+from ling3.afd.operators.windows import EMPTY, AttentionArea, FfnArea, slot_bytes
 from ling3.afd.processes import AttentionProcess, FfnProcess, join
-from ling3.afd.schedule_context import AttentionContext, CommonArea, ControlArea, FfnContext, ScheduleContext
 from ling3.afd.stats import AfdStats
 from ling3.afd.system import System, disaggregate
-from ling3.afd.windows import EMPTY, AttentionArea, FfnArea, slot_bytes
 
 __all__ = [
     "EMPTY",

@@ -8,7 +8,7 @@ from typing import Any
 
 from ling3.afd.messages import WorkerError
 from ling3.engine.outputs import Delta
-from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room
+from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room, of_generate
 from ling3.serve import Engine
 
 
@@ -17,31 +17,15 @@ def answers(
     engines: Sequence[Engine],
     names: Sequence[str],
     prompts: Iterable[Any],
-    *,
-    max_tokens: Any = 128,
-    temperature: Any = 0.0,
-    top_k: Any = None,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
-    seed: Any = 0,
-    stop_token_ids: Iterable[Any] = (),
-    ignore_eos: bool = False,
+    params: SamplingParams | None = None,
+    **fields: Any,
 ) -> list[list[int]]:
-    """The new token ids of each prompt, with `ling3.generate`'s keywords; prompt i goes to engine i mod their number.
+    """The new token ids of each prompt, by `ling3.generate`'s `params` and fields; prompt i goes to engine i mod count.
 
-    Raises ValueError before any work; WorkerError if a worker fails, with its name from `names` if it is an engine's.
-    Requests of other engines are completed first.
+    Raises ParameterError before any work; WorkerError if a worker fails, with its name from `names` if it is an
+    engine's. Requests of other engines are completed first.
     """
-    common = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop_token_ids=tuple(stop_token_ids),
-        ignore_eos=ignore_eos,
-    )
+    common = of_generate(params, fields)
     common.check(config.vocab_size, config.eos_token_id)
     ids, wanted = [], []
     for i, prompt in enumerate(prompts):

@@ -1,337 +1,326 @@
-"""What an attention worker (a session) does: send tokens to the cards of their experts, and combine what comes back.
+"""An attention worker: the forward passes of an engine whose experts are elsewhere.
 
-The operators are the sending of an attention worker's tokens and CANN's AttentionWorkerScheduler and
-AttentionWorkerCombine, as pure functions with the same bits eagerly and under `jax.jit`.
+Up to `plan.micro_batches` micro-batches are in flight: while the FFN workers run the experts of one, this worker runs
+attention on the next.
+
+    for each layer, for each micro-batch:   combine the results of the layer before;  attend;  route and send
+
+The rows of a decode call are cut into micro-batches of equal size, a prompt's chunk into some of `plan.tokens` tokens.
+A micro-batch's bits depend on its own rows alone, so answers do not depend on other requests.
 """
 
 import dataclasses
 import functools
-from typing import Any, no_type_check
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int8, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from ling3.afd import limits
-from ling3.afd.windows import (
-    TOKEN_DTYPES,
-    AttentionArea,
-    FfnArea,
-    check_holds,
-    checked_attention_area,
-    checked_ffn_area,
-    from_bytes,
-    to_bytes,
-    token_bytes,
-)
+from ling3.afd.messages import DATA, DRAIN, LEAVE, Computed, Failed, Routed, WorkerError
+from ling3.afd.operators.returning import attention_worker_combine, attention_worker_scheduler, ffn_to_attention
+from ling3.afd.operators.sending import complete_unrouted
+from ling3.afd.operators.windows import AttentionArea
+from ling3.afd.plan import AfdPlan, committed, is_sparse
+from ling3.afd.stats import Counts
+from ling3.cache import Cache, Span, State, map_slots
+from ling3.engine.forward import Batch, Extension, Programs
+from ling3.engine.pool import Pool, Rows
+from ling3.engine.sampling import Choice, choose_active
+from ling3.engine.settings import DECODE_STEPS
+from ling3.execution import Execution
+from ling3.layers.hyper import Mixing, mixed
+from ling3.layers.moe import NOBODY, MoE
+from ling3.model import CausalLM, DecoderLayer
 
-QUANTIZED = 127.0
-"""The int8 number of the largest |x| of a token."""
+
+class MicroBatch(NamedTuple):
+    """Some rows of a pass: the tokens of each, and the slot of the first."""
+
+    tokens: Int[Array, "rows seq"]
+    start: Int32[Array, " rows"]
+    length: Int32[Array, " rows"]
+    table: Int32[Array, "rows columns"]
+    first: Int32[Array, ""]
+
+    def cut(self, first: int, size: int) -> "MicroBatch":
+        """`size` rows of a pass over all slots, from `first` on."""
+        tokens, start, length, table = (part[first : first + size] for part in self[:-1])
+        return MicroBatch(tokens, start, length, table, jnp.asarray(first, jnp.int32))
+
+    def span(self, execution: Execution) -> Span:
+        """The layers' view of it."""
+        return Span(self.start, self.length, self.table, execution, tokens=self.tokens)
 
 
-@no_type_check
-def attention_to_ffn(
-    area: FfnArea,
-    x: jax.Array,
-    *,
-    session_id: Any,
-    micro_batch_id: Any,
-    layer_id: Any,
-    expert_ids: jax.Array,
-    expert_rank_table: jax.Array,
-    rank: Any,
-    moe_expert_num: int,
-    token_dtype: int = 0,
-    sync_flag: int = 0,
-    active_mask: jax.Array | None = None,
-) -> tuple[FfnArea, jax.Array]:
-    """Writes one micro-batch of a session into the window of card `rank`; the area, and whether it was written.
+class Away(NamedTuple):
+    """The part of a micro-batch that stays while its tokens are with the experts."""
 
-    Slot k < K of token t is for expert expert_ids[t, k] of [BS, K]; an id outside of [0, moe_expert_num) is for no
-    card. Slot K + i is for the shared expert moe_expert_num + i. Row e of `expert_rank_table` is
-    [count, rank_0, id_0, rank_1, id_1, …]: expert e is on card rank_r under id_r, with r = session_id % count. A count
-    or a rank without meaning is that of an expert on no card.
+    x: Float[Array, "rows seq *streams hidden"]
+    shared: Float[Array, "rows seq hidden"] | None
+    mixing: Mixing | None
+    weights: Float32[Array, "tokens top_k"]
 
-    Each slot of an active token that goes to `rank` gets the bits of x[t], of x [BS, H], and its id. At last the
-    message gets the layer id and flag 1; with sync_flag = 1 only if a slot went to this card. While the flag of the
-    previous message is 1, nothing is written and the second result is False. It is False too for a traced session_id
-    or micro_batch_id out of range; otherwise it is True.
 
-    x is float16 for token_dtype 0 and bfloat16 for 1. For 2 it has any floating dtype and is quantized in float32:
-    scale = max|x|/127 and q = round(x/scale), ties to even. A token of zeros has scale 0, and one with NaN or infinity
-    has that as its scale and q = 0. A CPU computes with 0 for numbers below 2^-126.
+class AttentionWorker:
+    """One session, whose forward passes an engine runs.
 
-    Of `active_mask`, bool [BS], the True ones come first; None is all True.
-
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    `send[w]` sends FFN worker w a message. Results are put into `inbox`, and a `Failed` if a worker is gone.
     """
-    area = checked_ffn_area(area)
-    sessions, micro_batches, tokens, slots, _ = area.token_data.shape
-    token_dtype = limits.integer("token_dtype", token_dtype, 0, len(TOKEN_DTYPES) - 1)
-    x = limits.floats("x", x, (tokens, "H"), f" with token_data of shape {area.token_data.shape}")
-    if token_dtype < 2 and x.dtype != TOKEN_DTYPES[token_dtype]:
-        raise ValueError(
-            f"x has the dtype {x.dtype}, expected {TOKEN_DTYPES[token_dtype]} for token_dtype {token_dtype}"
+
+    def __init__(
+        self, session: int, model: CausalLM, plan: AfdPlan, send: Sequence[Callable[[Routed], object]], counts: Counts
+    ):
+        self.session, self.model, self.plan, self.counts = session, model, plan, counts
+        self.inbox: queue.SimpleQueue[Computed | Failed] = queue.SimpleQueue()
+        self._send, self._epoch = send, 0
+        self._failed: Failed | None = None
+        layers = model.model.layers
+        self._head = dataclasses.replace(model, model=dataclasses.replace(model.model, layers=()))
+        ranks, memories = np.cumsum([is_sparse(layer) for layer in layers]), 0
+        self._steps: list[tuple[DecoderLayer, int, int]] = []  # each layer, its memory's number, its sparse number
+        for layer, rank in zip(layers, ranks.tolist(), strict=True):
+            self._steps.append((layer, memories, rank - 1))
+            memories += layer.attention is not None
+        self._window = committed(plan.attention_area(), model)
+        self._next = 0  # the number of the micro-batch to send next: they take turns
+        self._in_flight = 0  # micro-batches sent and not combined
+        self._blank = plan.blank_tokens()
+
+    @property
+    def programs(self) -> Programs:
+        """What an engine runs instead of its own programs; they take no optional part of a batch."""
+        return Programs(self.extend, self.decode, frozenset())
+
+    def extend(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
+        """`engine.forward.extend` in pieces, for a batch of one row; the model is the one of this worker."""
+        small, layers = _split(committed(pool, model))
+        length, size = int(batch.lengths[0]), self.plan.tokens
+        count = max(1, -(-length // size))
+        padded = np.zeros((count, 1, size), np.int32)
+        padded.reshape(-1)[:length] = np.asarray(batch.tokens)[0, :length]
+        start, first = begin_extend(small, batch.rows)
+        own = [jnp.asarray([min(size, length - i * size)], jnp.int32) for i in range(count)]
+        pieces = [MicroBatch(padded[i], start + i * size, own[i], batch.rows.table, first) for i in range(count)]
+        for _ in self._through(pieces, layers, execution):
+            pass
+        extension, small = end_extend(batch.rows, batch.lengths, small)
+        return extension, dataclasses.replace(small, layers=tuple(layers))
+
+    def decode(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
+        """`engine.forward.decode` in pieces; the model is the one of this worker."""
+        small, layers = _split(committed(pool, model))
+        count = batch.lengths.shape[0]
+        size = count // self.plan.micro_batches
+        out = committed(Choice.none((count, DECODE_STEPS), self.model.config.vocab_size), model)
+        for i in range(DECODE_STEPS):
+            step = np.int32(i)
+            tokens, start, length, unfinished = begin_decode(batch, step, small)
+            if not bool(unfinished) and (i or np.asarray(batch.lengths).any()):  # a batch of no row compiles them
+                break
+            whole = MicroBatch(tokens, start, length, batch.rows.table, jnp.zeros((), jnp.int32))
+            cut = [whole.cut(first, size) for first in range(0, count, size)]
+            hidden = tuple(self._through(cut, layers, execution))
+            out, small = end_decode(self._head, hidden, batch, step, out, small, execution)
+        return out, dataclasses.replace(small, layers=tuple(layers))
+
+    def leave(self) -> None:
+        """Tells the FFN workers that this session sends no more."""
+        self._control(LEAVE)
+
+    def _through(
+        self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution
+    ) -> Iterator[Float[Array, "rows seq *streams hidden"]]:
+        """The residual of each piece after the last layer; updates `layers`, the memories, in place."""
+        try:
+            for begin in range(0, len(pieces), self.plan.micro_batches):
+                yield from self._together(pieces[begin : begin + self.plan.micro_batches], layers, execution)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _together(
+        self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution
+    ) -> list[Float[Array, "rows seq *streams hidden"]]:
+        """`_through` for as many pieces as may be in flight at once."""
+        with self.counts.working("attention", self.session):
+            x: list[Any] = [embed(self._head, piece.tokens, execution) for piece in pieces]
+        for layer, memory, sparse in self._steps:
+            for i, piece in enumerate(pieces):
+                x[i] = self._received(x[i])
+                with self.counts.working("attention", self.session):
+                    state = layers[memory] if layer.attention is not None else None
+                    x[i], routed, state = attend(layer, x[i], state, piece, self.plan, execution)
+                    if layer.attention is not None:
+                        layers[memory] = state
+                    if routed is not None:
+                        self._send_out(sparse, *jax.block_until_ready(routed))
+        return [self._received(own) for own in x]
+
+    def _send_out(
+        self, sparse: int, payload: Float[Array, "tokens width"], chosen: Int32[Array, "tokens top_k"]
+    ) -> None:
+        """Sends a micro-batch to every FFN worker, and raises the flags of the slots that are for none."""
+        micro_batch, self._next = self._next, (self._next + 1) % self.plan.micro_batches
+        self._window = completed(
+            self._window,
+            session_id=np.int32(self.session),
+            micro_batch_id=np.int32(micro_batch),
+            expert_ids=chosen,
+            expert_rank_table=self.plan.rank_table,
+            moe_expert_num=self.plan.experts,
         )
-    limits.size("x", "channels", x.shape[1], limits.LARGEST)
-    check_holds(area, token_bytes(x.shape[1], token_dtype), f"x of shape {x.shape} and token_dtype {token_dtype}")
-    session_id = limits.scalar("session_id", session_id, 0, sessions - 1)
-    micro_batch_id = limits.scalar("micro_batch_id", micro_batch_id, 0, micro_batches - 1)
-    route = checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask)
-    rank = limits.scalar("rank", rank, 0)
-    layer_id = limits.scalar("layer_id", layer_id)
-    sync_flag = limits.integer("sync_flag", sync_flag, 0, 1)
-    info, data, sent = _sent(
-        area.token_info, area.token_data, x, session_id, micro_batch_id, layer_id, *route, rank, token_dtype, sync_flag
-    )
-    return dataclasses.replace(area, token_info=info, token_data=data), sent
+        header = np.asarray([DATA, self.session, self._epoch, micro_batch, sparse], np.int32)
+        self._in_flight += 1
+        self.counts.in_flight[self.session] = max(self.counts.in_flight[self.session], self._in_flight)
+        for send in self._send:
+            send(Routed(header, payload, chosen))
+
+    def _received(self, x: Away | Array) -> Float[Array, "rows seq *streams hidden"]:
+        """A piece's residual; waits for its experts' results, and adds them, if it is away."""
+        if not isinstance(x, Away):
+            return x
+        while True:
+            self._window, ready = polled(self._window)
+            if bool(ready):
+                break
+            self._take(self.inbox.get() if self._failed is None else self._failed)
+        self._in_flight -= 1
+        with self.counts.working("attention", self.session):
+            y, self._window = combined(x, self._window, self.plan)
+            return y
+
+    def _take(self, message: Computed | Failed) -> None:
+        """Writes results into the window, flags last; drops those of an abandoned pass."""
+        if isinstance(message, Failed):
+            self._failed = message
+            raise WorkerError(f"{message.worker} failed: {message.error!r}") from message.error
+        if int(message.epoch) == self._epoch:
+            self._window = returned(self._window, message.y, message, session_id=np.int32(self.session))
+
+    def _abandon(self) -> None:
+        """Drops the micro-batches in flight, here and at the FFN workers."""
+        self._window, self._next, self._in_flight = committed(self.plan.attention_area(), self.model), 0, 0
+        self._epoch += 1
+        self._control(DRAIN)
+
+    def _control(self, kind: int) -> None:
+        header = np.asarray([kind, self.session, self._epoch, 0, 0], np.int32)
+        for send in self._send:
+            send(self._blank._replace(header=header))
 
 
-@no_type_check
-def complete_unrouted(
-    attn: AttentionArea,
-    *,
-    session_id: Any,
-    micro_batch_id: Any,
-    expert_ids: jax.Array,
-    expert_rank_table: jax.Array,
-    moe_expert_num: int,
-    active_mask: jax.Array | None = None,
-) -> AttentionArea:
-    """Clears the slots of a micro-batch that `attention_to_ffn` sends to no card, and raises their flags.
-
-    No card answers them, and the session would wait for ever. Arguments are those of `attention_to_ffn`. A traced
-    micro_batch_id out of range changes nothing.
-    """
-    attn = checked_attention_area(attn)
-    micro_batches, tokens, slots, _ = attn.token_data.shape
-    session_id = limits.scalar("session_id", session_id, 0, limits.SESSIONS - 1)
-    micro_batch_id = limits.scalar("micro_batch_id", micro_batch_id, 0, micro_batches - 1)
-    route = checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask)
-    flags, data = _completed(attn.token_info, attn.token_data, session_id, micro_batch_id, *route)
-    return dataclasses.replace(attn, token_info=flags, token_data=data)
+def _split(pool: Pool) -> tuple[Pool, list[State]]:
+    """A pool without its layers, and the layers."""
+    return dataclasses.replace(pool, layers=()), list(pool.layers)
 
 
-@no_type_check
-def attention_worker_scheduler(attn: AttentionArea) -> tuple[AttentionArea, jax.Array]:
-    """Takes the next micro-batch, m = (micro_batch_id+1) % M, if it is complete; the area, and whether it was.
-
-    It is complete if all its BS·K1 flags are 1. Then they become 0 and micro_batch_id becomes m.
-
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
-    """
-    attn = checked_attention_area(attn)
-    flags, micro_batch_id, ready = _completed_next(attn.token_info, attn.micro_batch_id)
-    return dataclasses.replace(attn, token_info=flags, micro_batch_id=micro_batch_id), ready
+@functools.partial(jax.jit, static_argnames="execution")
+def embed(
+    head: CausalLM, tokens: Int[Array, "rows seq"], execution: Execution
+) -> Float[Array, "rows seq *streams hidden"]:
+    """The residual before the first layer."""
+    return head.model.spread(head.model.word_embeddings.embed(tokens, execution))
 
 
-@no_type_check
-def attention_worker_combine(
-    attn: AttentionArea,
-    expert_scales: jax.Array,
-    layer_id: Any,
-    *,
-    hidden_size: int,
-    dtype: DTypeLike,
-    need_schedule: int = 0,
-) -> tuple[jax.Array, jax.Array, AttentionArea]:
-    """y [BS, hidden_size], the next layer's id and the area, of micro-batch m = micro_batch_id:
-
-        y[t] = Σ_{k<K} expert_scales[t, k]·token[m, t, k] + Σ_{K<=k<K1} token[m, t, k]
-
-    The slots hold numbers of `dtype`, and expert_scales has the shape [BS, K]. The sum is in float32, from 0 on in the
-    order of the slots and each product rounded; then it is cast to `dtype`. With need_schedule = 1 the scheduler runs
-    first; if nothing is complete, y is 0, and layer_id and the area stay. A CPU computes with 0 for numbers below
-    2^-126.
-
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
-    """
-    attn = checked_attention_area(attn)
-    _, tokens, slots, _ = attn.token_data.shape
-    expert_scales = limits.floats("expert_scales", expert_scales, (tokens, "K"))
-    _check_top_k("expert_scales", expert_scales.shape[1], slots)
-    layer_id = limits.scalar("layer_id", layer_id)
-    hidden_size = limits.integer("hidden_size", hidden_size, 1)
-    dtype = limits.float_dtype("dtype", dtype)
-    check_holds(attn, hidden_size * dtype.itemsize, f"hidden_size {hidden_size} of dtype {dtype}")
-    ready = np.bool_(True)
-    if limits.integer("need_schedule", need_schedule, 0, 1):
-        attn, ready = attention_worker_scheduler(attn)
-    y, layer_id = _combined(attn.token_data, attn.micro_batch_id, expert_scales, layer_id, ready, hidden_size, dtype)
-    return y, layer_id, attn
-
-
-@no_type_check
-def checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask) -> tuple[Any, ...]:
-    """expert_ids, expert_rank_table, active_mask and moe_expert_num for a micro-batch of this size."""
-    expert_ids = limits.array("expert_ids", expert_ids, jnp.int32, (tokens, "K"), f" with {tokens} tokens")
-    top_k = expert_ids.shape[1]
-    _check_top_k("expert_ids", top_k, slots)
-    moe_expert_num = limits.integer("moe_expert_num", moe_expert_num, min(top_k, 1))
-    table = limits.array("expert_rank_table", expert_rank_table, jnp.int32, ("experts", "1 + 2·replicas"))
-    experts = moe_expert_num + slots - top_k
-    if table.shape[0] < experts or table.shape[1] < 3 or table.shape[1] % 2 == 0:
-        expected = f"at least {experts} rows of a count and one or more pairs of rank and id"
-        raise ValueError(f"expert_rank_table has the shape {table.shape}, expected {expected}")
-    if active_mask is None:
-        active_mask = np.ones(tokens, bool)
-    active = limits.array("active_mask", active_mask, jnp.bool_, (tokens,))
-    if not isinstance(active_mask, jax.core.Tracer):
-        found = np.asarray(active_mask)
-        if found[found.sum() :].any():
-            raise ValueError(f"active_mask is {found.tolist()}, expected the True ones first")
-    return expert_ids, table, active, moe_expert_num
-
-
-@no_type_check
-def _check_top_k(name, top_k, slots) -> None:
-    most = min(slots, limits.TOP_K)
-    if top_k > most:
-        raise ValueError(
-            f"{name} has {top_k} columns, expected the top-k, at most {most} with {slots} slots of a token"
-        )
-
-
-def _routes(
-    session_id: Int32[Array, ""],
-    expert_ids: Int32[Array, "tokens top_k"],
-    table: Int32[Array, "experts columns"],
-    active: Bool[Array, " tokens"],
-    moe_expert_num: int,
-    slots: int,
-) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "tokens slots"]]:
-    """The card of each slot, -1 for none, and the expert's id there."""
-    tokens, top_k = expert_ids.shape
-    shared = moe_expert_num + jnp.arange(slots - top_k, dtype=jnp.int32)
-    experts = jnp.concatenate([expert_ids, jnp.broadcast_to(shared, (tokens, slots - top_k))], axis=1)
-    known = jnp.arange(slots, dtype=jnp.int32)[None] >= top_k
-    known |= (experts >= 0) & (experts < moe_expert_num)
-    experts = jnp.where(known, experts, 0)
-    count = table[experts, 0]
-    column = 1 + 2 * (session_id % jnp.maximum(count, 1))
-    known &= active[:, None] & (count > 0) & (column < table.shape[1])
-    ranks, ids = (table.at[experts, column + i].get(mode="clip") for i in range(2))
-    return jnp.where(known & (ranks >= 0), ranks, -1), ids
-
-
-@functools.partial(jax.jit, static_argnames=("moe_expert_num", "token_dtype", "sync_flag"))
-def _sent(
-    token_info: Int32[Array, "sessions micro_batches info"],
-    token_data: UInt8[Array, "sessions micro_batches tokens slots bytes"],
-    x: Float[Array, "tokens hidden"],
-    session_id: Int32[Array, ""],
-    micro_batch_id: Int32[Array, ""],
-    layer_id: Int32[Array, ""],
-    expert_ids: Int32[Array, "tokens top_k"],
-    table: Int32[Array, "experts columns"],
-    active: Bool[Array, " tokens"],
-    moe_expert_num: int,
-    rank: Int32[Array, ""],
-    token_dtype: int,
-    sync_flag: int,
+@functools.partial(jax.jit, donate_argnames="state", static_argnames=("plan", "execution"))
+def attend(
+    layer: DecoderLayer,
+    x: Float[Array, "rows seq *streams hidden"],
+    state: State | None,
+    piece: MicroBatch,
+    plan: AfdPlan,
+    execution: Execution,
 ) -> tuple[
-    Int32[Array, "sessions micro_batches info"],
-    UInt8[Array, "sessions micro_batches tokens slots bytes"],
-    Bool[Array, ""],
+    Any,
+    tuple[Float[Array, "{plan.tokens} {plan.width}"], Int32[Array, "{plan.tokens} {plan.top_k}"]] | None,
+    State | None,
 ]:
-    sessions, micro_batches, tokens, slots, _ = token_data.shape
-    ranks, ids = _routes(session_id, expert_ids, table, active, moe_expert_num, slots)
-    goes = (ranks == rank) & (ranks >= 0)
-    payload = _payload(x, token_dtype)
-    zero = jnp.zeros((), jnp.int32)
+    """A layer of a piece: its residual, or an `Away` with the tokens to send and their experts; and the memory."""
+    rows, seq, span = *x.shape[:2], piece.span(execution)
+    own = map_slots(lambda old: lax.dynamic_slice_in_dim(old, piece.first, rows), state)
+    x, new = layer.attend(x, own, span)
+    if state is not None:
+        state = map_slots(
+            lambda new, old: lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), piece.first, 0), new, state
+        )
+    normed, mixing = layer.read(x)
+    if not isinstance(layer.mlp, MoE):
+        return mixed(x, layer.mlp(normed, span), mixing), None, state
+    flat = normed.reshape(rows * seq, -1)
+    chosen, weights = layer.mlp.route(flat, span, seq)
+    shared = None if layer.mlp.shared_experts is None else layer.mlp.shared(normed, span)
+    idle = ((0, plan.tokens - rows * seq), (0, 0))
+    chosen = jnp.pad(chosen, idle, constant_values=NOBODY)
+    away = Away(x, shared, mixing, jnp.pad(weights.astype(jnp.float32), idle))
+    return away, (plan.packed(jnp.pad(flat, idle)), chosen), state
 
-    place = (session_id, micro_batch_id, zero)
-    old = lax.dynamic_slice(token_info, place, (1, 1, token_info.shape[2])).reshape(-1)
-    sent = (session_id >= 0) & (session_id < sessions) & (micro_batch_id >= 0) & (micro_batch_id < micro_batches)
-    sent &= old[0] != 1
-    raised = sent & jnp.any(goes) if sync_flag else sent
-    head = jnp.where(raised, jnp.stack([jnp.ones_like(layer_id), layer_id]), old[:2])
-    written = jnp.where(sent & goes.reshape(-1), ids.reshape(-1), old[2:])
-    info = jnp.concatenate([head, written])[None, None]
 
-    place = (session_id, micro_batch_id, zero, zero, zero)
-    old = lax.dynamic_slice(token_data, place, (1, 1, tokens, slots, payload.shape[1]))[0, 0]
-    data = jnp.where(sent & goes[:, :, None], payload[:, None], old)[None, None]
-    return (
-        lax.dynamic_update_slice(token_info, info, place[:3]),
-        lax.dynamic_update_slice(token_data, data, place),
-        sent,
+completed = jax.jit(complete_unrouted, donate_argnames="attn", static_argnames="moe_expert_num")
+returned = jax.jit(ffn_to_attention, donate_argnames="attn")
+polled = jax.jit(attention_worker_scheduler, donate_argnames="attn")
+
+
+@functools.partial(jax.jit, donate_argnames="window", static_argnames="plan")
+def combined(
+    away: Away, window: AttentionArea, plan: AfdPlan
+) -> tuple[Float[Array, "rows seq *streams hidden"], AttentionArea]:
+    """The residual plus the weighted results of the micro-batch that is complete, and the shared expert's."""
+    y, _, window = attention_worker_combine(
+        window, away.weights, np.int32(0), hidden_size=plan.hidden, dtype=jnp.float32
     )
-
-
-def _payload(x: Float[Array, "tokens hidden"], token_dtype: int) -> UInt8[Array, "tokens payload"]:
-    """What a slot begins with."""
-    if token_dtype < 2:
-        return to_bytes(x)
-    q, scale = _quantized(x.astype(jnp.float32))
-    return jnp.concatenate([to_bytes(q), to_bytes(scale)], axis=1)
-
-
-def _quantized(x: Float32[Array, "tokens hidden"]) -> tuple[Int8[Array, "tokens hidden"], Float32[Array, "tokens 1"]]:
-    # The largest bits of |x| are those of the largest |x| or of a NaN, which `jnp.max` may lose on a CPU.
-    bits = lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
-    top = lax.bitcast_convert_type(jnp.max(bits, axis=1, keepdims=True), jnp.float32)
-    # XLA would multiply by the reciprocal of a constant or of a broadcast divisor, which rounds twice. Adding 0·x makes
-    # the divisor neither, and changes no finite number's quotient.
-    scale = top / (QUANTIZED + 0.0 * jnp.where(jnp.isfinite(top), top, 0.0))
-    scale = jnp.where(jnp.isnan(scale), jnp.nan, scale)
-    q = jnp.round(x / (jnp.where(scale == 0, 1.0, scale) + 0.0 * x))
-    return jnp.where((scale == 0) | jnp.isnan(q), 0.0, q).astype(jnp.int8), scale
-
-
-@functools.partial(jax.jit, static_argnames="moe_expert_num")
-def _completed(
-    flags: Int32[Array, "micro_batches tokens slots"],
-    token_data: UInt8[Array, "micro_batches tokens slots bytes"],
-    session_id: Int32[Array, ""],
-    micro_batch_id: Int32[Array, ""],
-    expert_ids: Int32[Array, "tokens top_k"],
-    table: Int32[Array, "experts columns"],
-    active: Bool[Array, " tokens"],
-    moe_expert_num: int,
-) -> tuple[Int32[Array, "micro_batches tokens slots"], UInt8[Array, "micro_batches tokens slots bytes"]]:
-    micro_batches, _, slots = flags.shape
-    ranks, _ = _routes(session_id, expert_ids, table, active, moe_expert_num, slots)
-    unrouted = (ranks < 0) & (micro_batch_id >= 0) & (micro_batch_id < micro_batches)
-    raised = jnp.where(unrouted, 1, lax.dynamic_index_in_dim(flags, micro_batch_id, keepdims=False))
-    data = lax.dynamic_index_in_dim(token_data, micro_batch_id, keepdims=False)
-    data = jnp.where(unrouted[:, :, None], 0, data)
-    flags = lax.dynamic_update_index_in_dim(flags, raised, micro_batch_id, 0)
-    return flags, lax.dynamic_update_index_in_dim(token_data, data, micro_batch_id, 0)
+    rows, seq = away.x.shape[:2]
+    added = y[: rows * seq].reshape(rows, seq, plan.hidden).astype(away.x.dtype)
+    added = added if away.shared is None else added + away.shared
+    return mixed(away.x, added, away.mixing), window
 
 
 @jax.jit
-def _completed_next(
-    flags: Int32[Array, "micro_batches tokens slots"], micro_batch_id: Int32[Array, ""]
-) -> tuple[Int32[Array, "micro_batches tokens slots"], Int32[Array, ""], Bool[Array, ""]]:
-    following = (micro_batch_id % flags.shape[0] + 1) % flags.shape[0]  # the first remainder is for 2^31-1
-    own = lax.dynamic_index_in_dim(flags, following, keepdims=False)
-    ready = jnp.all(own == 1)
-    flags = lax.dynamic_update_index_in_dim(flags, jnp.where(ready, 0, own), following, 0)
-    return flags, jnp.where(ready, following, micro_batch_id), ready
+def begin_extend(pool: Pool, rows: Rows) -> tuple[Int32[Array, " 1"], Int32[Array, ""]]:
+    """How many tokens the row has in its caches, and its slot."""
+    assert rows.slots is not None, "the engine's rows have slots"
+    return pool.take(rows).length[:1], rows.slots[0]
 
 
-@functools.partial(jax.jit, static_argnames=("hidden", "dtype"))
-def _combined(
-    token_data: UInt8[Array, "micro_batches tokens slots bytes"],
-    micro_batch_id: Int32[Array, ""],
-    scales: Float[Array, "tokens top_k"],
-    layer_id: Int32[Array, ""],
-    ready: Bool[Array, ""],
-    hidden: int,
-    dtype: np.dtype,
-) -> tuple[Float[Array, "tokens {hidden}"], Int32[Array, ""]]:
-    data = lax.dynamic_index_in_dim(token_data, micro_batch_id, keepdims=False)[..., : hidden * dtype.itemsize]
-    token = jnp.moveaxis(from_bytes(data, dtype).astype(jnp.float32), 1, 0)
-    scale = jnp.pad(scales.astype(jnp.float32), ((0, 0), (0, token.shape[0] - scales.shape[1])), constant_values=1.0)
-    zeros = jnp.zeros_like(token[0])
+@jax.jit
+def end_extend(rows: Rows, lengths: Int32[Array, " 1"], pool: Pool) -> tuple[Extension, Pool]:
+    """What `extend` returns, and the pool that has counted the chunk."""
+    view = pool.take(rows)
+    after = dataclasses.replace(view, length=view.length + lengths)
+    return Extension(after.length, None, {}), pool.put(rows, after)
 
-    # A product is added in the turn after its own: within one, XLA would contract the two to a fused multiply-add.
-    def add(sums, slot):
-        total, product = sums
-        return (total + product, slot[0] * slot[1]), None
 
-    (total, product), _ = lax.scan(add, (zeros, zeros), (scale.T[:, :, None], token))
-    return jnp.where(ready, total + product, 0.0).astype(dtype), jnp.where(ready, layer_id + 1, layer_id)
+@jax.jit
+def begin_decode(
+    batch: Batch, step: Int32[Array, ""], pool: Pool
+) -> tuple[Int32[Array, "rows 1"], Int32[Array, " rows"], Int32[Array, " rows"], Bool[Array, ""]]:
+    """Each row's newest token, its position, 1 or 0 for a row that gets no token, and whether any row gets one."""
+    view = pool.take(batch.rows)
+    active = ~view.done & (step < batch.lengths)
+    return view.token[:, None], view.length, active.astype(jnp.int32), jnp.any(active)
+
+
+@functools.partial(jax.jit, static_argnames="execution")
+def end_decode(
+    head: CausalLM,
+    x: tuple[Float[Array, "_rows 1 *streams hidden"], ...],
+    batch: Batch,
+    step: Int32[Array, ""],
+    out: Choice,
+    pool: Pool,
+    execution: Execution,
+) -> tuple[Choice, Pool]:
+    """The choices with those of a step in their column, and the pool after it."""
+    view = pool.take(batch.rows)
+    active = ~view.done & (step < batch.lengths)
+    cache = Cache((), view.length + active.astype(jnp.int32), batch.rows.table)
+    logits = head.logits(head.model.normed(jnp.concatenate(x)), execution)[:, 0]
+    choice = choose_active(logits, view.sampling, cache.length, active, execution.lowering)
+    view = view.after(cache, choice.token, active)
+    choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(active, choice.token, -1))
+    return jax.tree.map(lambda x, y: x.at[:, step].set(y), out, choice), pool.put(batch.rows, view)

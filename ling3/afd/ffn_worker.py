@@ -1,304 +1,159 @@
-"""What an FFN worker (a card) does with its window: schedule messages, batch their rows by expert, return the outputs.
+"""An FFN worker: a window into which sessions write tokens, and the experts that it runs on them.
 
-The operators are CANN's FfnWorkerScheduler and FfnWorkerBatching, and the sending of an FFN worker's results. They are
-pure functions: an area goes in and a new one comes out, eagerly and under `jax.jit` with the same bits.
+Messages are taken in as they come; while the experts run, more arrive, and the next batch has the tokens of every
+session that is ready. It holds no state of a sequence.
 """
 
 import dataclasses
 import functools
-from typing import Any, no_type_check
+import queue
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Int, Int32, Shaped, UInt8
+import numpy as np
+from jaxtyping import Array, Float32, Int32
 
-from ling3.afd import limits
-from ling3.afd.windows import (
-    EMPTY,
-    SCALE,
-    TOKEN_DTYPES,
-    AttentionArea,
-    FfnArea,
-    check_holds,
-    checked_attention_area,
-    checked_ffn_area,
-    from_bytes,
-    to_bytes,
-    token_bytes,
+from ling3.afd.messages import DRAIN, LEAVE, Computed, Failed, ProtocolError, Routed, WorkerError
+from ling3.afd.operators.batching import FfnBatch, ffn_worker_batching, ffn_worker_scheduler
+from ling3.afd.operators.sending import attention_to_ffn
+from ling3.afd.operators.windows import EMPTY, FfnArea
+from ling3.afd.plan import AfdPlan, ExpertShard, committed
+from ling3.afd.stats import Counts
+from ling3.execution import Execution
+
+
+class FfnWorker:
+    """Serves the sessions of a plan from an inbox of `Routed` messages; `deliver[s]` sends session s its results."""
+
+    def __init__(
+        self,
+        rank: int,
+        share: ExpertShard,
+        plan: AfdPlan,
+        deliver: Sequence[Callable[[Computed], object]],
+        counts: Counts,
+        execution: Execution,
+    ):
+        self.rank, self.share, self.plan, self.counts, self.execution = rank, share, plan, counts, execution
+        self.inbox: queue.SimpleQueue[Routed | Failed | None] = queue.SimpleQueue()
+        self._deliver = deliver
+        self._area = committed(plan.ffn_area(), share)
+        self._epochs = [0] * plan.attention_workers
+        self._left: set[int] = set()
+        self._farewell = plan.blank_results()
+
+    def serve(self) -> None:
+        """Runs until every session has left, or a None in the inbox; WorkerError if another worker failed."""
+        while len(self._left) < self.plan.attention_workers:
+            message = self.inbox.get()
+            while message is not None:
+                self._take(message)
+                if self.inbox.empty():
+                    break
+                message = self.inbox.get()
+            if message is None:
+                return
+            with self.counts.working("ffn", self.rank):
+                while self._compute():
+                    pass
+
+    def _take(self, message: Routed | Failed) -> None:
+        """Writes a message into the window, flag last; drops the messages in flight of a session that starts over."""
+        if isinstance(message, Failed):
+            raise WorkerError(f"{message.worker} failed: {message.error!r}") from message.error
+        kind, session, epoch, micro_batch, layer = np.asarray(message.header).tolist()
+        if kind in (DRAIN, LEAVE):
+            self._area, self._epochs[session] = drained(self._area, np.int32(session)), epoch
+            if kind == LEAVE:
+                self._left.add(session)
+                self._deliver[session](self._farewell)
+        elif epoch == self._epochs[session] and not self._arrived(message, session, micro_batch, layer):
+            # A session does not wait for a card that got no row of a micro-batch: its next layer may be here before
+            # the card has looked at the last.
+            while self._compute():
+                pass
+            if not self._arrived(message, session, micro_batch, layer):
+                raise ProtocolError(f"session {session} sent micro-batch {micro_batch} again before it was read")
+
+    def _arrived(self, message: Routed, session: int, micro_batch: int, layer: int) -> bool:
+        """Writes a micro-batch into the window; False if the last one in its place was not read yet."""
+        self._area, sent = arrived(
+            self._area,
+            message.x,
+            session_id=np.int32(session),
+            micro_batch_id=np.int32(micro_batch),
+            layer_id=np.int32(layer),
+            expert_ids=message.expert_ids,
+            expert_rank_table=self.plan.rank_table,
+            rank=np.int32(self.rank),
+            moe_expert_num=self.plan.experts,
+            token_dtype=self.plan.token_dtype,
+            # A session alone is one group, whose micro-batches are taken in turn, those without a row here too.
+            sync_flag=int(self.plan.attention_workers > 1),
+        )
+        return bool(sent)
+
+    def _compute(self) -> bool:
+        """Runs the experts on one micro-batch of each session that is ready; False if none is."""
+        self._area = scheduled(self._area)
+        ready = int(self._area.out_num)
+        if not ready:
+            return False
+        sessions = np.asarray(self._area.session_ids)[:ready].tolist()
+        y, batch = computed(self._area, self.share, self.plan, self.execution)
+        self.counts.rows[self.rank] += int(batch.actual_token_num)
+        for session in sessions:
+            epoch = np.int32(self._epochs[session])
+            self._deliver[session](of_session(y, batch, np.int32(session), epoch, self.plan))
+        return True
+
+
+arrived = jax.jit(
+    attention_to_ffn, donate_argnames="area", static_argnames=("moe_expert_num", "token_dtype", "sync_flag")
 )
-from ling3.ops.experts import Groups
+# Each session is scheduled by itself: none waits for another.
+scheduled = jax.jit(functools.partial(ffn_worker_scheduler, sync_group_size=1), donate_argnames="area")
 
 
-@no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FfnBatch:
-    """A card's rows sorted by expert. Rows j >= n, with n = actual_token_num, are 0 in `y` and -1 in the ids."""
-
-    y: jax.Array
-    """float16, bfloat16 or int8 [Y, H]: the bits of the rows."""
-    session_ids: jax.Array
-    """int32 [Y]: the session that a row came from."""
-    micro_batch_ids: jax.Array
-    """int32 [Y]: its micro-batch."""
-    token_ids: jax.Array
-    """int32 [Y]: its token within the micro-batch."""
-    expert_offsets: jax.Array
-    """int32 [Y]: its place among the rows of its expert, from 0."""
-    topk_slots: jax.Array
-    """int32 [Y]: its slot among those of the token."""
-    dynamic_scale: jax.Array
-    """float32 [Y]: the scale of int8 rows; [0] for other dtypes."""
-    group_list: jax.Array
-    """int32 [expert_num, 2], int64 in 64-bit mode: [expert, rows] for each expert with rows, ascending; then [0, 0]."""
-    actual_token_num: jax.Array
-    """int32, int64 in 64-bit mode: n, how many rows there are."""
-
-
-@no_type_check
-def ffn_worker_batching(
-    area: FfnArea,
-    *,
-    expert_num: int,
-    max_out_shape: tuple[int, int, int, int],
-    token_dtype: int = 0,
-    need_schedule: int = 0,
-    layer_num: int = 0,
-) -> tuple[FfnBatch, FfnArea]:
-    """The rows of the messages that were scheduled, sorted by expert, and the area.
-
-    The rows are the slots (o, t, k) of o < min(out_num, A) whose expert id, session and micro-batch, and with layers
-    the layer id, are in range; all others are dropped. They are sorted by expert, then by (o·BS + t)·K1 + k. With
-    layer_num = 0 an id is the expert; otherwise the expert is layer·E + id, with E = expert_num / layer_num.
-
-    `expert_num` counts this card's experts of all layers. `max_out_shape` is (A, BS, K1, H): upper bounds for the
-    area's sizes, whose product Y is the number of rows of the output, and the hidden size. With need_schedule = 1
-    `ffn_worker_scheduler` runs first; otherwise the area is returned as it is. Keywords are static.
-
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
-    """
-    checked = checked_ffn_area(area)
-    expert_num = limits.integer("expert_num", expert_num, 1, limits.EXPERTS)
-    layer_num = limits.integer("layer_num", layer_num, 0)
-    if layer_num and expert_num % layer_num:
-        raise ValueError(f"layer_num is {layer_num}, expected a divisor of expert_num, which is {expert_num}")
-    token_dtype = limits.integer("token_dtype", token_dtype, 0, len(TOKEN_DTYPES) - 1)
-    rows, hidden = _checked_max_out_shape(max_out_shape, checked)
-    check_holds(checked, token_bytes(hidden, token_dtype), f"max_out_shape[3] = {hidden} and token_dtype {token_dtype}")
-    if limits.integer("need_schedule", need_schedule, 0, 1):
-        area = checked = ffn_worker_scheduler(checked)
-    fields = ("token_data", "layer_ids", "session_ids", "micro_batch_ids", "expert_ids", "out_num")
-    arrays = (getattr(checked, name) for name in fields)
-    return _batched(*arrays, expert_num, layer_num, token_dtype, rows, hidden), area
-
-
-@no_type_check
-def ffn_worker_scheduler(area: FfnArea, sync_group_size: int | None = None) -> FfnArea:
-    """Takes the messages that are complete, for groups of `sync_group_size` consecutive sessions (None: all A).
-
-    One group takes micro-batch m = polling_index if the flags of all its sessions are 1, and polling_index becomes
-    (m+1) % M. Of several groups each takes the lowest micro-batch for which its flags are all 1, and polling_index
-    stays. A message (a, m) that was taken, in the order of a, is the next entry of layer_ids, session_ids,
-    micro_batch_ids and expert_ids; then its expert ids become EMPTY and its flag 0. `out_num` is how many were taken.
-    Nothing waits: if nothing is complete, out_num is 0.
-
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
-    """
-    area = checked_ffn_area(area)
-    sessions = area.token_data.shape[0]
-    group = sessions if sync_group_size is None else limits.integer("sync_group_size", sync_group_size, 1)
-    if sessions % group:
-        raise ValueError(f"sync_group_size is {group}, expected a divisor of the number of sessions, {sessions}")
-    fields = ("token_info", "polling_index", "layer_ids", "session_ids", "micro_batch_ids", "expert_ids")
-    taken = _scheduled(*(getattr(area, name) for name in fields), group)
-    return dataclasses.replace(area, **dict(zip((*fields, "out_num"), taken, strict=True)))
-
-
-@no_type_check
-def ffn_to_attention(attn: AttentionArea, x: jax.Array, out: FfnBatch, *, session_id: Any) -> AttentionArea:
-    """Writes the rows of one session into its window: x[j] to token_data[m, t, k], then flag 1.
-
-    `x` [Y, H] of any floating dtype are the experts' outputs for the rows of `out`, and j counts the first
-    `actual_token_num` rows whose session id is `session_id`; m, t, k are micro_batch_ids, token_ids and topk_slots.
-    Rows whose place is not in the window are dropped.
-
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
-    """
-    attn = checked_attention_area(attn)
-    x = limits.floats("x", x, ("Y", "H"))
-    limits.size("x", "channels", x.shape[1], limits.LARGEST)
-    check_holds(attn, x.shape[1] * x.dtype.itemsize, f"x of shape {x.shape} and dtype {x.dtype}")
-    session_id = limits.scalar("session_id", session_id, 0, limits.SESSIONS - 1)
-    ids = []
-    for name in ("session_ids", "micro_batch_ids", "token_ids", "topk_slots"):
-        if not hasattr(out, name):
-            raise ValueError(f"out is a {type(out).__name__}, expected what ffn_worker_batching returns, with {name}")
-        ids.append(limits.array(name, getattr(out, name), jnp.int32, x.shape[:1], f" with x of shape {x.shape}"))
-    if not hasattr(out, "actual_token_num"):
-        raise ValueError(f"out is a {type(out).__name__}, expected what ffn_worker_batching returns")
-    number = limits.array("actual_token_num", out.actual_token_num, (jnp.int32, jnp.int64), ())
-    flags, data = _returned(attn.token_info, attn.token_data, x, *ids, number, session_id)
-    return dataclasses.replace(attn, token_info=flags, token_data=data)
-
-
-@no_type_check
-def _checked_max_out_shape(shape, area) -> tuple[int, int]:
-    """Y and H."""
-    if not isinstance(shape, tuple | list) or len(shape) != 4:
-        raise ValueError(f"max_out_shape is {shape!r}, expected (A, BS, K1, H)")
-    most = (limits.SESSIONS, limits.LARGEST, limits.SLOTS, limits.LARGEST)
-    *bounds, hidden = (
-        limits.integer(f"max_out_shape[{i}]", bound, 1, limit) for i, (bound, limit) in enumerate(zip(shape, most))
+@functools.partial(jax.jit, static_argnames=("plan", "execution"))
+def computed(
+    area: FfnArea, share: ExpertShard, plan: AfdPlan, execution: Execution
+) -> tuple[Float32[Array, "rows hidden"], FfnBatch]:
+    """The experts' outputs for the scheduled micro-batches' tokens, sorted by expert."""
+    batch, _ = ffn_worker_batching(
+        area,
+        expert_num=share.places.shape[1],
+        max_out_shape=(plan.attention_workers, plan.tokens, plan.top_k, plan.width),
+        token_dtype=plan.token_dtype,
+        layer_num=plan.layers,
     )
-    sessions, _, tokens, slots, _ = area.token_data.shape
-    if any(bound < size for bound, size in zip(bounds, (sessions, tokens, slots))):
-        expected = f"at least ({sessions}, {tokens}, {slots}) with token_data of shape {area.token_data.shape}"
-        raise ValueError(f"max_out_shape is {tuple(shape)}, expected {expected}")
-    rows = bounds[0] * bounds[1] * bounds[2]
-    if rows > limits.LARGEST:
-        raise ValueError(f"max_out_shape is {tuple(shape)}, for {rows} rows, expected less than 2^31")
-    return rows, hidden
+    rows = jnp.arange(batch.y.shape[0], dtype=jnp.int32)
+    groups, ends = batch.group_list[:, 0], jnp.cumsum(batch.group_list[:, 1])
+    group = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), groups.shape[0] - 1)
+    expert = jnp.where(rows < batch.actual_token_num, groups[group], -1).astype(jnp.int32)
+    return share(plan.unpacked(batch.y, batch.dynamic_scale), expert, execution), batch
 
 
-# The operators' bodies are programs of their own, so that they run as one program eagerly too.
+@functools.partial(jax.jit, static_argnames="plan")
+def of_session(
+    y: Float32[Array, "all hidden"],
+    batch: FfnBatch,
+    session: Int32[Array, ""],
+    epoch: Int32[Array, ""],
+    plan: AfdPlan,
+) -> Computed:
+    """The rows of one session, which has one micro-batch among them."""
+    own = batch.session_ids == session
+    [order] = jnp.nonzero(own, size=plan.tokens * plan.top_k, fill_value=0)
+    ids = (batch.session_ids, batch.micro_batch_ids, batch.token_ids, batch.topk_slots)
+    session_ids, micro_batch_ids, token_ids, topk_slots = (part[order] for part in ids)
+    number = jnp.sum(own, dtype=jnp.int32)
+    return Computed(epoch, y[order], session_ids, micro_batch_ids, token_ids, topk_slots, number)
 
 
-@functools.partial(jax.jit, static_argnames=("expert_num", "layer_num", "token_dtype", "rows", "hidden"))
-def _batched(
-    token_data: UInt8[Array, "sessions micro_batches tokens slots bytes"],
-    layer_ids: Int32[Array, " sessions"],
-    session_ids: Int32[Array, " sessions"],
-    micro_batch_ids: Int32[Array, " sessions"],
-    expert_ids: Int32[Array, "sessions tokens slots"],
-    out_num: Int32[Array, ""],
-    expert_num: int,
-    layer_num: int,
-    token_dtype: int,
-    rows: int,
-    hidden: int,
-) -> FfnBatch:
-    sessions, micro_batches, tokens, slots, _ = token_data.shape
-    counted = jnp.arange(sessions, dtype=jnp.int32) < out_num
-    counted &= _within(session_ids, sessions) & _within(micro_batch_ids, micro_batches)
-    experts, per_layer = expert_ids, expert_num
-    if layer_num:
-        per_layer = expert_num // layer_num
-        counted &= _within(layer_ids, layer_num)
-        experts = layer_ids[:, None, None] * per_layer + expert_ids
-    chosen = jnp.where(counted[:, None, None] & _within(expert_ids, per_layer), experts, expert_num)
-    groups = Groups.of(chosen.reshape(-1, slots), expert_num)
-
-    row, number = groups.order, jnp.sum(groups.counts, dtype=jnp.int32)
-    place = jnp.arange(row.shape[0], dtype=jnp.int32)
-    entry, token, slot = row // (tokens * slots), row // slots % tokens, row % slots
-    session, micro_batch = session_ids[entry], micro_batch_ids[entry]
-    offset = place - groups.starts.at[chosen.reshape(-1)[row]].get(mode="clip")
-    size = token_bytes(hidden, token_dtype)
-    where = jnp.stack([session, micro_batch, token, slot], axis=1)
-    data = lax.gather(token_data, where, _SLOTS_READ, (1, 1, 1, 1, size), mode="clip")
-    extra = rows - row.shape[0]
-    data = jnp.pad(jnp.where((place < number)[:, None], data, 0), ((0, extra), (0, 0)))
-
-    def of_rows(ids):
-        return jnp.pad(jnp.where(place < number, ids, -1), (0, extra), constant_values=-1)
-
-    dtype, long = TOKEN_DTYPES[token_dtype], jax.dtypes.canonicalize_dtype(jnp.int64)
-    numbers, scale = data[:, : hidden * dtype.itemsize], data[:, hidden * dtype.itemsize :]
-    return FfnBatch(
-        y=from_bytes(numbers, dtype),
-        session_ids=of_rows(session),
-        micro_batch_ids=of_rows(micro_batch),
-        token_ids=of_rows(token),
-        expert_offsets=of_rows(offset),
-        topk_slots=of_rows(slot),
-        dynamic_scale=lax.bitcast_convert_type(scale.reshape(-1, SCALE), jnp.float32),
-        group_list=_group_list(groups.counts).astype(long),
-        actual_token_num=number.astype(long),
-    )
-
-
-# Of the first four dimensions one, and of a slot's bytes the first ones.
-_SLOTS_READ = lax.GatherDimensionNumbers((1,), (0, 1, 2, 3), (0, 1, 2, 3))
-
-
-def _within(ids: Int32[Array, "*shape"], number: int) -> Bool[Array, "*shape"]:
-    return (ids >= 0) & (ids < number)
-
-
-def _group_list(counts: Int32[Array, " experts"]) -> Int32[Array, "experts 2"]:
-    experts = jnp.arange(counts.shape[0], dtype=jnp.int32)
-    used = counts > 0
-    place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, counts.shape[0])
-    pairs = jnp.stack([experts, counts], axis=1)
-    return jnp.zeros_like(pairs).at[place].set(pairs, mode="drop")
-
-
-@functools.partial(jax.jit, static_argnames="group")
-def _scheduled(
-    token_info: Int32[Array, "sessions micro_batches info"],
-    polling_index: Int32[Array, ""],
-    layer_ids: Int32[Array, " sessions"],
-    session_ids: Int32[Array, " sessions"],
-    micro_batch_ids: Int32[Array, " sessions"],
-    expert_ids: Int32[Array, "sessions tokens slots"],
-    group: int,
-) -> tuple[
-    Int32[Array, "sessions micro_batches info"],
-    Int32[Array, ""],
-    Int32[Array, " sessions"],
-    Int32[Array, " sessions"],
-    Int32[Array, " sessions"],
-    Int32[Array, "sessions tokens slots"],
-    Int32[Array, ""],
-]:
-    """The fields of the same names after a turn of the scheduler, and out_num."""
-    sessions, micro_batches, _ = token_info.shape
-    complete = jnp.all((token_info[:, :, 0] == 1).reshape(-1, group, micro_batches), axis=1)
-    if group == sessions:
-        complete &= (jnp.arange(micro_batches, dtype=jnp.int32) == polling_index)[None]
-    found, first = jnp.any(complete, axis=1), jnp.argmax(complete, axis=1).astype(jnp.int32)
-    if group == sessions:
-        polling_index = jnp.where(found[0], (first[0] + 1) % micro_batches, polling_index)
-    taken, micro_batch = jnp.repeat(found, group), jnp.repeat(first, group)
-    session = jnp.arange(sessions, dtype=jnp.int32)
-    message = token_info[session, micro_batch]
-    # Out of range, and so dropped, for a message that is not taken.
-    entry = jnp.where(taken, jnp.cumsum(taken, dtype=jnp.int32) - 1, sessions)
-    source = jnp.where(taken, micro_batch, micro_batches)
-    read = message.at[:, 2:].set(EMPTY).at[:, 0].set(0)
-    return (
-        token_info.at[session, source].set(read, mode="drop"),
-        polling_index,
-        layer_ids.at[entry].set(message[:, 1], mode="drop"),
-        session_ids.at[entry].set(session, mode="drop"),
-        micro_batch_ids.at[entry].set(micro_batch, mode="drop"),
-        expert_ids.at[entry].set(message[:, 2:].reshape(expert_ids.shape), mode="drop"),
-        jnp.sum(taken, dtype=jnp.int32),
-    )
-
-
-@jax.jit
-def _returned(
-    flags: Int32[Array, "micro_batches tokens slots"],
-    token_data: UInt8[Array, "micro_batches tokens slots bytes"],
-    x: Shaped[Array, "rows hidden"],
-    session_ids: Int32[Array, " rows"],
-    micro_batch_ids: Int32[Array, " rows"],
-    token_ids: Int32[Array, " rows"],
-    topk_slots: Int32[Array, " rows"],
-    number: Int[Array, ""],
-    session_id: Int32[Array, ""],
-) -> tuple[Int32[Array, "micro_batches tokens slots"], UInt8[Array, "micro_batches tokens slots bytes"]]:
-    rows = jnp.arange(len(x), dtype=jnp.int32)
-    own = (rows < number.astype(jnp.int32)) & (session_ids == session_id)
-    where = jnp.stack([micro_batch_ids, token_ids, topk_slots], axis=1)
-    where = jnp.where(own[:, None], where, -1)  # out of range here, unlike in `jnp.ndarray.at`
-    # The row of each slot, -1 for none, and the last one of several.
-    row = lax.scatter_max(jnp.full_like(flags, -1), where, rows, _ROWS_WRITTEN, mode="drop")
-    written, data = row >= 0, to_bytes(x)
-    data = jnp.where(written[..., None], data.at[row].get(mode="clip"), token_data[..., : data.shape[1]])
-    return jnp.where(written, 1, flags), token_data.at[..., : data.shape[-1]].set(data)
-
-
-_ROWS_WRITTEN = lax.ScatterDimensionNumbers((), (0, 1, 2), (0, 1, 2))
+@functools.partial(jax.jit, donate_argnames="area")
+def drained(area: FfnArea, session: Int32[Array, ""]) -> FfnArea:
+    """The window without a session's messages; the session starts over with micro-batch 0."""
+    info = area.token_info.at[session, :, 2:].set(EMPTY).at[session, :, 0].set(0)
+    return dataclasses.replace(area, token_info=info, polling_index=jnp.zeros_like(area.polling_index))

@@ -1,4 +1,4 @@
-"""What workers send each other: pytrees of arrays whose shapes the plan knows, so that any transport can carry them."""
+"""The messages between workers: pytrees of arrays whose shapes the plan knows, so that any transport can carry them."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 DATA, DRAIN, LEAVE = 0, 1, 2
-"""A message's kind: a micro-batch; forget this session's messages under way; the session sends no more."""
-
+"""A message's kind: a micro-batch; drop this session's messages in flight; the session sends no more."""
 
 GONE = -1
 """The epoch of a message that is the last from its sender."""
@@ -34,7 +33,7 @@ class Computed(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """What a worker is told instead when another has failed or is gone."""
+    """The message that another worker has failed or is gone."""
 
     worker: str
     error: BaseException

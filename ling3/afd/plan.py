@@ -1,6 +1,7 @@
-"""What attention and FFN workers agree on before the first message, and a model cut into their halves."""
+"""The plan on which attention and FFN workers agree before the first message, and the model cut into their halves."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,27 +12,26 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from ling3.afd import limits
 from ling3.afd.messages import GONE, Computed, Routed
-from ling3.afd.windows import AttentionArea, FfnArea, slot_bytes
+from ling3.afd.operators import limits
+from ling3.afd.operators.windows import TOKEN_DTYPES, AttentionArea, FfnArea, slot_bytes
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.layers.moe import Experts, MoE
 from ling3.model import CausalLM, DecoderLayer
 
-FLOAT16, BFLOAT16, INT8 = 0, 1, 2
 Device = Any
 """A `jax.Device`, which type checkers take for a variable."""
 REQUESTS = 16
-"""Requests of an attention worker that run at once, unless settings say otherwise."""
+"""Default number of requests that an attention worker runs at once."""
 TOKENS = 16
-"""The tokens of a micro-batch are a multiple of this, as a prompt's chunks are."""
+"""The tokens of a micro-batch are a multiple of this, as those of a prompt's chunks are."""
 Activations = Literal["exact", "int8"]
 """How tokens travel to the experts: as they are, or rounded to 8 bits with a scale each."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AfdPlan:
     """The sizes of every window and message: static under `jit`, and the same on every worker.
 
     A micro-batch has `tokens` tokens, some of which may be padding. The experts of the `layers` sparse layers are
@@ -50,23 +50,23 @@ class Plan:
     activations: Activations = "exact"
 
     def settings(self, wanted: EngineSettings) -> EngineSettings:
-        """An attention worker's: a decode call has a row for every request, as many in each micro-batch."""
+        """An attention worker's settings: a decode call has a row per request, equally many in each micro-batch."""
         requests = -(-wanted.max_running_requests // self.micro_batches) * self.micro_batches
         return dataclasses.replace(wanted, max_running_requests=requests, decode_rows=requests, batch_invariant=True)
 
     @property
     def token_dtype(self) -> int:
         """The operators' number for what a token's slot holds."""
-        return INT8 if self.activations == "int8" else BFLOAT16 if self.dtype == "bfloat16" else FLOAT16
+        return TOKEN_DTYPES.index(jnp.dtype("int8" if self.activations == "int8" else self.payload_dtype))
 
     @property
     def width(self) -> int:
-        """Numbers of a token's slot: float32 travels as two float16, whose bits it is."""
+        """Numbers in a token's slot: a float32 travels as the bits of two float16."""
         return 2 * self.hidden if self.dtype == "float32" and self.activations == "exact" else self.hidden
 
     @property
     def payload_dtype(self) -> str:
-        """The dtype in which a message has its tokens."""
+        """The dtype of the tokens in a message."""
         return "float16" if self.width != self.hidden else self.dtype
 
     def share(self, rank: int) -> range:
@@ -75,6 +75,7 @@ class Plan:
         first = rank * fewest + min(rank, more)
         return range(first, first + fewest + (rank < more))
 
+    @functools.cached_property
     def rank_table(self) -> Int32[np.ndarray, "experts 3"]:
         """For each expert [1, its FFN worker, its number there]."""
         shares = (self.share(rank) for rank in range(self.ffn_workers))
@@ -88,25 +89,21 @@ class Plan:
 
     def attention_area(self) -> AttentionArea:
         """An attention worker's window before the first result; results are float32."""
-        return AttentionArea.empty(self.micro_batches, self.tokens, self.top_k, slot_bytes(2 * self.hidden, FLOAT16))
+        return AttentionArea.empty(self.micro_batches, self.tokens, self.top_k, slot_bytes(2 * self.hidden, 0))
 
     def blank_tokens(self) -> Routed:
-        """A message to an FFN worker without anything in it."""
+        """An empty message to an FFN worker."""
         x = jnp.zeros((self.tokens, self.width), self.payload_dtype)
         return Routed(np.zeros(5, np.int32), x, jnp.full((self.tokens, self.top_k), -1, jnp.int32))
 
     def blank_results(self) -> Computed:
-        """A message to an attention worker without anything in it."""
+        """An empty message to an attention worker, the last of its sender."""
         rows = self.tokens * self.top_k
-        y, ids, none = (
-            jnp.zeros((rows, self.hidden), jnp.float32),
-            jnp.full(rows, -1, jnp.int32),
-            jnp.zeros((), jnp.int32),
-        )
-        return Computed(np.asarray(GONE, np.int32), y, ids, ids, ids, ids, none)
+        y, ids = jnp.zeros((rows, self.hidden), jnp.float32), jnp.full(rows, -1, jnp.int32)
+        return Computed(np.asarray(GONE, np.int32), y, ids, ids, ids, ids, jnp.zeros((), jnp.int32))
 
     def packed(self, x: Float[Array, "tokens {self.hidden}"]) -> Float[Array, "tokens {self.width}"]:
-        """Tokens as they travel; int8's rounding is the sender's."""
+        """Tokens as they travel; `attention_to_ffn` rounds them to int8."""
         if self.width == self.hidden:
             return x
         return lax.bitcast_convert_type(x, jnp.float16).reshape(x.shape[0], self.width)
@@ -114,7 +111,7 @@ class Plan:
     def unpacked(
         self, y: Num[Array, "rows {self.width}"], scale: Float32[Array, " scales"]
     ) -> Float[Array, "rows {self.hidden}"]:
-        """The tokens of what has come, in the model's dtype."""
+        """The received tokens in the model's dtype."""
         if self.activations == "int8":
             return (y.astype(jnp.float32) * scale[:, None]).astype(self.dtype)
         if self.width == self.hidden:
@@ -122,7 +119,7 @@ class Plan:
         return lax.bitcast_convert_type(y.reshape(y.shape[0], self.hidden, 2), jnp.float32)
 
 
-class Share(eqx.Module):
+class ExpertShard(eqx.Module):
     """The experts of one FFN worker, of all sparse layers: expert layer · count + e of a worker with `count` a layer.
 
     Layers whose experts differ in more than their numbers (in their clamp, for instance) are stacks of their own.
@@ -135,7 +132,7 @@ class Share(eqx.Module):
     def __call__(
         self, x: Float[Array, "rows hidden"], expert: Int32[Array, " rows"], execution: Execution
     ) -> Float32[Array, "rows hidden"]:
-        """expert_j(x_j) for each row in float32; an expert of -1 is none: its row means nothing, and costs nothing."""
+        """expert_j(x_j) for each row in float32; an expert of -1 is none: its row is undefined, and costs nothing."""
         ones = jnp.ones((x.shape[0], 1), jnp.float32)
         total = jnp.zeros(x.shape, jnp.float32)
         for stack, places in zip(self.stacks, self.places, strict=True):
@@ -149,11 +146,11 @@ class Halves(NamedTuple):
     """A model for attention workers, whose routed experts are None, and shares of FFN workers."""
 
     attention: CausalLM
-    shares: tuple[Share, ...]
+    shares: tuple[ExpertShard, ...]
 
 
 def is_sparse(layer: DecoderLayer) -> bool:
-    """True for a layer whose experts are elsewhere."""
+    """True for a layer with routed experts, which FFN workers hold."""
     return isinstance(layer.mlp, MoE)
 
 
@@ -164,7 +161,7 @@ def agree(
     micro_batches: Any,
     requests: int,
     activations: Any = "exact",
-) -> Plan:
+) -> AfdPlan:
     """The plan for a model and for so many requests of an attention worker at once.
 
     ValueError that names the count, the dtype or the layer that does not fit.
@@ -182,12 +179,11 @@ def agree(
     if activations not in ("exact", "int8"):
         raise ValueError(f"activations is {activations!r}, expected 'exact' or 'int8'")
     for name, value, most in (
-        ("attention_workers", attention_workers, 1024),
+        ("attention_workers", attention_workers, limits.SESSIONS),
         ("ffn_workers", ffn_workers, experts),
-        ("micro_batches", micro_batches, 64),
+        ("micro_batches", micro_batches, limits.MICRO_BATCHES),
     ):
-        if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(f"{name} is {value!r}, expected a whole number in [1, {most}]")
+        limits.integer(name, value, 1, most)
     most = limits.EXPERTS // len(sparse)
     if -(-experts // ffn_workers) > most:
         raise ValueError(
@@ -197,11 +193,11 @@ def agree(
     hidden = model.model.word_embeddings.in_features
     tokens = -(-requests // (micro_batches * TOKENS)) * TOKENS
     counts = (attention_workers, ffn_workers, micro_batches, tokens, top_k, experts, len(sparse), hidden)
-    return Plan(*counts, dtype, activations)
+    return AfdPlan(*counts, dtype, activations)
 
 
-def halve(model: CausalLM, plan: Plan, ranks: Iterable[int]) -> Halves:
-    """The model's halves, with the shares of these FFN workers; what attention workers hold is not copied."""
+def halve(model: CausalLM, plan: AfdPlan, ranks: Iterable[int]) -> Halves:
+    """The model's halves, with the shares of these FFN workers; the attention half is not copied."""
     layers = model.model.layers
     experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoE)]
     bare = tuple(
@@ -211,16 +207,16 @@ def halve(model: CausalLM, plan: Plan, ranks: Iterable[int]) -> Halves:
     return Halves(attention, tuple(_share(experts, plan.share(rank)) for rank in ranks))
 
 
-def settled(memory: Any, weights: Any) -> Any:
-    """Memory committed to the device of a worker's weights, as what programs make of it is.
+def committed(memory: Any, weights: Any) -> Any:
+    """Memory committed to the device of a worker's weights, as the results of programs are.
 
     A program is compiled once more for arguments that are not committed to a device.
     """
     return jax.device_put(memory, jax.tree.leaves(weights)[0].sharding)
 
 
-def _share(layers: Sequence[Experts], own: range) -> Share:
-    """Some experts of every layer."""
+def _share(layers: Sequence[Experts], own: range) -> ExpertShard:
+    """These experts of every layer."""
     kinds: dict[Any, list[int]] = {}
     for i, experts in enumerate(layers):
         arrays, tree = jax.tree.flatten(experts)
@@ -232,4 +228,4 @@ def _share(layers: Sequence[Experts], own: range) -> Share:
             places[kind, i * len(own) : (i + 1) * len(own)] = np.arange(len(own)) + position * len(own)
         parts = (jax.tree.map(lambda x: x[own.start : own.stop], layers[i]) for i in members)
         stacks.append(jax.tree.map(lambda *x: jnp.concatenate(x), *parts))
-    return Share(tuple(stacks), jnp.asarray(places))
+    return ExpertShard(tuple(stacks), jnp.asarray(places))

@@ -17,11 +17,12 @@ import numpy as np
 from jax.experimental import multihost_utils, transfer
 
 from ling3.afd.answers import answers
-from ling3.afd.card import FfnWorker
+from ling3.afd.attention_worker import AttentionWorker
+from ling3.afd.ffn_worker import FfnWorker
 from ling3.afd.messages import GONE, LEAVE, Computed, Failed, Routed
-from ling3.afd.plan import REQUESTS, Device, Plan, agree, halve
-from ling3.afd.session import AttentionWorker
+from ling3.afd.plan import REQUESTS, AfdPlan, Device, agree, halve
 from ling3.afd.stats import AfdStats, Counts
+from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -80,7 +81,7 @@ class AttentionProcess:
         session: int,
         model: CausalLM,
         tokenizer: Tokenizer | None,
-        plan: Plan,
+        plan: AfdPlan,
         settings: EngineSettings,
         links: Links,
         device: Device,
@@ -91,17 +92,17 @@ class AttentionProcess:
         send = [functools.partial(links.send, process) for process in cards]
         half = jax.device_put(halve(model, plan, []).attention, device)
         self.worker = AttentionWorker(session, half, plan, send, self._counts)
-        self.engine = Engine(half, tokenizer, settings, execution=execution, passes=self.worker.passes)
+        self.engine = Engine(half, tokenizer, settings, execution=execution, programs=self.worker.programs)
         self._farewells = threading.Semaphore(0)
         like = plan.blank_results()
         for rank, process in enumerate(cards):
             links.receive(process, like, self._put, functools.partial(self._gone, f"FFN worker {rank}"))
 
-    def generate(self, prompts: Iterable[Any], **params: Any) -> list[list[int]]:
-        """The new token ids of this process's prompts; keywords, results and errors are `System.generate`'s."""
+    def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None, **fields: Any) -> list[list[int]]:
+        """The new token ids of this process's prompts; arguments, results and errors are `System.generate`'s."""
         self._counts.clear()
         names = [f"attention worker {self.worker.session}"]
-        return answers(self.worker.model.config, [self.engine], names, prompts, **params)
+        return answers(self.worker.model.config, [self.engine], names, prompts, params, **fields)
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`; the FFN workers' are in their processes."""
@@ -135,7 +136,7 @@ class AttentionProcess:
 class FfnProcess:
     """An FFN worker with a process of its own."""
 
-    def __init__(self, rank: int, model: CausalLM, plan: Plan, links: Links, device: Device, execution: Execution):
+    def __init__(self, rank: int, model: CausalLM, plan: AfdPlan, links: Links, device: Device, execution: Execution):
         self._counts = Counts(plan)
         share = jax.device_put(halve(model, plan, [rank]).shares[0], device)
         deliver = [functools.partial(links.send, session) for session in range(plan.attention_workers)]

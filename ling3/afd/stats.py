@@ -1,4 +1,4 @@
-"""What a disaggregated model has done since its counts were last set to zero."""
+"""Counts of a disaggregated model's work since they were last reset."""
 
 import contextlib
 import dataclasses
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from ling3.afd.plan import Plan
+from ling3.afd.plan import AfdPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +26,14 @@ class AfdStats:
 class Counts:
     """The counts of all workers of a process, each written by that worker's thread alone."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: AfdPlan):
         self._sizes = {"attention": plan.attention_workers, "ffn": plan.ffn_workers}
         self._lock = threading.Lock()
         self._working = {"attention": 0, "ffn": 0}
         self.clear()
 
     def clear(self) -> None:
-        """Sets all to zero."""
+        """Resets all counts."""
         self.rows = [0] * self._sizes["ffn"]
         self.in_flight = [0] * self._sizes["attention"]
         self._busy = {side: [0.0] * size for side, size in self._sizes.items()}
@@ -49,7 +49,7 @@ class Counts:
             self._busy[side][worker] += self._shift(side, -1) - begin
 
     def _shift(self, side: str, change: int) -> float:
-        """One more or fewer of a side at work, from now on."""
+        """Adds `change` to the number of workers of a side that are at work."""
         with self._lock:
             now = time.perf_counter()
             if all(self._working.values()):

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from ling3.afd.answers import answers
-from ling3.afd.card import FfnWorker
+from ling3.afd.attention_worker import AttentionWorker
+from ling3.afd.ffn_worker import FfnWorker
 from ling3.afd.messages import Failed, WorkerError
-from ling3.afd.plan import REQUESTS, Device, Plan, Share, agree, halve
-from ling3.afd.session import AttentionWorker
+from ling3.afd.plan import REQUESTS, AfdPlan, Device, ExpertShard, agree, halve
 from ling3.afd.stats import AfdStats, Counts
+from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -34,7 +35,7 @@ class System:
         self,
         model: CausalLM,
         tokenizer: Tokenizer | None,
-        plan: Plan,
+        plan: AfdPlan,
         settings: EngineSettings,
         execution: Execution,
         devices: Sequence[Device],
@@ -44,54 +45,45 @@ class System:
         halves = halve(model, plan, range(plan.ffn_workers))
         cards: list[FfnWorker] = []
         sessions: list[AttentionWorker] = []
+        deliver: list[Callable[[Any], object]] = []
+        for rank, (device, share) in enumerate(zip(ffn_devices, halves.shares, strict=True)):
+            own = jax.device_put(share, device)
+            with jax.default_device(device):
+                cards.append(FfnWorker(rank, own, plan, deliver, self._counts, execution))
+        send = [functools.partial(_carry, card, to) for card, to in zip(cards, ffn_devices, strict=True)]
         for session, device in enumerate(attention_devices):
             own = jax.device_put(halves.attention, device)
-            send = [
-                functools.partial(_carry, functools.partial(lambda w, m: cards[w].inbox.put(m), w), to)
-                for w, to in enumerate(ffn_devices)
-            ]
             with jax.default_device(device):
                 sessions.append(AttentionWorker(session, own, plan, send, self._counts))
-        deliver = [
-            functools.partial(_carry, worker.inbox.put, to)
-            for worker, to in zip(sessions, attention_devices, strict=True)
-        ]
-        for rank, (device, share) in enumerate(zip(ffn_devices, halves.shares, strict=True)):
-            with jax.default_device(device):
-                own = jax.device_put(share, device)
-                cards.append(FfnWorker(rank, own, plan, deliver, self._counts, execution))
+            deliver.append(functools.partial(_carry, sessions[-1], device))
         self.attention_workers: tuple[CausalLM, ...] = tuple(worker.model for worker in sessions)
         """The weights of each attention worker: the model without its routed experts."""
-        self.ffn_workers: tuple[Share, ...] = tuple(card.share for card in cards)
+        self.ffn_workers: tuple[ExpertShard, ...] = tuple(card.share for card in cards)
         """The weights of each FFN worker: its share of every sparse layer's experts."""
-        inboxes = [card.inbox for card in cards]
-        failed = functools.partial(_tell, [*inboxes, *(worker.inbox for worker in sessions)])
+        inboxes, replies = ([worker.inbox for worker in group] for group in (cards, sessions))
+        failed = functools.partial(_tell, [*inboxes, *replies])
         threads = [
             threading.Thread(target=_serve, args=(card, device, failed), name=f"ling3-ffn-{card.rank}", daemon=True)
             for card, device in zip(cards, ffn_devices, strict=True)
         ]
-        self._close = weakref.finalize(self, _stop, inboxes, [worker.inbox for worker in sessions], threads)
+        self._close = weakref.finalize(self, _stop, inboxes, replies, threads)
         for thread in threads:
             thread.start()
-        engines = []
+        self.engines: tuple[Engine, ...] = ()
         for worker, device in zip(sessions, attention_devices, strict=True):
             with jax.default_device(device):
-                engine = Engine(worker.model, tokenizer, settings, execution=execution, passes=worker.passes)
-            engines.append(engine)
-        self.engines: tuple[Engine, ...] = tuple(engines)
+                engine = Engine(worker.model, tokenizer, settings, execution=execution, programs=worker.programs)
+            self.engines += (engine,)
 
-    def generate(self, prompts: Iterable[Any], **params: Any) -> list[list[int]]:
+    def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None, **fields: Any) -> list[list[int]]:
         """The new token ids of each prompt, as `ling3.generate` has them; prompt i goes to session i mod A.
 
-        Keywords and their defaults are `ling3.generate`'s: `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
-        `seed`, `stop_token_ids` and `ignore_eos`.
-
-        Raises ValueError as that function does, before any work; WorkerError, which names the worker, if one fails: the
-        requests of other sessions are completed first.
+        Raises ParameterError as that function does, before any work; WorkerError, which names the worker, if one fails:
+        the requests of other sessions are completed first.
         """
         self._counts.clear()
         names = [f"attention worker {session}" for session in range(len(self.engines))]
-        return answers(self.attention_workers[0].config, self.engines, names, prompts, **params)
+        return answers(self.attention_workers[0].config, self.engines, names, prompts, params, **fields)
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`."""
@@ -138,7 +130,7 @@ def disaggregate(
     return System(model, tokenizer, plan, plan.settings(settings), execution, devices or jax.devices())
 
 
-def devices_of(plan: Plan, devices: Sequence[Device]) -> tuple[list[Device], list[Device]]:
+def devices_of(plan: AfdPlan, devices: Sequence[Device]) -> tuple[list[Device], list[Device]]:
     """The device of each attention worker and of each FFN worker."""
     attention, ffn = plan.attention_workers, plan.ffn_workers
     if len(devices) >= attention + ffn:
@@ -150,9 +142,9 @@ def devices_of(plan: Plan, devices: Sequence[Device]) -> tuple[list[Device], lis
     return [ours[i % len(ours)] for i in range(attention)], [theirs[i % len(theirs)] for i in range(ffn)]
 
 
-def _carry(put: Callable[[Any], object], to: Device, message: Any) -> None:
-    """Puts a message into the inbox of a worker whose device is `to`; headers are the host's."""
-    put(jax.tree.map(lambda x: jax.device_put(x, to) if isinstance(x, jax.Array) else x, message))
+def _carry(worker: AttentionWorker | FfnWorker, to: Device, message: Any) -> None:
+    """Puts a message into the inbox of a worker whose device is `to`; headers stay on the host."""
+    worker.inbox.put(jax.tree.map(lambda x: jax.device_put(x, to) if isinstance(x, jax.Array) else x, message))
 
 
 def _serve(card: FfnWorker, device: Device, failed: Callable[[Failed], object]) -> None:
@@ -160,7 +152,7 @@ def _serve(card: FfnWorker, device: Device, failed: Callable[[Failed], object]) 
     try:
         with jax.default_device(device):
             card.serve()
-    except WorkerError:  # another worker's failure, which the others know of too
+    except WorkerError:  # another worker's failure, of which all have been told
         pass
     except Exception as error:
         failed(Failed(f"FFN worker {card.rank}", error))
@@ -177,7 +169,7 @@ def _stop(
     sessions: Sequence["queue.SimpleQueue[Any]"],
     threads: Sequence[threading.Thread],
 ) -> None:
-    """Ends the FFN workers' threads after what they have begun, and tells the sessions so."""
+    """Ends the FFN workers' threads after their current batches, and tells the sessions so."""
     _tell(cards, None)
     for thread in threads:
         thread.join()

@@ -10,14 +10,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ling3.bench.report import BLUE, ORANGE, Report, Spread, check_plot
+from ling3.bench.report import BLUE, ORANGE, BenchReport, Distribution, check_plot
 
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
     """A report for each number of requests at a time, in its `about["concurrency"]`."""
 
-    reports: Sequence[Report]
+    reports: Sequence[BenchReport]
 
     def to_dict(self) -> dict[str, Any]:
         """The reports in plain values, for JSON."""
@@ -65,5 +65,5 @@ class Levels:
         figure.savefig(pathlib.Path(path), dpi=160)
 
 
-def _cells(spread: Spread | None) -> tuple[str, str]:
+def _cells(spread: Distribution | None) -> tuple[str, str]:
     return ("-", "-") if spread is None else (f"{1e3 * spread.p50:,.2f}", f"{1e3 * spread.p99:,.2f}")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from ling3.bench.report import Report, Served, machine
+from ling3.bench.report import BenchReport, ServedRequest, machine
 from ling3.engine.outputs import Delta, RequestOutput
 from ling3.engine.sampling_params import SamplingParams
 from ling3.runtime import strict_json
@@ -136,7 +136,7 @@ def measure(
     ignore_eos: bool = True,
     temperature: float = 0.0,
     about: Mapping[str, Any] | None = None,
-) -> Report:
+) -> BenchReport:
     """Serves the requests and reports how long everything took; `about` goes into the report as it is.
 
     They arrive at the `request_rate`; with `concurrency` as many are under way at a time instead, each a stream that is
@@ -170,7 +170,7 @@ def measure(
         served = asyncio.run(_serve_streams(engine, asked, concurrency))
     after = engine.stats()
     workload = {"requests": len(requests), "seed": seed, "ignore_eos": ignore_eos, "temperature": temperature}
-    return Report(
+    return BenchReport(
         served=served,
         duration=max(request.end for request in served),
         request_rate=request_rate,
@@ -196,14 +196,14 @@ class _Client:
         if delta.output is not None:
             self.output, self.end = delta.output, now
 
-    def served(self) -> Served:
+    def served(self) -> ServedRequest:
         assert self.output is not None, "every request has ended"
         output = self.output
         tokens = len(output.prompt_token_ids)
-        return Served(self.due, tokens, tuple(self.deltas), self.end, output.finish_reason, output.cached_tokens)
+        return ServedRequest(self.due, tokens, tuple(self.deltas), self.end, output.finish_reason, output.cached_tokens)
 
 
-def _serve(deltas: Generator[tuple[int, Delta], None, None], clients: Sequence[_Client]) -> list[Served]:
+def _serve(deltas: Generator[tuple[int, Delta], None, None], clients: Sequence[_Client]) -> list[ServedRequest]:
     """Takes the deltas as they come until every request has ended; what is unfinished after Ctrl-C is aborted."""
     with contextlib.closing(deltas), progress("measuring", len(clients)) as advance:
         begin = time.perf_counter()
@@ -215,7 +215,7 @@ def _serve(deltas: Generator[tuple[int, Delta], None, None], clients: Sequence[_
 
 async def _serve_streams(
     engine: Engine, asked: Sequence[tuple[Any, SamplingParams, _Client]], concurrency: int
-) -> list[Served]:
+) -> list[ServedRequest]:
     """Takes the requests as streams, so many at a time."""
     begin = time.perf_counter()
     with progress("measuring", len(asked)) as advance:

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from ling3.bench.measure import SampleRequest, arrivals, check_concurrency, check_count, in_turn
-from ling3.bench.report import Report, Served, machine
+from ling3.bench.report import BenchReport, ServedRequest, machine
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import printable
 
@@ -31,7 +31,7 @@ IDS = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
+class RemoteServer:
     """A server of OpenAI's protocol."""
 
     base_url: str
@@ -71,8 +71,8 @@ class Server:
             raise ValueError(f"{self.url('models')} lists no model: name it") from error
 
 
-def measure(
-    server: Server,
+def measure_server(
+    server: RemoteServer,
     requests: Sequence[SampleRequest],
     *,
     concurrency: int | None = None,
@@ -81,7 +81,7 @@ def measure(
     ignore_eos: bool = True,
     temperature: float = 0.0,
     about: Mapping[str, Any] | None = None,
-) -> Report:
+) -> BenchReport:
     """Streams the requests' answers and reports as `ling3.bench.measure.measure` does.
 
     With `concurrency` as many requests are under way at a time, each due when one before it has ended; else they
@@ -102,7 +102,7 @@ def measure(
     workload = {"requests": len(requests), "seed": seed, "ignore_eos": ignore_eos, "temperature": temperature}
     asked = {"base_url": server.base_url, "endpoint": "chat" if server.chat else "completions"}
     asked |= {"concurrency": concurrency, "client_cpu": round(busy / duration, 3)}
-    return Report(
+    return BenchReport(
         served=served,
         duration=duration,
         request_rate=request_rate,
@@ -123,7 +123,7 @@ class Stream:
     end: float = 0.0
     error: str | None = None
 
-    def served(self) -> Served:
+    def served(self) -> ServedRequest:
         """The request as its report has it."""
         error, usage, reason, texts = self.error, {}, None, []
         try:
@@ -138,14 +138,14 @@ class Stream:
             tokens, prompt = (int(usage.get(f"{kind}_tokens", 0)) for kind in ("completion", "prompt"))
             cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         except (ValueError, TypeError, AttributeError):
-            return Served(self.due, 0, (), self.end, "error", error="the stream is not OpenAI's")
+            return ServedRequest(self.due, 0, (), self.end, "error", error="the stream is not OpenAI's")
         if error is None and reason is None:
             error = "the stream ended early"
         if error is None and not usage:
             error = "the stream has no usage"
         deltas = tuple(_shared(texts or [(self.end, 1)], tokens)) if tokens else ()
         ended = "error" if error is not None else "length" if reason == "length" else "stop"
-        return Served(self.due, prompt, deltas, self.end, ended, cached, error)
+        return ServedRequest(self.due, prompt, deltas, self.end, ended, cached, error)
 
 
 def events(blocks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
@@ -179,7 +179,7 @@ def _shared(texts: Sequence[tuple[float, int]], tokens: int) -> Iterator[tuple[f
 
 
 async def _measured(
-    server: Server,
+    server: RemoteServer,
     requests: Sequence[SampleRequest],
     options: Mapping[str, Any],
     seed: int,
@@ -212,7 +212,7 @@ async def _measured(
         return name, streams, time.process_time() - used
 
 
-def _body(server: Server, name: str, request: SampleRequest, options: Mapping[str, Any]) -> dict[str, Any]:
+def _body(server: RemoteServer, name: str, request: SampleRequest, options: Mapping[str, Any]) -> dict[str, Any]:
     """A request's fields; ValueError for ids where a conversation is asked for."""
     if server.chat and not isinstance(request.prompt, str):
         raise ValueError("a conversation takes texts, and the prompts are token ids: give prompts that are texts")
@@ -221,7 +221,9 @@ def _body(server: Server, name: str, request: SampleRequest, options: Mapping[st
     return {"model": name, **what, "max_tokens": request.max_tokens, **options, **stream}
 
 
-async def _ask(session: aiohttp.ClientSession, server: Server, content: bytes, stream: Stream, begin: float) -> None:
+async def _ask(
+    session: aiohttp.ClientSession, server: RemoteServer, content: bytes, stream: Stream, begin: float
+) -> None:
     """Streams an answer; what goes wrong is the stream's error."""
     try:
         path = "chat/completions" if server.chat else "completions"

@@ -30,7 +30,7 @@ BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class Distribution:
     """Mean and percentiles of a quantity over requests or tokens; percentiles are numpy's, linear between values."""
 
     mean: float
@@ -39,15 +39,15 @@ class Spread:
     p99: float
 
     @staticmethod
-    def of(values: Sequence[float]) -> "Spread | None":
+    def of(values: Sequence[float]) -> "Distribution | None":
         """None without values."""
         if not values:
             return None
-        return Spread(float(np.mean(values)), *map(float, np.percentile(values, (50, 90, 99))))
+        return Distribution(float(np.mean(values)), *map(float, np.percentile(values, (50, 90, 99))))
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
+class ServedRequest:
     """One request as its client saw it; times in seconds from the beginning of the measurement."""
 
     due: float
@@ -99,10 +99,10 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class BenchReport:
     """One measurement. Times are in seconds; they and token counts are those of completed requests."""
 
-    served: Sequence[Served]
+    served: Sequence[ServedRequest]
     duration: float
     """From the first request's due to the last one's end."""
     request_rate: float
@@ -171,15 +171,15 @@ class Report:
         return sum(request.latency for request in self._good) / self.duration
 
     @property
-    def latencies(self) -> dict[str, Spread | None]:
+    def latencies(self) -> dict[str, Distribution | None]:
         """Spreads of TTFT, TPOT, ITL, the times between deltas, and E2EL."""
         good = self._good
         return {
-            "ttft": Spread.of([request.ttft for request in good if request.ttft is not None]),
-            "tpot": Spread.of([request.tpot for request in good if request.tpot is not None]),
-            "itl": Spread.of([wait for request in good for wait in request.itl]),
-            "delta_gap": Spread.of([gap for request in good for gap in request.gaps]),
-            "e2el": Spread.of([request.latency for request in good]),
+            "ttft": Distribution.of([request.ttft for request in good if request.ttft is not None]),
+            "tpot": Distribution.of([request.tpot for request in good if request.tpot is not None]),
+            "itl": Distribution.of([wait for request in good for wait in request.itl]),
+            "delta_gap": Distribution.of([gap for request in good for gap in request.gaps]),
+            "e2el": Distribution.of([request.latency for request in good]),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class Report:
         figure.savefig(pathlib.Path(path), dpi=160)
 
     @property
-    def _good(self) -> list[Served]:
+    def _good(self) -> list[ServedRequest]:
         return [request for request in self.served if request.completed]
 
 
@@ -315,7 +315,7 @@ LABELS = {
 
 
 def in_flight(
-    served: Sequence[Served],
+    served: Sequence[ServedRequest],
 ) -> tuple[Float64[np.ndarray, " times"], Float64[np.ndarray, " times"], Float64[np.ndarray, " times"]]:
     """Times, and from each on the requests in flight and the tokens (prompt and output) of those that run."""
     events: list[tuple[float, int, int]] = []
@@ -348,7 +348,7 @@ def machine() -> dict[str, Any]:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """ValueError if `Report.plot` could not draw there: another suffix, or no such directory."""
+    """ValueError if `BenchReport.plot` could not draw there: another suffix, or no such directory."""
     path = pathlib.Path(path)
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"plot: {path} ends in {path.suffix!r}, expected one of {', '.join(PLOT_SUFFIXES)}")

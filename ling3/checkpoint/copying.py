@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Bool, Shaped
 
-from ling3.checkpoint.dequantizing import Quantized
+from ling3.checkpoint.dequantizing import QuantizedTensor
 from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from ling3.runtime.cores import cores
 
@@ -44,7 +44,7 @@ class Copy(NamedTuple):
     """Numbers of the tensor that come before those that are copied."""
     stride: int
     """Numbers of the tensor from the begin of one row to that of the next."""
-    quantized: Quantized | None = None
+    quantized: QuantizedTensor | None = None
     """How it is stored, if not number by number; the rows are then the matrix's own, or some columns of these."""
     stack: Sequence[str] = ()
     """All tensors of a stack, from `name` on: of one dtype and size, and in this file."""
@@ -70,7 +70,7 @@ class Copy(NamedTuple):
             self.file.read(self.name, start, out, self.stride)
 
 
-Block = tuple[Copy, int, int, Shaped[np.ndarray, "rows columns"]]
+_Block = tuple[Copy, int, int, Shaped[np.ndarray, "rows columns"]]
 """A tensor, and one of its `blocks`."""
 
 
@@ -117,7 +117,7 @@ class Copier:
         return itertools.chain.from_iterable(done)
 
     @no_type_check
-    def _task(self, blocks: Sequence[Block]) -> list[Copied]:
+    def _task(self, blocks: Sequence[_Block]) -> list[Copied]:
         return [self._block(*block) for block in blocks]
 
     @no_type_check
@@ -152,7 +152,7 @@ class Copier:
         return Copied(bits.nbytes, scales=_wrong_scales(copy, start, target) if copy.largest else {})
 
     def _decoded(
-        self, copy: Copy, quantized: Quantized, start: int, target: Shaped[np.ndarray, "rows columns"]
+        self, copy: Copy, quantized: QuantizedTensor, start: int, target: Shaped[np.ndarray, "rows columns"]
     ) -> Copied:
         first, left = divmod(start, quantized.columns)
         numbers = quantized.read(first, target.shape[0], left, target.shape[1])
@@ -190,9 +190,9 @@ def _wrong_scales(copy: Copy, start: int, target: Shaped[np.ndarray, "rows colum
 
 
 @no_type_check
-def _tasks(copies: Sequence[Copy]) -> Iterator[list[Block]]:
+def _tasks(copies: Sequence[Copy]) -> Iterator[list[_Block]]:
     """All blocks in order, small ones together: handing one to a thread takes longer than copying a few kilobytes."""
-    task: list[Block] = []
+    task: list[_Block] = []
     numbers = 0
     for copy in copies:
         for block in copy.blocks():

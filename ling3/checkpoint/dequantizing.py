@@ -23,7 +23,7 @@ QUANTIZED, SCALES = ("F8_E4M3", "I8"), ("F8_E8M0", "F32")
 """The types of such weights, and those of their scales."""
 
 
-class Quantized(NamedTuple):
+class QuantizedTensor(NamedTuple):
     """A matrix [rows, columns] in one of the formats, and its scales: both are tensors of files."""
 
     file: SafetensorsFile

@@ -51,7 +51,7 @@ def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
     # Unlike pathlib's, these do not raise for an unknown user or a name that is too long.
     directory = pathlib.Path(os.path.expanduser(name))  # noqa: PTH111
     if os.path.isdir(directory):  # noqa: PTH112
-        replacing.settle(directory)
+        replacing.recover(directory)
         return directory
     if os.path.exists(directory):  # noqa: PTH110
         raise NotADirectoryError(f"{directory} is a file: give the directory that holds config.json and the weights")

@@ -24,7 +24,7 @@ from ling3 import families
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.accounting import account, kind_of, stored_as
 from ling3.checkpoint.copying import Copier, Copy
-from ling3.checkpoint.dequantizing import QUANTIZED, Quantized, scales_of
+from ling3.checkpoint.dequantizing import QUANTIZED, QuantizedTensor, scales_of
 from ling3.checkpoint.names import Leaf, Parts, Weight, stored_parts, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
 from ling3.checkpoint.saving import save
@@ -293,7 +293,7 @@ def _rows(
         return
     scales, width = scales_of(weight.name, files), weight.shape[-1]
     assert scales is not None, "every quantized tensor has its scales"
-    quantized = Quantized(file, weight.name, files[scales], scales, width)
+    quantized = QuantizedTensor(file, weight.name, files[scales], scales, width)
     if columns % width:  # some columns of each row
         yield Copy(file, weight.name, target, start, stride, quantized)
         return

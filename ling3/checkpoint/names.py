@@ -43,7 +43,7 @@ class Weight(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf(ling3.leaves.Leaf):
+class Leaf(ling3.leaves.ArrayLeaf):
     """One array of the module tree (or its shape and dtype), and how the checkpoint has it."""
 
     published: Callable[[Iterator[Weight]], Iterator[Weight]] = lambda weights: weights
@@ -106,7 +106,7 @@ def leaves(model: CausalLM) -> Iterator[Leaf]:
             shape, also = family.published_shape(name, weight.shape), (weight.shape, *weight.also)
             yield Weight(name, shape, weight.path, weight.expert, also)
 
-    for leaf in ling3.leaves.leaves(model):
+    for leaf in ling3.leaves.array_leaves(model):
         yield Leaf(leaf.path, leaf.value, leaf.around, published)
 
 

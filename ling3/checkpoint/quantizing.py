@@ -70,7 +70,7 @@ def quantize(
         raise ValueError(f"group: found {group}; expected {allowed}")
     target = pathlib.Path(out).expanduser().resolve()
     if target.is_dir():
-        replacing.settle(target)
+        replacing.recover(target)
     replaced(target, overwrite, ())
     directory = hub.resolve(source, PATTERNS, revision)
     config = families.read_config(directory)

@@ -77,7 +77,7 @@ def commit(new: pathlib.Path, target: pathlib.Path, old: Iterable[str]) -> None:
             raise
 
 
-def settle(directory: pathlib.Path) -> None:
+def recover(directory: pathlib.Path) -> None:
     """Completes or undoes a replacement in `directory` whose process was killed, if there is one.
 
     Raises OSError if that fails, or if another process is replacing files and does not finish.

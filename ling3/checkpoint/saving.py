@@ -103,7 +103,7 @@ def save(
         writes = mesh is None or processes(mesh)[0] == jax.process_index()
         if writes:
             if target.is_dir():
-                replacing.settle(target)
+                replacing.recover(target)
             replaced(target, overwrite, ())
         found = _checked_arrays(model)
         tokenizer = {} if tokenizer_from is None or not writes else tokenizer_files(tokenizer_from)

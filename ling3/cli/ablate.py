@@ -10,7 +10,7 @@ from ling3.cli.loading import Precise
 from ling3.cli.options import Command, FileOption, NamesOption
 
 if TYPE_CHECKING:
-    from ling3.interpret.ablation_report import Row
+    from ling3.interpret.ablation_report import AblationRow
     from ling3.interpret.skill_table import SkillRow
 
 # ruff: noqa: PLC0415
@@ -88,7 +88,7 @@ def run(command: Ablate) -> None:
     command.output.write(dataclasses.replace(report, about=about), 120)
 
 
-def _line(row: "Row") -> str:
+def _line(row: "AblationRow") -> str:
     """A row of the table, printed as soon as it is measured."""
     scores = [f"{score.right}/{score.total}" for score in (row.problems, row.recall) if score is not None]
     return f"{row.name}: perplexity {row.perplexity:.5g}, right {' and '.join(scores)}"

@@ -14,13 +14,13 @@ import tyro
 
 from ling3.cli.devices import Machines
 from ling3.cli.files import Output
-from ling3.cli.loading import Loading, Source
+from ling3.cli.loading import Loading, ModelSource
 from ling3.cli.options import FileOption, OptionalModel, TextOption, WholeNumber
 from ling3.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from ling3.bench.measure import SampleRequest
-    from ling3.bench.report import Report
+    from ling3.bench.report import BenchReport
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -133,7 +133,7 @@ def run(command: Bench) -> None:
 
 def _report(
     command: Bench,
-    measure: "Callable[..., Report]",
+    measure: "Callable[..., BenchReport]",
     vocab: int,
     input_len: tuple[int, int],
     output_len: tuple[int, int],
@@ -169,10 +169,10 @@ def _ask_server(command: Bench, base_url: str, input_len: tuple[int, int], outpu
     )
     _check_sizes(command, context, input_len, output_len)
     key = os.environ.get("OPENAI_API_KEY") if command.api_key is None else command.api_key
-    server = remote.Server(base_url, command.served_model_name, key, command.chat)
+    server = remote.RemoteServer(base_url, command.served_model_name, key, command.chat)
     # Without the key, which is part of the command line.
     about = {"command": shlex.join(["ling3", *_without_key(sys.argv[1:])])}
-    _report(command, functools.partial(remote.measure, server, about=about), vocab, input_len, output_len)
+    _report(command, functools.partial(remote.measure_server, server, about=about), vocab, input_len, output_len)
 
 
 def _without_key(arguments: Sequence[str]) -> list[str]:
@@ -214,7 +214,7 @@ def follow(command: Bench) -> None:
     _source(command).follow()
 
 
-def _source(command: Bench) -> Source:
+def _source(command: Bench) -> ModelSource:
     if command.model is None:
         raise ValueError("MODEL is missing: a checkpoint, a hub id or nano; or --base-url, to measure a server")
     common, path = command.common, pathlib.Path(command.model)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ling3.cli import interruption
-from ling3.cli.conversation import Conversation, Unanswered, changed, written
+from ling3.cli.conversation import Conversation, Unanswered, settings_line, with_settings
 from ling3.cli.devices import Machines
 from ling3.cli.loading import Loading
 from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumber, chat_ids
@@ -144,11 +144,11 @@ def _obey(line: str, conversation: Conversation, console: Console) -> None:
     name, _, rest = line.strip().partition(" ")
     if name == "/params":
         try:
-            conversation.params = changed(conversation.params, rest)
+            conversation.params = with_settings(conversation.params, rest)
         except ValueError as error:
             _error(console, f"{error}; nothing was changed")
         else:
-            _note(console, written(conversation.params))
+            _note(console, settings_line(conversation.params))
     elif name == "/reset" and not rest:
         conversation.reset()
         _note(console, "forgotten")

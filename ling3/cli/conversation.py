@@ -6,10 +6,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ling3.cli.options import Thinking, chat_ids
+from ling3.engine.sampling_params import SamplingParams
+from ling3.runtime.parameters import parameters
 
 if TYPE_CHECKING:
     from ling3.engine.outputs import Delta, FinishReason
-    from ling3.engine.sampling_params import SamplingParams
     from ling3.serve import Engine
     from ling3.text.tokenizer import Tokenizer
 
@@ -18,25 +19,18 @@ if TYPE_CHECKING:
 
 # The token that ends the model's thoughts.
 THOUGHTS_END = "</think>"
-# The parameters that may change between answers, in the order in which they are shown, and their kinds.
+# The parameters that may change between answers, in the order in which they are shown, and what their values are.
 SETTABLE = {
-    "temperature": "a number",
-    "top_p": "a number",
-    "top_k": "a whole number or none",
-    "min_p": "a number",
-    "repetition_penalty": "a number",
-    "presence_penalty": "a number",
-    "frequency_penalty": "a number",
-    "max_tokens": "a whole number",
-    "min_tokens": "a whole number",
-    "ignore_eos": "true or false",
-    "seed": "a whole number or none",
+    **{
+        name: each.noun
+        for name, each in parameters(SamplingParams).items()
+        if each.common or name in ("max_tokens", "seed")
+    },
     "stop": "a text",
 }
 READ: dict[str, Callable[[str], Any]] = {
     "a number": float,
     "a whole number": int,
-    "a whole number or none": lambda text: None if text == "none" else int(text),
     "true or false": {"true": True, "false": False}.__getitem__,
     "a text": lambda text: [text.replace("\\n", "\n")] if text else [],
 }
@@ -52,7 +46,7 @@ class Conversation:
 
     engine: "Engine"
     tokenizer: "Tokenizer"
-    params: "SamplingParams"
+    params: SamplingParams
     system: str | None = None
     thinking: Thinking = "auto"
     turns: list[dict[str, str]] = dataclasses.field(default_factory=list)
@@ -123,7 +117,7 @@ class Conversation:
         return text.removeprefix(thoughts).lstrip("\n")
 
 
-def changed(params: "SamplingParams", words: str) -> "SamplingParams":
+def with_settings(params: SamplingParams, words: str) -> SamplingParams:
     r"""The parameters, changed by the `name=value` pairs of a line.
 
     `stop` may be given several times, with \n for a newline, and `stop=` clears it. Raises ValueError for names that
@@ -136,7 +130,8 @@ def changed(params: "SamplingParams", words: str) -> "SamplingParams":
         if not equals or name not in SETTABLE:
             raise ValueError(f"{word!r} is not name=value with one of the names {', '.join(SETTABLE)}")
         try:
-            values[name] = READ[SETTABLE[name]](value)
+            noun = SETTABLE[name].removesuffix(" or none")
+            values[name] = None if value == "none" and noun != SETTABLE[name] else READ[noun](value)
         except (ValueError, KeyError) as error:
             raise ValueError(f"{name} is {value!r}, expected {SETTABLE[name]}") from error
         if name == "stop":
@@ -145,8 +140,8 @@ def changed(params: "SamplingParams", words: str) -> "SamplingParams":
     return dataclasses.replace(params, **values)
 
 
-def written(params: "SamplingParams") -> str:
-    """The line from which `changed` makes these parameters."""
+def settings_line(params: SamplingParams) -> str:
+    """The line from which `with_settings` makes these parameters."""
     words = []
     for name in SETTABLE:
         value = getattr(params, name)

@@ -11,13 +11,13 @@ from rich.console import Console
 from ling3.cli.devices import Machines
 from ling3.cli.files import check_directory, read_text
 from ling3.cli.loading import Loading
-from ling3.cli.options import Command, FileOption, NamesOption, Thinking, WholeNumber
+from ling3.cli.options import Command, FileOption, NamesOption, Sampling, Thinking, WholeNumber
 from ling3.cli.serving import Serving
 from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from ling3.evals.answers import Parser
-    from ling3.evals.perplexity import Perplexity as Measured
+    from ling3.evals.perplexity import Likelihood as Measured
     from ling3.evals.prompts import Question
     from ling3.evals.run import Score
 
@@ -34,7 +34,7 @@ class Asking(Command):
     prompts: FileOption = None
     """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
     questions: FileOption = None
-    """Instead, the questions of the public data set: Parquet, as on the hub, or JSONL."""
+    """Instead, the questions of the public data set: Parquet, as on the hub, or JSONL. "Question:" is a --stop then."""
     examples: FileOption = None
     """With --questions: the data set's rows to show as worked examples."""
     shots: WholeNumber = None
@@ -45,12 +45,9 @@ class Asking(Command):
     """Ask only the first of them."""
     max_tokens: int = 2000
     """The most new tokens of an answer; fewer if the model's context has no room for them."""
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
-    """End an answer before this string; may be given several times. With --questions, "Question:" is one."""
-    temperature: float = 0.0
-    """0 takes the most likely token each time."""
     seed: int = 0
     """At a temperature, question i samples from seed + i."""
+    sampling: Sampling
     chat: bool = False
     """Each prompt is a user's message, put into the checkpoint's chat template."""
     thinking: Thinking = "auto"
@@ -168,17 +165,12 @@ def follow(command: Eval) -> None:
 
 
 def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]") -> None:
-    from ling3.engine.sampling_params import SamplingParams
     from ling3.evals.public import STOP
     from ling3.evals.run import PROTOCOL, check_seeds, evaluate, prepare
 
     _check(command)
-    params = SamplingParams(
-        temperature=command.temperature,
-        max_tokens=command.max_tokens,
-        seed=command.seed,
-        stop=(*command.stop, *(() if command.questions is None else STOP)),
-    )
+    stop = (*command.sampling.stop, *(() if command.questions is None else STOP))
+    params = command.sampling.params(max_tokens=command.max_tokens, seed=command.seed, stop=stop)
     settings = dataclasses.replace(PROTOCOL, max_running_requests=command.max_running_requests, overlap=command.overlap)
     questions = _questions(command, parse, build)
     check_seeds(command.seed, len(questions[: command.limit]))
@@ -295,7 +287,7 @@ def _skills(command: Skills) -> None:
 
 
 def _scores(command: Skills, console: Console | None = None) -> "dict[str, Score]":
-    from ling3.evals.skills import check_skills, scores
+    from ling3.evals.skills import check_skills, skill_scores
     from ling3.train.nano.skills import SKILLS
 
     names = list(SKILLS) if command.only is None else command.only.split(",")
@@ -307,4 +299,4 @@ def _scores(command: Skills, console: Console | None = None) -> "dict[str, Score
     model = source.load(tokenizer)
     if console is not None:
         source.introduce(model, console)
-    return scores(model, tokenizer, names, command.questions)
+    return skill_scores(model, tokenizer, names, command.questions)

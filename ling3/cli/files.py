@@ -13,8 +13,8 @@ from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from ling3.bench.levels import Levels
-    from ling3.bench.report import Report
-    from ling3.interpret.ablation_report import Report as AblationReport
+    from ling3.bench.report import BenchReport
+    from ling3.interpret.ablation_report import AblationReport
     from ling3.interpret.skill_table import SkillTable
 
 # ruff: noqa: PLC0415
@@ -42,7 +42,7 @@ class Output:
         if self.json is not None and pathlib.Path(self.plot).absolute() == pathlib.Path(self.json).absolute():
             raise ValueError(f"--json and --plot name the same file, {self.json}: give two")
 
-    def write(self, report: "Report | Levels | AblationReport | SkillTable", width: int) -> None:
+    def write(self, report: "BenchReport | Levels | AblationReport | SkillTable", width: int) -> None:
         """Prints the table, of at least `width` columns since rich leaves out what does not fit, or JSON; the files."""
         if self.json == "-":
             print_json(report.to_dict(), indent=1)

@@ -13,8 +13,8 @@ from ling3.cli.options import Command, Common, Model, TextOption, WholeNumber
 from ling3.cli.terminal import compiling, print_json
 
 if TYPE_CHECKING:
-    from ling3.interpret.inspect import Report
-    from ling3.interpret.plan import Plan
+    from ling3.interpret.inspect import ModelReport
+    from ling3.interpret.plan import MeshReport
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -66,14 +66,14 @@ def run(command: Inspect) -> None:
     from ling3.interpret import inspect
 
     report = inspect.report(command.model, revision=command.common.revision)
-    shown: Report | Plan = _plan(command, report) if planning.plan else report
+    shown: ModelReport | MeshReport = _plan(command, report) if planning.plan else report
     if command.json:
         print_json(shown.to_dict())
     else:
         Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE).print(shown)
 
 
-def _plan(command: Inspect, report: "Report") -> "Plan":
+def _plan(command: Inspect, report: "ModelReport") -> "MeshReport":
     from ling3.interpret import plan
 
     planning = command.planning

@@ -35,7 +35,7 @@ class Loading(Common):
     weights_seed: WholeNumber = None
     """With --random-weights: what they are drawn from; 0 without it."""
 
-    def source(self, model: str, devices: "Devices | None" = None) -> "Source":
+    def source(self, model: str, devices: "Devices | None" = None) -> "ModelSource":
         """Where MODEL and its tokenizer come from; a branch of the hub is resolved to a commit now."""
         from ling3.checkpoint import hub
 
@@ -48,7 +48,7 @@ class Loading(Common):
             path = str(file.parent) if file.is_file() else path
         elif self.weights_seed is not None:
             raise ValueError("--weights-seed is for --random-weights")
-        return Source(model, path, hub.pin(path, self.revision), self.dtype, seed, devices)
+        return ModelSource(model, path, hub.pin(path, self.revision), self.dtype, seed, devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Precise(Loading):
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a command's model and tokenizer come from, both of one commit."""
 
     name: str

@@ -45,14 +45,14 @@ class Look(Command):
 
 def run(command: Look) -> None:
     """Writes the page."""
-    from ling3.interpret.look import check_length, look
+    from ling3.interpret.look import check_page_length, look
 
     check_directory("--out", command.out)
     prompt = prompt_from_stdin() if command.prompt is None else command.prompt
     source = command.common.source(command.model)
     tokenizer = source.tokenizer()
     ids = prompt_ids(tokenizer, prompt, chat=command.chat, system=command.system, thinking=command.thinking)
-    check_length(len(ids), command.new_tokens, command.longest, source.config().max_position_embeddings)
+    check_page_length(len(ids), command.new_tokens, command.longest, source.config().max_position_embeddings)
     console = Console(stderr=True, highlight=False)
     model = source.load(tokenizer)
     source.introduce(model, console)

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-if TYPE_CHECKING:
-    from ling3.engine.sampling_params import SamplingParams
-    from ling3.text.tokenizer import Tokenizer
+from ling3.engine.sampling_params import SamplingParams
+from ling3.runtime.parameters import meanings, parameters
 
-# ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+if TYPE_CHECKING:
+    from ling3.text.tokenizer import Tokenizer
 
 
 def _optional(metavar: str, read: Callable[[str], Any]) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
@@ -23,7 +22,7 @@ def _optional(metavar: str, read: Callable[[str], Any]) -> tyro.constructors.Pri
         nargs=1,
         metavar=metavar,
         instance_from_str=lambda words: read(words[0]),
-        is_instance=lambda value: value is None or isinstance(value, (str, int)),
+        is_instance=lambda value: value is None or isinstance(value, (str, int, float)),
         str_from_instance=lambda value: ["none" if value is None else str(value)],
     )
 
@@ -43,6 +42,7 @@ TextOption = Annotated[str | None, _optional("TEXT", str), NO_DEFAULT]
 FileOption = Annotated[str | None, _optional("FILE", str), NO_DEFAULT]
 NamesOption = Annotated[str | None, _optional("NAMES", str), NO_DEFAULT]
 WholeNumber = Annotated[int | None, _optional("INT", whole_number), NO_DEFAULT]
+OPTIONAL = {int: WholeNumber, float: Annotated[float | None, _optional("FLOAT", float), NO_DEFAULT]}
 Thinking = Literal["auto", "on", "off"]
 
 
@@ -65,36 +65,27 @@ def prompt_ids(tokenizer: "Tokenizer", prompt: str, *, chat: bool, system: str |
     return chat_ids(tokenizer, messages, thinking)
 
 
+def _common() -> Any:
+    """A dataclass with an option for each parameter of the engine that all commands and the server share."""
+    options = []
+    for name, each in parameters(SamplingParams).items():
+        if each.common:
+            kind = OPTIONAL[each.kind] if each.optional else each.kind
+            option = Annotated[kind, tyro.conf.arg(help=meanings(SamplingParams)[name])]
+            options.append((name, option, dataclasses.field(default=each.default)))
+    return dataclasses.make_dataclass("Common", options, frozen=True, kw_only=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(_common()):
     """How tokens are chosen, and where a text ends."""
 
-    temperature: float = 0.0
-    """0 takes the most likely token each time."""
-    top_p: float = 1.0
-    """Sample from the fewest tokens that together are at least this likely."""
-    top_k: WholeNumber = None
-    """Sample from this many most likely tokens."""
-    min_p: float = 0.0
-    """Leave out tokens less likely than this share of the most likely one."""
-    repetition_penalty: float = 1.0
-    """Above 1 makes tokens of prompt and text less likely."""
-    presence_penalty: float = 0.0
-    """Taken off the logit of each token that the text has."""
-    frequency_penalty: float = 0.0
-    """Taken off the logit of a token for each time that the text has it."""
-    min_tokens: int = 0
-    """No text ends before it has this many tokens."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """End a text before this string; may be given several times."""
-    ignore_eos: bool = False
-    """Go on to --max-tokens, past the model's own end."""
 
-    def params(self, **others: Any) -> "SamplingParams":
-        """These options and `others` as SamplingParams; ValueError for senseless values."""
-        from ling3.engine.sampling_params import SamplingParams
-
-        return SamplingParams(**dataclasses.asdict(self), **others)
+    def params(self, **others: Any) -> SamplingParams:
+        """These options and `others` as SamplingParams; ParameterError for senseless values."""
+        return SamplingParams(**{**dataclasses.asdict(self), **others})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def run(command: Serve) -> None:
         from ling3.server.origins import Hosts
         from ling3.server.run import bind
         from ling3.server.run import run as serve
-        from ling3.server.running import Service
+        from ling3.server.service import Service
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing, which serving needs: pip install 'ling3[serve]'") from None
     from ling3.serve import Engine
@@ -73,9 +73,9 @@ def run(command: Serve) -> None:
     if command.drain < 0:
         raise ValueError(f"--drain is {command.drain}, expected at least 0 seconds")
     bound = bind(command.host, command.port)  # before the model is loaded: a port that is taken is told at once
-    most = command.engine.max_queue
-    # The app counts what waits; preempted requests wait in the engine besides.
-    settings = dataclasses.replace(command.engine.settings(), max_queue=most + command.engine.max_running_requests)
+    # What the slots take waits for the next turn, too.
+    most = command.engine.max_queue + command.engine.max_running_requests
+    settings = dataclasses.replace(command.engine.settings(), max_queue=most)
     source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
     model = source.load(tokenizer)
@@ -85,7 +85,7 @@ def run(command: Serve) -> None:
     with compiling(console):
         engine.warmup()
     name = command.served_model_name or pathlib.Path(command.model).name
-    service = Service(engine, tokenizer, name, most, allow_unknown_fields=command.allow_unknown_fields)
+    service = Service(engine, tokenizer, name, command.allow_unknown_fields)
     app = build(service, keys, command.allow_origin, command.timeout, hosts)
     bound.listen()  # before it is said: what connects from now on is served
     host = f"[{command.host}]" if ":" in command.host else command.host

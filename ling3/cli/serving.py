@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ling3.cli import interruption
 from ling3.cli.devices import Devices, Machines
-from ling3.cli.loading import Loading, Source
+from ling3.cli.loading import Loading, ModelSource
 from ling3.cli.options import TextOption, WholeNumber
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Serving(Loading):
 
     @contextlib.contextmanager
     def serve(
-        self, source: Source, tokenizer: "Tokenizer", settings: "EngineSettings", console: Console
+        self, source: ModelSource, tokenizer: "Tokenizer", settings: "EngineSettings", console: Console
     ) -> "Iterator[Served]":
         """Loads the model, says which it is, and serves it."""
         from ling3.evals.predictions import fingerprint
@@ -58,7 +58,7 @@ class Serving(Loading):
         source.introduce(model, console)
         yield Served(Engine(model, tokenizer, settings), lambda: fingerprint(model))
 
-    def _fleet(self, replicas: int, source: Source, settings: "EngineSettings") -> "Fleet":
+    def _fleet(self, replicas: int, source: ModelSource, settings: "EngineSettings") -> "Fleet":
         """Replicas, each over as many devices as `source` names."""
         from ling3.fleet import Fleet
         from ling3.runtime import descendants

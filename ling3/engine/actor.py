@@ -12,12 +12,11 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 
-from ling3.engine.calls import Call
-from ling3.engine.loop import Loop
+from ling3.engine import calls
 from ling3.engine.outputs import Delta
 from ling3.engine.request import Request
 from ling3.runtime.entry_checks import refuse_fork
@@ -31,8 +30,6 @@ CONTEXTS = ("default_device", "default_matmul_precision")
 _threads: dict[threading.Thread, tuple["weakref.ref[object]", "queue.SimpleQueue[Any]"]] = {}
 
 
-# These methods run for every turn and every delta: checking types would take longer than they do.
-@no_type_check
 class Reader:
     """The deltas of some requests on their way from the engine's thread to the caller who waits for them.
 
@@ -70,7 +67,7 @@ class Reader:
         self.waits, self._sent = False, self._sent + 1
         self._put(item)
 
-    def leave(self, loop: Loop) -> None:
+    def leave(self, loop: Any) -> None:
         """Ends what is unfinished of the requests with `abort`, in the engine's thread."""
         self.waits = False
         for request in self.requests:
@@ -82,16 +79,18 @@ class Reader:
             self.send((i, delta))
 
 
-@no_type_check
 class Actor:
     """The thread that moves a loop, for as long as the loop's `owner` exists.
+
+    It takes messages also while it waits for the device, unless they are to come `between_turns` alone.
 
     A message is (where the answer goes or None, a method of this class, its arguments). Messages and the thread hold no
     reference to the actor, so that the owner's memory is free as soon as the owner is dropped. Callers wait in
     `SimpleQueue.get`: Ctrl-C amid the Python code of a Future or a Condition could leave its lock held.
     """
 
-    def __init__(self, loop: Loop, owner: object):
+    def __init__(self, loop: Any, owner: object, between_turns: bool = False):
+        self._between_turns = between_turns
         self._loop, self._inbox = loop, queue.SimpleQueue()
         self._watched = queue.SimpleQueue()
         self._readers: set[Reader] = set()  # who wait
@@ -112,22 +111,22 @@ class Actor:
         """True while the thread runs."""
         return self._thread.is_alive()
 
-    def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """What a method of the loop returns; a callback for deltas is in the loop's thread already."""
+    def call(self, method: Callable[[Any], Any]) -> Any:
+        """What a function of the loop returns; a callback for deltas is in the loop's thread already."""
         if threading.get_ident() == self._thread.ident:
-            return method(self._loop, *args)
-        return self.ask(method, *args)
+            return method(self._loop)
+        return self.ask(method)
 
-    def ask(self, method: Callable[..., Any], *args: Any) -> Any:
+    def ask(self, method: Callable[[Any], Any]) -> Any:
         """The same, but a RuntimeError in a callback."""
         answers = queue.SimpleQueue()
-        self.send(answers.put, method, *args)
+        self.send(answers.put, method)
         return result(answers.get())
 
-    def send(self, reply: Callable[[Any], object] | None, method: Callable[..., Any], *args: Any) -> None:
-        """Has a method of the loop called; `reply` gets what `result` takes, in the engine's thread."""
+    def send(self, reply: Callable[[Any], object] | None, method: Callable[[Any], Any]) -> None:
+        """Has a function of the loop called; `reply` gets what `result` takes, in the engine's thread."""
         self._check()
-        self._inbox.put((reply, Actor._on_loop, (method, *args)))
+        self._inbox.put((reply, Actor._on_loop, (method,)))
 
     def turn(self) -> None:
         """Waits for one turn of the loop."""
@@ -143,12 +142,12 @@ class Actor:
         self._check()
         self._inbox.put((None, Actor._wait, (reader, reader._taken)))
 
-    def last_message(self, method: Callable[..., Any], *args: Any) -> Callable[[], None]:
-        """A function that has a method of the loop called; it does not wait, and Ctrl-C cannot interrupt it.
+    def last_message(self, method: Callable[[Any], Any]) -> Callable[[], None]:
+        """A function that has a function of the loop called; it does not wait, and Ctrl-C cannot interrupt it.
 
         It is a single call into C, so a `finally` may call it in any thread, also for the garbage collector.
         """
-        return functools.partial(self._inbox.put, (None, Actor._on_loop, (method, *args)))
+        return functools.partial(self._inbox.put, (None, Actor._on_loop, (method,)))
 
     def _check(self) -> None:
         refuse_fork()
@@ -182,8 +181,8 @@ class Actor:
             self._scheduled = True
             self._inbox.put((None, Actor._turn, ()))
 
-    def _on_loop(self, method: Callable[..., Any], *args: Any) -> Any:
-        answer = method(self._loop, *args)
+    def _on_loop(self, method: Callable[[Any], Any]) -> Any:
+        answer = method(self._loop)
         if (raised := self._loop.take_raised()) is not None:
             raise raised
         return answer
@@ -199,14 +198,11 @@ class Actor:
         turns, self._turns, readers = self._turns, [], [reader for reader in self._readers if reader.waits]
         fault = raised = None
         try:
-            calls = self._loop.launch()
-            raised = self._loop.take_raised()
-            for call in calls:  # in the order of their dispatch, so that a first token does not wait for others' next
-                self._await(call)
-                self._loop.read([call])
+            for call in self._loop.turn():
+                self._await(calls.leaves(call))
         except Exception as error:
             fault = self._loop.fail(error)
-        raised = raised or self._loop.take_raised()
+        raised = self._loop.take_raised()
         self._scheduled = False
         for reply in turns:
             reply((None, fault or raised))
@@ -215,10 +211,10 @@ class Actor:
                 reader.send(raised)
         del fault, raised  # their tracebacks refer to this frame
 
-    def _await(self, call: Call) -> None:
+    def _await(self, results: Sequence[Any]) -> None:
         """Waits for the results of a call, and takes messages meanwhile."""
-        first: Any = jax.tree.leaves(call.results)[0]
-        if not first.is_ready():
+        first = results[0]
+        if not (self._between_turns or first.is_ready()):
             self._watched.put(first)
             ends = False
             while (message := self._inbox.get()) is not READY:
@@ -228,7 +224,7 @@ class Actor:
                     self.handle(*message)
             if ends:  # the last one: after this turn
                 self._inbox.put(None)
-        jax.block_until_ready(call.results)
+        jax.block_until_ready(results)
 
 
 def result(outcome: tuple[Any, BaseException | None]) -> Any:
@@ -259,7 +255,6 @@ def _stop() -> None:
         thread.join()
 
 
-@no_type_check
 def _serve(
     ref: "weakref.ref[Actor]",
     inbox: "queue.SimpleQueue[Any]",
@@ -279,7 +274,6 @@ def _serve(
     del _threads[threading.current_thread()]
 
 
-@no_type_check
 def _watch(watched: "queue.SimpleQueue[Any]", inbox: "queue.SimpleQueue[Any]") -> None:
     """Waits for the device, so that the engine's thread can wait for its inbox alone.
 

@@ -2,71 +2,102 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, no_type_check
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from ling3.engine.forward import Extension
+from ling3.engine.outputs import Delta, Logprob
 from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import Choice
 
+Taken = tuple[TokenSequence, Callable[[], Delta | None]]
+"""A sequence, and what adds to it what has come; that returns its delta, if anything is new."""
 
-# Read in every turn: checking types would take longer than that.
-@no_type_check
-@dataclasses.dataclass
-class Call:
-    """A call in flight: its sequences, their rows, the most tokens that each can get, and the results to come."""
 
-    choice: Choice | None  # None of a call that watches
+@dataclasses.dataclass(frozen=True)
+class Extended:
+    """A call of `extend`: its sequences, their rows, and the tokens of each chunk."""
+
+    results: Extension
     sequences: Sequence[TokenSequence]
     rows: Sequence[int]
-    most: Sequence[int]
-    lengths: Sequence[int] = ()
-    """Of a call that scores or watches: the tokens of each chunk."""
-    watched: Mapping[str, Any] | None = None
-    """Of a call that watches: what it saw, by path."""
+    lengths: Sequence[int]
+    last: Sequence[bool]
+    """True for a sequence whose prompt ends with the chunk."""
 
     @property
-    def results(self) -> Any:
-        """What the device computes."""
-        return self.choice if self.watched is None else self.watched
+    def ahead(self) -> Sequence[int]:
+        """The tokens that each sequence can get: none."""
+        return [0] * len(self.sequences)
 
-    @property
-    def wanted(self) -> bool:
-        """True if any unfinished sequence can get a token."""
-        return any(most and not each.ended for each, most in zip(self.sequences, self.most, strict=True))
+    def taken(self) -> Iterator[Taken]:
+        """What has come for each unfinished sequence; waits for the device."""
+        scores = None if self.results.scores is None else _on_host(self.results.scores)
+        for i, sequence in enumerate(self.sequences):
+            if sequence.completion is None:
+                yield sequence, functools.partial(self._take, i, scores)
 
-    def tokens(self) -> Iterator[tuple[TokenSequence, tuple[np.ndarray, ...]]]:
-        """The arguments of `TokenSequence.take` for each unfinished sequence that can get any; waits for the device."""
-        choice = self.choice
-        assert choice is not None, "a call that watches chooses no token"
-        rows = choice.token.shape[0]
-        tokens, logprobs = (np.asarray(x).reshape(rows, -1) for x in (choice.token, choice.logprob))
-        shape = (*tokens.shape, -1)
-        tops = (choice.top_ids, choice.top_logprobs)
-        if any(sequence.params.logprobs for sequence in self.sequences):
-            top_ids, top_logprobs = (np.asarray(x).reshape(shape) for x in tops)
-        else:  # not asked for: they stay on the device
-            top_ids, top_logprobs = (np.zeros((*tokens.shape, 0), x.dtype) for x in tops)
-        for row, sequence, most in zip(self.rows, self.sequences, self.most, strict=True):
-            if most and not sequence.ended:
-                yield sequence, (tokens[row], logprobs[row], top_ids[row], top_logprobs[row])
+    def _take(self, i: int, scores: Choice | None) -> Delta | None:
+        sequence, row, length = self.sequences[i], self.rows[i], self.lengths[i]
+        if scores is not None:
+            done = len(sequence.request.prompt_logprobs)
+            tokens = sequence.prompt[done : done + length]
+            delta = sequence.take_scores(_logprobs(tokens, scores, row, sequence.params.prompt_logprobs))
+            if delta is not None:
+                return delta
+        if self.results.seen:
+            # A copy, since on a CPU the array may be the device's own memory.
+            chunk = jax.tree.map(lambda x: np.array(x[row, :length]), jax.device_get(self.results.seen))
+            sequence.seen.append(chunk)
+        return sequence.finish("length") if self.last[i] and not sequence.params.max_tokens else None
 
-    def scores(self) -> Iterator[tuple[TokenSequence, tuple[Any, ...]]]:
-        """The arguments of `TokenSequence.take_scores` for each unfinished sequence; waits for the device."""
-        choice = self.choice
-        if not self.lengths or choice is None:
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """A call of `decode`: its sequences, their rows, and the most tokens that each can get."""
+
+    results: Choice
+    sequences: Sequence[TokenSequence]
+    rows: Sequence[int]
+    ahead: Sequence[int]
+
+    def taken(self) -> Iterator[Taken]:
+        """What has come for each unfinished sequence; waits for the device."""
+        if all(sequence.completion is not None for sequence in self.sequences):
             return
-        arrays = [np.asarray(x) for x in (choice.logprob, choice.top_ids, choice.top_logprobs)]
-        for row, sequence, length in zip(self.rows, self.sequences, self.lengths, strict=True):
-            if not sequence.ended:
-                yield sequence, (length, *(x[row] for x in arrays))
+        choice = _on_host(self.results, any(sequence.params.logprobs for sequence in self.sequences))
+        for row, sequence in zip(self.rows, self.sequences, strict=True):
+            if sequence.completion is None:  # which may change while these are taken
+                tokens = choice.token[row].tolist()
+                yield (
+                    sequence,
+                    functools.partial(sequence.take, tokens, _logprobs(tokens, choice, row, sequence.params.logprobs)),
+                )
 
-    def chunks(self) -> Iterator[tuple[TokenSequence, int, Any]]:
-        """The arguments of `TokenSequence.saw` for each watcher of an unfinished sequence; waits for the device."""
-        for row, watcher, length in zip(self.rows, self.sequences, self.lengths, strict=True):
-            if watcher.watched is not None and watcher.watched.completion is None:
-                # A copy, since on a CPU the array may be the device's own memory.
-                own = functools.partial(lambda row, length, x: np.array(x[row, :length]), row, length)
-                yield watcher, length, jax.tree.map(own, jax.device_get(self.watched))
+
+def _on_host(choice: Choice, reported: bool = True) -> Choice:
+    """The same in the host's memory; unless the likeliest tokens are `reported`, those stay on the device."""
+    tops = (choice.top_ids, choice.top_logprobs)
+    none = (*choice.token.shape, 0)
+    tops = map(np.asarray, tops) if reported else (np.zeros(none, np.int32), np.zeros(none, np.float32))
+    return Choice(np.asarray(choice.token), np.asarray(choice.logprob), *tops)
+
+
+def _logprobs(tokens: Sequence[int], choice: Choice, row: int, wanted: int | None) -> list[Logprob]:
+    """Each token with its log-probability, and the `wanted` likeliest beside it; nothing if None are wanted."""
+    if wanted is None:
+        return []
+    ids, values = choice.top_ids[row, :, :wanted].tolist(), choice.top_logprobs[row, :, :wanted].tolist()
+    tops = [dict(zip(*top, strict=True)) for top in zip(ids, values, strict=True)]
+    return list(map(Logprob, tokens, choice.logprob[row].tolist(), tops))
+
+
+Call = Extended | Decoded
+
+
+def leaves(call: Call) -> list[Any]:
+    """The arrays that the device computes."""
+    return jax.tree.leaves(call.results)

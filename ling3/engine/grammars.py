@@ -18,17 +18,20 @@ where the model would have cut the same text into other tokens.
 
 import collections
 import functools
+import itertools
 import json
 import pathlib
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt32
 
 from ling3.engine import grammar_bounds
+from ling3.engine.outputs import FinishReason
+from ling3.engine.plans import StepPlan
 from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex, Structured
 from ling3.runtime.limited_process import LimitedProcess, LimitExceeded
 from ling3.text.tokenizer import Tokenizer
@@ -60,8 +63,6 @@ def words(vocab: int) -> int:
     return -(-vocab // WORD)
 
 
-# Its methods run for every token: checking types would take longer than they do.
-@no_type_check
 class Constraint:
     """A sequence's place in its grammar.
 
@@ -96,6 +97,25 @@ class Constraint:
             self._look()
         else:
             self.error = _message(self._matcher.get_error())
+
+    def plan(self, most: int) -> StepPlan:
+        """What its sequence can get in a call of `most` steps: the forced tokens, and one more that the mask allows."""
+        forced = list(itertools.islice(self.forced, most))
+        sampled = len(forced) < most and len(forced) == len(self.forced) and not self.whole
+        return StepPlan(len(forced) + sampled, forced, self.mask)
+
+    def take(
+        self, token: int, count: int, least: int, reason: FinishReason | None
+    ) -> tuple[FinishReason | None, str | None]:
+        """Goes on by the last of `count` tokens; why the sequence ends with it, if it does, and what was wrong."""
+        try:
+            self.advance(token)
+            if self.complete:
+                return "stop", None
+            error = None if reason is not None else self.blocked(count, least)
+        except BaseException as fault:  # a panic of llguidance's is no Exception
+            error = f"the grammar failed after {count} tokens of the output: {fault!r}"
+        return (reason, None) if error is None else ("error", error)
 
     def blocked(self, count: int, least: int) -> str | None:
         """Why no token can follow the `count` of the output, of which there must be `least` before an end; else None.

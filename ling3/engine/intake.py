@@ -1,5 +1,6 @@
 """Checks prompts and settings before any work is done, and makes requests of prompts."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -8,12 +9,18 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from ling3.engine.at_end import capture_answer, keep_snapshot
 from ling3.engine.grammars import Constraint, Grammars
+from ling3.engine.origins import origin
 from ling3.engine.request import Request, TokenSequence, draw_seed
+from ling3.engine.runner import Runner
 from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
+from ling3.engine.settings import EngineSettings
+from ling3.engine.shapes import Shapes
 from ling3.engine.snapshot_layout import Layout
 from ling3.engine.snapshots import Continued, Snapshot
-from ling3.intervention import Intervention
+from ling3.intervention import Intervention, sites
+from ling3.runtime.parameters import ParameterError
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_whole
 from ling3.text.detokenizer import StopStrings
@@ -22,36 +29,70 @@ from ling3.text.tokenizer import Tokenizer
 Truncate = Literal["prompt", "output"] | None
 """What is cut if prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
 
+UNSUPPORTED = "the forward passes of this engine do not support it"
 NO_SNAPSHOTS = "an engine on a mesh or of attention and experts apart keeps no snapshots, nor does a fleet"
 
 
 @dataclasses.dataclass
 class Intake:
-    """Makes requests of prompts and sampling parameters. Raises ValueError for what can never be answered."""
+    """Makes requests of prompts and sampling parameters. Raises ParameterError for what can never be answered."""
 
     tokenizer: Tokenizer | None
     vocab: int
     ends: Sequence[int]
     """The end ids of model and tokenizer."""
-    room: int
-    """The most tokens of a request."""
-    pages: int
-    page_size: int
-    most_pages: int
-    """The most pages that a sequence holds at once."""
-    max_queue: int
-    structured: bool = True
-    """False: the engine's forward passes take no masks."""
-    prompt_logprobs: bool = True
-    """False: they give no scores of a prompt."""
+    settings: EngineSettings
+    shapes: Shapes
+    parts: frozenset[str]
+    """Which optional parts of a `Batch` the engine's programs take."""
+    layout: Layout | None = None
+    """What the engine's snapshots look like; None where it takes none."""
     origin: Callable[[], Mapping[str, Any]] | None = None
     """What the engine's snapshots belong to; None where it takes none."""
-    layout: Layout | None = None
-    """What they look like; the engine sets it once it has a pool."""
     leads: bool = True
     """False: another process has checked each request before."""
     sites: Callable[[], Mapping[str, tuple[int, ...]]] | None = None
     """What the model shows to a recorder; None: they capture nothing and take no interventions."""
+
+    @staticmethod
+    def of(
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        settings: EngineSettings,
+        first_page: Callable[[int], int],
+        leads: bool = True,
+    ) -> "Intake":
+        """That of an engine over a runner; `first_page` is the first page that the token at a position needs."""
+        model, shapes, parts = runner.model, runner.shapes, runner.forward.parts
+        whole = model.placement is None and len(parts) > 0
+        return Intake(
+            tokenizer=tokenizer,
+            vocab=model.config.vocab_size,
+            ends=sorted({*model.config.eos_token_id, *(tokenizer.eos_token_ids if tokenizer else ())}),
+            settings=settings,
+            shapes=shapes,
+            parts=parts,
+            layout=Layout.of(runner.pool, shapes.page_size, first_page),
+            origin=functools.cache(lambda: origin(model, settings, shapes, runner.execution)) if whole else None,
+            leads=leads,
+            sites=functools.partial(sites, model) if whole and {"want", "interventions"} <= parts else None,
+        )
+
+    def portable(self) -> "Intake":
+        """The same for another process, which has a tokenizer of its own and no snapshots."""
+        shapes = None if self.sites is None else functools.partial(dict, self.sites())
+        return dataclasses.replace(self, tokenizer=None, layout=None, origin=None, sites=shapes)
+
+    @property
+    def room(self) -> int:
+        """The most tokens of a request."""
+        assert self.settings.max_model_len is not None, "settled"
+        return self.settings.max_model_len
+
+    @property
+    def pages(self) -> int:
+        """The pages that one sequence can have: those of its group of devices."""
+        return self.shapes.pages // self.shapes.groups
 
     def request(
         self, request_id: int, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
@@ -62,13 +103,31 @@ class Intake:
         request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
         snapshot = _before(prompt)
         request.origin = self.origin() if params.keep and self.origin is not None else None
-        request.interventions, request.paths = self._watched(params)
+        request.interventions, request.want = self._watched(params)
+        at_once = params.capture is not None and params.max_tokens == 0 and params.prompt_logprobs is None
+        request.at_end = [keep_snapshot] * params.keep + [capture_answer] * (params.capture is not None and not at_once)
+        stepwise = params.keep and (self.shapes.window is not None or bool(params.stop))
         for index in range(params.n):
-            decoder = None if self.tokenizer is None else self.tokenizer.stream(ids)
-            own, stops = constraint and constraint.copy(), StopStrings(params.stop)
-            request.sequences.append(TokenSequence(request, index, -1, seed + index, ends, decoder, stops, own))
+            sequence = TokenSequence(
+                request,
+                index,
+                order=-1,
+                seed=seed + index,
+                ends=ends,
+                decoder=None if self.tokenizer is None else self.tokenizer.stream(ids),
+                stops=StopStrings(params.stop),
+                constraint=constraint and constraint.copy(),
+                prefill_end=len(ids) - 1,
+                stepwise=stepwise,
+                synchronous=stepwise or constraint is not None,
+                reads_prefixes=params.prompt_logprobs is None and not request.interventions,
+                keeps_prefixes=not request.interventions,
+            )
+            if at_once:
+                sequence.watch()
             if snapshot is not None:
-                request.sequences[index].resume(snapshot)
+                sequence.resume(snapshot)
+            request.sequences.append(sequence)
         return request
 
     def check(
@@ -76,16 +135,16 @@ class Intake:
     ) -> tuple[list[int], SamplingParams, tuple[int, ...], Constraint | None]:
         """The prompt's ids and the params that fit, the ids that end an answer, and its constraint."""
         params = SamplingParams() if params is None else params
-        if params.n > self.max_queue:
-            raise ValueError(f"n is {params.n}, but max_queue is {self.max_queue}")
+        if params.n > self.settings.max_queue:
+            raise ParameterError("n", f"n is {params.n}, but max_queue is {self.settings.max_queue}")
         ends = params.check(self.vocab, self.ends)
         if params.stop and self.tokenizer is None:
-            raise ValueError("stop: strings need a tokenizer, and this engine has none; use stop_token_ids")
-        for wanted, can in (("structured", self.structured), ("prompt_logprobs", self.prompt_logprobs)):
-            if getattr(params, wanted) is not None and not can:
-                raise ValueError(f"{wanted} is not None, and the forward passes of this engine do not support it")
+            raise ParameterError("stop", "stop: strings need a tokenizer, and this engine has none: use stop_token_ids")
+        for field, part in (("structured", "masks"), ("prompt_logprobs", "targets")):
+            if getattr(params, field) is not None and part not in self.parts:
+                raise ParameterError(field, f"{field} is not None, and {UNSUPPORTED}")
         if params.keep and self.origin is None:
-            raise ValueError(f"keep is True, and {NO_SNAPSHOTS}")
+            raise ParameterError("keep", f"keep is True, and {NO_SNAPSHOTS}")
         self._watched(params)
         if (snapshot := _before(prompt)) is None:
             encoded = self._encoded(prompt, name)
@@ -103,16 +162,23 @@ class Intake:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
         truncate: Truncate,
+        name: str = "prompt {}",
     ) -> list[Request]:
-        """A checked request for each prompt; `params` are for all of them, or one for each."""
+        """A checked request for each prompt, called by its index in `name`; `params` are for all, or one for each."""
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each")
-        return [self.request(next(ids), prompts[i], own, truncate, f"prompt {i}") for i, own in enumerate(each)]
+            raise ParameterError(
+                "params", f"{len(each)} params for {len(prompts)} prompts, expected one for all or one for each"
+            )
+        return [self.request(next(ids), prompts[i], own, truncate, name.format(i)) for i, own in enumerate(each)]
 
     def left(self, tokens: int) -> int:
         """The largest `max_tokens` after a prompt of so many tokens; less than 1 if there is no room for any."""
-        most = self.room if self.most_pages <= self.pages else min(self.room, self.pages * self.page_size + 1)
+        most = (
+            self.room
+            if self.shapes.most_pages <= self.pages
+            else min(self.room, self.pages * self.shapes.page_size + 1)
+        )
         return most - tokens
 
     @functools.cached_property
@@ -126,20 +192,23 @@ class Intake:
             return (), ()
         if self.sites is None:
             name = "capture" if params.capture is not None else "interventions"
-            raise ValueError(f"{name}: the forward passes of this engine do not support it (on a mesh none do)")
+            raise ParameterError(name, f"{name}: {UNSUPPORTED} (on a mesh none do)")
         shapes = self.sites()
-        interventions = tuple(jax.tree.map(np.asarray, each.settled(shapes)) for each in params.interventions)
-        return interventions, () if params.capture is None else params.capture.paths(shapes)
+        with _about("interventions"):
+            interventions = tuple(jax.tree.map(np.asarray, each.settled(shapes)) for each in params.interventions)
+        with _about("capture"):
+            return interventions, () if params.capture is None else params.capture.paths(shapes)
 
     def _constraint(self, params: SamplingParams, ends: Sequence[int]) -> Constraint | None:
         """A sequence's constraint at its beginning; None without a grammar."""
         if params.structured is None:
             return None
         if self.tokenizer is None:
-            raise ValueError("structured: a grammar needs a tokenizer, and this engine has none")
-        constraint = self._grammars.constraint(params.structured, ends)
-        if (error := constraint.blocked(0, params.min_tokens)) is not None:
-            raise ValueError(f"structured: {error}")
+            raise ParameterError("structured", "structured: a grammar needs a tokenizer, and this engine has none")
+        with _about("structured"):
+            constraint = self._grammars.constraint(params.structured, ends)
+        if (blocked := constraint.blocked(0, params.min_tokens)) is not None:
+            raise ParameterError("structured", f"structured: {blocked}")
         return constraint
 
     def _encoded(self, prompt: Any, name: str) -> Any:
@@ -148,21 +217,19 @@ class Intake:
         if not chat and not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
-            raise ValueError(f"{name} is text, and this engine has no tokenizer: give token ids")
-        try:
+            raise ParameterError(name, f"{name} is text, and this engine has no tokenizer: give token ids")
+        with _about(name, f"{name}: "):
             if isinstance(prompt, str):
                 return self.tokenizer.encode(prompt)
             return self.tokenizer.apply_chat_template(prompt)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
 
     def _continued(self, snapshot: Snapshot, more: Any, params: SamplingParams, name: str) -> list[int]:
         """The ids of a snapshot and of what follows it, which is checked."""
-        if self.origin is None:
-            raise ValueError(f"{name} is a snapshot, and {NO_SNAPSHOTS}")
-        assert self.layout is not None, "which the engine sets"
-        snapshot.check_origin(self.origin(), name)
-        self.layout.check(snapshot, name)
+        if self.origin is None or self.layout is None:
+            raise ParameterError(name, f"{name} is a snapshot, and {NO_SNAPSHOTS}")
+        with _about(name):
+            snapshot.check_origin(self.origin(), name)
+            self.layout.check(snapshot, name)
         before = list(snapshot.token_ids)
         chat = isinstance(more, (list, tuple)) and len(more) > 0 and isinstance(more[0], dict)
         if chat:
@@ -170,15 +237,16 @@ class Intake:
             same = next((i for i, pair in enumerate(zip(before, whole, strict=False)) if len({*pair}) > 1), None)
             if same is not None or len(whole) <= len(before):
                 place = min(len(whole), len(before)) if same is None else same
-                raise ValueError(
+                raise ParameterError(
+                    name,
                     f"{name}: the chat's {len(whole)} tokens are not the snapshot's {len(before)} and more: they part "
-                    f"at token {place}; give the whole conversation, or append token ids"
+                    f"at token {place}; give the whole conversation, or append token ids",
                 )
             more = whole[len(before) :]
         elif isinstance(more, str) and more and self.tokenizer is not None:
             more = self.tokenizer.encode(more, add_special_tokens=False)
         elif isinstance(more, str) and more:
-            raise ValueError(f"{name} is text, and this engine has no tokenizer: give token ids")
+            raise ParameterError(name, f"{name} is text, and this engine has no tokenizer: give token ids")
         nothing = isinstance(more, (str, list, tuple)) and not more
         ids = [] if nothing else check_prompt(more, self.vocab, name)
         snapshot.check(params, bool(ids), name)
@@ -194,21 +262,31 @@ class Intake:
         elif truncate == "prompt" and params.max_tokens < self.room:
             places = places[-(self.room - params.max_tokens) :]
         check_room(places, params.max_tokens, self.room, name)
-        held = len(places) + max(params.max_tokens - (params.capture is None), 0)
-        pages = min(-(-held // self.page_size), self.most_pages)
+        held = len(places) + params.max_tokens - (params.capture is None)
+        pages = min(-(-held // self.shapes.page_size), self.shapes.most_pages)
         if pages > self.pages:
-            raise ValueError(
+            raise ParameterError(
+                name,
                 f"{name} has {len(places)} tokens and max_tokens is {params.max_tokens}: that takes {pages} pages of "
-                f"{self.page_size} tokens, and the engine has {self.pages}; ask for less, or give the engine more "
-                "(num_pages, mem_fraction)"
+                f"{self.shapes.page_size} tokens, and the engine has {self.pages}; ask for less, or give the engine "
+                "more (num_pages, mem_fraction)",
             )
         return places, params
+
+
+@contextlib.contextmanager
+def _about(field: str, before: str = "") -> Iterator[None]:
+    """Makes a ValueError a ParameterError of the `field`, with the text `before` its message."""
+    try:
+        yield
+    except ValueError as error:
+        raise ParameterError(field, f"{before}{error}") from error
 
 
 def listed(prompts: Any) -> list[Any]:
     """The prompts as a list: a text, ids, a chat and a snapshot are one each."""
     if isinstance(prompts, (bytes, Mapping, Set)):
-        raise ValueError(f"prompts are {shown(prompts)}, expected a list; a chat is a list of messages")
+        raise ParameterError("prompts", f"prompts are {shown(prompts)}, expected a list; a chat is a list of messages")
     several = [prompts] if isinstance(prompts, (str, Snapshot, Continued)) else list(prompts)
     one = len(several) > 0 and (is_whole(several[0]) or isinstance(several[0], dict))
     return [several] if one else several
@@ -218,5 +296,5 @@ def _before(prompt: Any) -> Snapshot | None:
     """The snapshot that a prompt goes on from, if it does."""
     before = prompt.snapshot if isinstance(prompt, Continued) else prompt
     if isinstance(prompt, Continued) and not isinstance(before, Snapshot):
-        raise ValueError(f"the prompt continues {shown(before)}, expected a ling3.Snapshot")
+        raise ParameterError("prompt", f"the prompt continues {shown(before)}, expected a ling3.Snapshot")
     return before if isinstance(before, Snapshot) else None

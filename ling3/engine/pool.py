@@ -1,10 +1,8 @@
-"""The memory of the running sequences, as arrays on the device, and the compiled programs over it.
+"""The memory of the running sequences, as arrays on the device, and the programs that fill and read slots and pages.
 
 Every running sequence has a slot: its per-slot states, its newest token and its sampling parameters are row `slot` of
-the pool. Its paged entries are in pages that a block table lists. A program takes some rows out of the pool, continues
-them, and puts them back.
-
-Programs are compiled by `jax.jit`: Equinox's `filter_jit` would wait for each call's end before the next is dispatched.
+the pool. Its paged entries are in pages that a block table lists. A forward program (`forward.py`) takes some rows out
+of the pool, continues them, and puts them back.
 """
 
 import dataclasses
@@ -19,18 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped, UInt32
+from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
 
 from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
-from ling3.engine.masks import Masks
-from ling3.engine.sampling import Choice, Sampling, choose_active, counted, ends
-from ling3.engine.settings import DECODE_STEPS, CacheDtype
-from ling3.execution import Execution
-from ling3.intervention import Intervention
+from ling3.engine.arrays import AnyArray
+from ling3.engine.sampling import Sampling, counted, ends
+from ling3.engine.settings import CacheDtype
 from ling3.model import CausalLM
 from ling3.ops import rows_cpu
 from ling3.ops.lowering import XLA, Lowering
-from ling3.placement import Placement, everyones, here
+from ling3.placement import Placement, here
 
 # Pages that one call copies to or from the host.
 PAGES_MOVED = 8
@@ -46,8 +42,8 @@ class Rows(eqx.Module):
     token's numbers are finite.
     """
 
-    slots: Int32[Array, " rows"] | None
-    table: Int32[Array, "rows columns"]
+    slots: Int32[AnyArray, " rows"] | None
+    table: Int32[AnyArray, "rows columns"]
     in_place: bool = eqx.field(static=True, default=False)
     beside: str | None = eqx.field(static=True, default=None)
     """The axis of the mesh along which other devices run other rows of the call; None if these are all."""
@@ -190,7 +186,6 @@ class SlotContents(eqx.Module):
     length: Int32[Array, ""]
     token: Int32[Array, ""]
     until: Int32[Array, ""]
-    done: Bool[Array, ""]  # until its prompt is in the caches
     sampling: Sampling  # one row
 
 
@@ -213,163 +208,6 @@ def cache_dtype(model: CausalLM, name: CacheDtype = "auto") -> jnp.dtype:
     return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" and dtype.itemsize < 4 else dtype
 
 
-def _next(
-    model: CausalLM,
-    view: Pool,
-    table: Int32[Array, "rows columns"],
-    tokens: Int32[Array, "rows seq"],
-    lengths: Int32[Array, " rows"],
-    execution: Execution,
-    *,
-    last: bool,
-    allowed: UInt32[Array, "rows words"] | None = None,
-    interventions: tuple[Intervention, ...] = (),
-) -> tuple[Choice, Cache]:
-    """The token after each row's next `lengths` tokens, and the caches with these in them."""
-    how = {"interventions": interventions} if interventions else {}
-    logits, cache = model.step(tokens, view.cache(table), lengths, last=last, execution=execution, **how)
-    how = (execution.lowering, allowed)
-    return choose_active(logits[:, 0], view.sampling, cache.length, lengths > 0, *how), cache
-
-
-@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
-def prefill(
-    model: CausalLM,
-    rows: Rows,
-    tokens: Int32[Array, "rows seq"],
-    lengths: Int32[Array, " rows"],
-    end: Bool[Array, " rows"],
-    pool: Pool,
-    execution: Execution,
-    interventions: tuple[Intervention, ...] = (),
-) -> tuple[Choice, Pool]:
-    """Adds each row's next `lengths` prompt tokens to the caches; rows whose prompt `end`s with them get a token.
-
-    `interventions` are each row's own, `stacked`: with them, every pass is another program, and without the same one.
-    """
-    run = functools.partial(_prefill, execution=execution, interventions=interventions)
-    axes = (pool.axis,) * 3
-    return everywhere(run, model, pool, rows, (tokens, lengths, end), axes)
-
-
-def _prefill(
-    model: CausalLM,
-    pool: Pool,
-    rows: Rows,
-    tokens: Int32[Array, "rows seq"],
-    lengths: Int32[Array, " rows"],
-    end: Bool[Array, " rows"],
-    execution: Execution,
-    interventions: tuple[Intervention, ...],
-) -> tuple[Choice, Pool]:
-    view = pool.take(rows, execution.lowering)
-    how = {"last": True, "interventions": interventions}
-    choice, cache = _next(model, view, rows.table, tokens, lengths, execution, **how)
-    return choice, pool.put(rows, view.after(cache, choice.token, end))
-
-
-@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
-def decode(
-    model: CausalLM,
-    rows: Rows,
-    steps: Int32[Array, ""],
-    pool: Pool,
-    execution: Execution,
-    interventions: tuple[Intervention, ...] = (),
-) -> tuple[Choice, Pool]:
-    """Up to `steps` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none."""
-    run = functools.partial(_decode, execution=execution, interventions=interventions)
-    return everywhere(run, model, pool, rows, (steps,), (None,))
-
-
-@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
-def constrained(
-    model: CausalLM,
-    rows: Rows,
-    steps: Int32[Array, ""],
-    masks: Masks,
-    pool: Pool,
-    execution: Execution,
-    interventions: tuple[Intervention, ...] = (),
-) -> tuple[Choice, Pool]:
-    """`decode` of rows with grammars, up to `masks.count` tokens of each. The newest of these are the host's.
-
-    A program of its own, which no other row is ever in: those without a grammar keep their program, cost and bits.
-    """
-    run = functools.partial(_decode, execution=execution, interventions=interventions)
-    return everywhere(run, model, pool, rows, (steps, masks), (None, pool.axis))
-
-
-Carry = tuple[Int32[Array, ""], Bool[Array, ""], Choice, Pool]
-"""Steps so far, whether rows are left, the tokens so far, and the pool of the rows."""
-
-
-def _decode(
-    model: CausalLM,
-    pool: Pool,
-    rows: Rows,
-    steps: Int32[Array, ""],
-    masks: Masks | None = None,
-    *,
-    execution: Execution,
-    interventions: tuple[Intervention, ...],
-) -> tuple[Choice, Pool]:
-    view = pool.take(rows, execution.lowering)
-    if masks is not None:  # a row whose prompt was prefilled but for its last token is still marked as done
-        token = jnp.where(masks.count > 0, masks.newest, view.token)
-        view = eqx.tree_at(lambda p: (p.token, p.done), view, (token, masks.count == 0))
-
-    def unfinished(view: Pool) -> Bool[Array, ""]:
-        left = ~jnp.all(view.done)
-        # Devices that share experts step together, also when the rows of one have ended.
-        return left if rows.beside is None else lax.psum(left.astype(jnp.int32), rows.beside) > 0
-
-    def goes_on(carry: Carry) -> Bool[Array, ""]:
-        i, left, *_ = carry
-        return (i < steps) & left
-
-    def step(carry: Carry) -> Carry:
-        i, _, out, view = carry
-        active = ~view.done if masks is None else ~view.done & (i < masks.count)
-        lengths, allowed = active.astype(jnp.int32), None if masks is None else masks.at(i)
-        tokens = view.token[:, None]
-        how = {"last": False, "allowed": allowed, "interventions": interventions}
-        choice, cache = _next(model, view, rows.table, tokens, lengths, execution, **how)
-        view = view.after(cache, choice.token, active)
-        choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(active, choice.token, -1))
-        return i + 1, unfinished(view), jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice), view
-
-    out = Choice.none((view.token.shape[0], DECODE_STEPS), model.config.vocab_size)
-    *_, out, view = lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), unfinished(view), out, view))
-    return out, pool.put(rows, view)
-
-
-def everywhere(
-    run: Callable[..., tuple[Choice, Pool]],
-    model: CausalLM,
-    pool: Pool,
-    rows: Rows,
-    inputs: tuple[Any, ...],
-    axes: tuple[str | None, ...],
-) -> tuple[Choice, Pool]:
-    """A forward pass on every device of the pool's mesh, each with its own rows; all get every row's choice.
-
-    `axes` has the axis of the mesh along which each input lies.
-    """
-    if pool.placement is None:
-        return run(model, pool, rows, *inputs)
-    axis = pool.axis
-
-    def on_a_device(part: CausalLM, pool: Pool, rows: Rows, *inputs: Any) -> tuple[Choice, Pool]:
-        choice, pool = run(part, pool, rows.here(pool, axis), *inputs)
-        return jax.tree.map(lambda x: everyones(x, axis), choice), pool
-
-    where = (pool.specs, *(PartitionSpec() if each is None else PartitionSpec(each) for each in (axis, *axes)))
-    out = (PartitionSpec(), pool.specs)
-    choice, after = pool.placement.run(on_a_device, (pool.part, rows, *inputs), where, out, model.part)
-    return choice, dataclasses.replace(after, placement=pool.placement)
-
-
 @functools.partial(jax.jit, donate_argnames="pool")
 def swap_in(slot: Int32[Array, ""], contents: SlotContents, pool: Pool) -> Pool:
     """Fills a slot; nothing of what was in it stays."""
@@ -379,7 +217,7 @@ def swap_in(slot: Int32[Array, ""], contents: SlotContents, pool: Pool) -> Pool:
         pool.length.at[slot].set(contents.length),
         pool.token.at[slot].set(contents.token),
         pool.until.at[slot].set(contents.until),
-        pool.done.at[slot].set(contents.done),
+        pool.done.at[slot].set(False),
         jax.tree.map(lambda x, y: x.at[slot].set(y[0]), pool.sampling, contents.sampling),
         pool.placement,
     )

@@ -1,27 +1,23 @@
 """The prefixes of earlier prompts that are still in the pool, so that no later prompt computes them again.
 
-A prompt goes in by full chunks, each a call of the same width. So the caches after some full chunks depend on nothing
-but the tokens of these, bit for bit, and a prompt that begins with the same tokens may go on from there: it gets what
-it would have computed. A prefix is therefore kept and found by `Grid.step` tokens, the least whole number of chunks
-that is also one of pages.
+A prompt is prefilled by full chunks, so the caches after some of them depend on nothing but their tokens, bit for bit,
+and a prompt that begins with the same tokens may go on from there. A prefix is kept and found by `Grid.step` tokens,
+the least common multiple of a chunk and a page: a node of the tree is one step.
 
 Pages are shared: the tree owns them, and running sequences lock those that they use. What a sequence holds beside its
 pages (recurrent states, conv tails, a compressor's last tokens) is overwritten by its next token, so a prefix also
-needs a snapshot of it. Snapshots stay on the device, where taking one or going on from one is a copy that nobody waits
-for. Pages behind a sliding window are free for others to use; they come into the tree as their sequence lets go of
+needs a snapshot of it, on the device. Pages behind a sliding window come into the tree as their sequence lets go of
 them, and are copied for a sequence that goes on from them, so that none ever holds more than its window.
 
-Answers are not kept: a token that was decoded has other last bits in the caches than one that was prefilled, which is
-what a later prompt with this answer in it would do without a cache. Nor is what goes on from a request's snapshot
-(`snapshots.py`), which may hold such tokens, and may end anywhere in a chunk.
+Answers are not kept, as a decoded token has other last bits in the caches than a prefilled one. Nor is what goes on
+from a request's snapshot (`snapshots.py`), which may hold such tokens and end anywhere in a chunk.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable
-from typing import Any, no_type_check
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from ling3.engine.radix import RadixTree
+from ling3.engine.radix import Match, RadixTree
 from ling3.engine.request import TokenSequence
 
 
@@ -45,13 +41,11 @@ class Snapshot:
     nbytes: int
 
 
-# Asked in every turn: checking types would take longer than the answers.
-@no_type_check
 class Prefixes:
     """The known prefixes of one pool, and which pages are theirs.
 
-    `free` takes the numbers of pages that are nobody's any more. With a `window`, in tokens, only the pages of a
-    prefix's end are needed to go on from it.
+    `free` takes the numbers of pages that become free. With a `window`, in tokens, only the pages of a prefix's end are
+    needed to go on from it: the tree has them as shadows, and its slots are empty.
     """
 
     def __init__(self, grid: Grid, page_size: int, free: Callable[[list[int]], object], window: int | None = None):
@@ -59,7 +53,6 @@ class Prefixes:
         self.unit = grid.step // page_size  # pages that are kept, found and freed together
         self._free = free
         self._kept = 0  # how often a prefix was
-        self._names = itertools.count()  # with a window no memory goes with the tree's slots
         if window is None:
             self.tree = RadixTree(grid.step, self._free_units, _forget, snapshots=grid.snapshot > 0)
         else:
@@ -68,29 +61,27 @@ class Prefixes:
     @property
     def pages(self) -> int:
         """How many pages have known prefixes."""
-        stats = self.tree.stats()
-        own = stats.protected if self.window is None else stats.shadow_protected
-        return self.evictable + own * self.unit
+        return self.unit * sum(self._owned)
 
     @property
     def evictable(self) -> int:
         """How many of these no running sequence uses."""
-        stats = self.tree.stats()
-        return self.unit * (stats.evictable if self.window is None else stats.shadow_evictable)
+        return self.unit * self._owned[0]
+
+    @property
+    def _owned(self) -> list[int]:
+        """Its units that no sequence uses, and those that are locked."""
+        return self.tree.pages if self.window is None else self.tree.shadows
 
     @property
     def snapshot_bytes(self) -> int:
         """What all snapshots take."""
-        stats = self.tree.stats()
-        return stats.shadow_evictable + stats.shadow_protected if self.grid.snapshot else 0
+        return sum(self.tree.shadows) if self.grid.snapshot else 0
 
     def evict(self, pages: int) -> None:
         """Frees at least so many pages, or all that can be freed, the least recently used first."""
-        units = -(-pages // self.unit)
-        if self.window is None:
-            self.tree.evict(units)
-        else:
-            self.tree.evict_shadow(units)
+        evict = self.tree.evict if self.window is None else self.tree.evict_shadow
+        evict(-(-pages // self.unit))
 
     def first_page(self, position: int) -> int:
         """The first page, a unit's first, that the token at this position needs; all before it are behind its window.
@@ -102,36 +93,30 @@ class Prefixes:
 
     def known(self, sequence: TokenSequence) -> int:
         """Tokens of the longest known prefix of a sequence's prompt."""
-        prompt = sequence.prompt
-        if sequence.apart or len(prompt) <= self.grid.step:
-            return 0
-        return self.tree.match(prompt[: len(prompt) - 1]).length
+        return self._match(sequence).length if sequence.reads_prefixes else 0
 
     def adopt(self, sequence: TokenSequence) -> bool:
         """Lets a sequence go on from the longest known prefix of its prompt; True if that is longer than what it has.
 
-        The prompt's last token is left for the sequence to compute, which gives its first new token. A sequence that is
-        `apart` computes all of it. What the prefix needs beside shared pages is in `snapshot` and `copied` until it is
-        in the pool, which `settled` tells.
+        What the prefix needs beside shared pages is in `snapshot` and `copied` until it is in the pool, which `settled`
+        tells.
         """
-        prompt = sequence.prompt
-        settled = sequence.apart or sequence.resumed or sequence.looked_up == self._kept
-        if settled or len(prompt) <= self.grid.step:
+        if not sequence.reads_prefixes or sequence.looked_up == self._kept:
             return False
         sequence.looked_up = self._kept
-        match = self.tree.match(prompt[: len(prompt) - 1])
-        # Where it leaves the known prefixes, and none ends: worth a snapshot for the next one to come this way.
+        match = self._match(sequence)
+        # Where the prompt diverges from known prefixes and none ends: a snapshot there serves the next one.
         sequence.branch = match.shared if match.shared > match.length else 0
         if match.length <= sequence.prefilled:
             return False
         lock = self.tree.lock(match.node)
         if self.window is None:
             self._share(sequence, match.slots, lock)
-            sequence.snapshot = match.shadow if self.grid.snapshot else None
+            sequence.snapshot = match.shadows[0] if match.shadows else None
         else:
             sequence.first_page = self.first_page(match.length)
             needed = match.length // self.page_size - sequence.first_page
-            sequence.copied = [page for unit in match.shadow for page in unit][-needed:] if needed else []
+            sequence.copied = _flat(match.shadows)[-needed:] if needed else []
             sequence.lock = lock
         sequence.prefilled = sequence.cached = match.length
         return True
@@ -140,6 +125,7 @@ class Prefixes:
         """After `adopt`: the copies of what the sequence does not share are under way."""
         sequence.snapshot, sequence.copied = None, []
         if self.window is None:
+            self.tree.use(sequence.lock.node)
             self.tree.release_shadow(sequence.lock)
         else:
             self._unlock(sequence)
@@ -153,23 +139,20 @@ class Prefixes:
     def wants(self, sequence: TokenSequence) -> bool:
         """True if the prefix that the sequence has just computed is to be kept.
 
-        Every one is, as long as there is room for its snapshot. Beyond that a snapshot takes the place of an older one,
-        which pays at the last of a prompt's full steps, and where it left the known prefixes.
+        Every one is, as long as there is room for its snapshot. Beyond that only the last of a prompt's full steps and
+        the place where it diverged from known prefixes are: then the snapshot that is worth least is evicted.
         """
-        end, grid = sequence.prefilled, self.grid
-        if sequence.resumed or self.window is not None or end % grid.step or end <= sequence.shared * self.page_size:
+        end = self._keepable(sequence)
+        if self.window is not None or end < sequence.prefilled or end <= sequence.shared * self.page_size:
             return False
-        if sequence.secluded:
-            return False
-        if self.snapshot_bytes + grid.snapshot <= grid.budget:
-            return True
-        return end in (sequence.branch, len(sequence.prompt) // grid.step * grid.step)
+        room = self.snapshot_bytes + self.grid.snapshot <= self.grid.budget
+        return room or end == sequence.branch or self._is_last(sequence)
 
     def keep(self, sequence: TokenSequence, snapshot: Snapshot | None) -> None:
         """Takes over the pages of the prefix that the sequence has computed; it goes on with the tree's."""
         tokens, tree = sequence.prompt[: sequence.prefilled], self.tree
         units = self._units(sequence.pages[: sequence.prefilled // self.page_size])
-        tree.insert(tokens, units, snapshot, prev=sequence.shared * self.page_size)
+        tree.insert(tokens, units, [] if snapshot is None else [snapshot], prev=sequence.shared * self.page_size)
         self._kept += 1
         # Another may have computed the same: then these are its pages, with the same bits.
         match = tree.match(tokens)
@@ -179,13 +162,14 @@ class Prefixes:
         sequence.shared = len(match.slots) * self.unit  # what was its own before is the tree's now
         self._share(sequence, match.slots, lock)
         if self.grid.snapshot:
-            tree.trim_shadow(self.grid.budget)
+            is_end = self._is_last(sequence)
+            if is_end or sequence.prefilled == sequence.branch:
+                tree.add_use(match.node, is_end)
+            tree.evict_shadow(max(self.snapshot_bytes - self.grid.budget, 0))
 
     def leave(self, sequence: TokenSequence) -> None:
         """Takes back all pages of a sequence."""
-        own = sequence.pages[sequence.shared :]
-        self._unlock(sequence)
-        sequence.pages, sequence.shared, sequence.snapshot, sequence.copied = [], 0, None, []
+        own = self._detach(sequence)
         if self.window is None:
             self._free(own)
         else:
@@ -195,21 +179,16 @@ class Prefixes:
         """Keeps nothing of a sequence that only it uses: its numbers are not finite, or some of its memory is lost."""
         prefix = sequence.prompt[: sequence.prefilled]
         node = self.tree.match(prefix).node if sequence.lock is None else sequence.lock.node
-        self._unlock(sequence)
+        own = self._detach(sequence)
         self.tree.forget(node)
-        self._free(sequence.pages[sequence.shared :])
-        sequence.pages, sequence.shared, sequence.snapshot, sequence.copied = [], 0, None, []
+        self._free(own)
 
     def pass_by(self, sequence: TokenSequence, pages: list[int]) -> None:
         """With a window: takes the first pages of a sequence, and keeps what a later prompt can go on from."""
         first, size = sequence.first_page, self.page_size
-        # Tokens that were decoded, prefilled in less than a full chunk, only scored or secluded are not kept.
-        prefilled = 0 if sequence.resumed or sequence.secluded else sequence.prefilled - sequence.only_scored
-        end = max(min(prefilled // self.grid.step * self.unit, first + len(pages)), first)
-        units = self._units(pages[: end - first])
-        if units:
-            names = list(itertools.islice(self._names, end // self.unit))
-            self.tree.insert(sequence.prompt[: end * size], names, units)
+        end = max(min(self._keepable(sequence) // size, first + len(pages)), first)
+        if units := self._units(pages[: end - first]):
+            self.tree.insert(sequence.prompt[: end * size], [None] * (end // self.unit), units)
             self._kept += 1
         self._free(pages[end - first :])
 
@@ -217,14 +196,35 @@ class Prefixes:
         """The pages with known prefixes. AssertionError unless the sequences' shared ones are locked ones of these."""
         self.tree.check()
         nodes = list(self.tree.nodes())
-        owned = [node.slots if self.window is None else node.shadow or [] for node in nodes]
-        pages = [page for units in owned for unit in units for page in unit]
-        held = [unit for node in nodes if node.full_lock and self.window is None for unit in node.slots]
-        locked = {page for unit in held for page in unit}
+        pages = _flat(node.slot or node.shadow or () for node in nodes)
+        locked = set(_flat(node.slot or () for node in nodes if node.full_lock))
         for sequence in running:
             assert locked.issuperset(sequence.pages[: sequence.shared]), "a shared page that nobody locked"
         assert len(pages) == self.pages, "the count of pages with known prefixes"
         return pages
+
+    def _match(self, sequence: TokenSequence) -> Match:
+        """What is known of a prompt but for its last token, which the sequence computes to get its first new one."""
+        return self.tree.match(sequence.prompt[: len(sequence.prompt) - 1])
+
+    def _is_last(self, sequence: TokenSequence) -> bool:
+        """True if the sequence has computed the last of its prompt's full steps."""
+        return sequence.prefilled == sequence.prefill_end // self.grid.step * self.grid.step
+
+    def _keepable(self, sequence: TokenSequence) -> int:
+        """Tokens in whole steps whose caches are those of any prompt that begins with them, as far as it is computed.
+
+        Tokens that were decoded or prefilled in less than a full chunk are not.
+        """
+        prefilled = sequence.prefilled if sequence.keeps_prefixes else 0
+        return prefilled // self.grid.step * self.grid.step
+
+    def _detach(self, sequence: TokenSequence) -> list[int]:
+        """Ends a sequence's claims on pages and prefixes; returns those of its pages that are not the tree's."""
+        own = sequence.pages[sequence.shared :]
+        self._unlock(sequence)
+        sequence.pages, sequence.shared, sequence.snapshot, sequence.copied = [], 0, None, []
+        return own
 
     def _unlock(self, sequence: TokenSequence) -> None:
         if sequence.lock is not None:
@@ -233,7 +233,7 @@ class Prefixes:
 
     def _share(self, sequence: TokenSequence, units: list[tuple[int, ...]], lock: Any) -> None:
         """Puts units of the tree in the place of the sequence's first pages; its own ones among these are freed."""
-        pages = [page for unit in units for page in unit]
+        pages = _flat(units)
         self._free(sequence.pages[sequence.shared : len(pages)])
         sequence.pages[: len(pages)] = pages
         self._unlock(sequence)
@@ -243,8 +243,12 @@ class Prefixes:
         return list(zip(*[iter(pages)] * self.unit, strict=True))
 
     def _free_units(self, units: list[tuple[int, ...]]) -> None:
-        self._free([page for unit in units for page in unit])
+        self._free(_flat(units))
+
+
+def _flat(units: Iterable[tuple[int, ...]]) -> list[int]:
+    return [page for unit in units for page in unit]
 
 
 def _forget(_: list[Any]) -> None:
-    """Frees what is no memory of the pool's: snapshots, which go with their last reference, and mere names."""
+    """No-op: snapshots are freed with their last reference, and empty slots have no memory."""

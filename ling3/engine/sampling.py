@@ -1,4 +1,8 @@
-"""From logits to the next token: greedy, or drawn after penalties, temperature, top-k, top-p and min-p."""
+"""From logits to the next token: greedy, or drawn, after the filters of two lists.
+
+`ADJUSTING` changes the logits of every row, and `NARROWING` those of the rows that draw, at a temperature. Filters
+apply in the order of the lists. A parameter that one needs is a field of `SamplingParams` and a column of `Sampling`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +14,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from ling3.engine.arrays import AnyArray
+from ling3.engine.filters import Filter, SoFar
 from ling3.engine.masks import masked
 from ling3.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from ling3.ops.lowering import XLA, Lowering
 
+Allowed = UInt32[Array, "batch words"] | None
+Logits = Float32[Array, "batch vocab"]
 # Stands for a token where there are no finite logits to choose from.
 NOT_A_NUMBER = -2
 # In `Adjustments.counts`: the prompt has this token. The bits below count it in the output.
@@ -36,6 +44,24 @@ class Adjustments(eqx.Module):
     bias: Float32[Array, "batch vocab"]
     counts: Int32[Array, "batch vocab"]  # of each token in the output, plus IN_PROMPT
 
+    @staticmethod
+    def build(
+        rows: Sequence[tuple[SamplingParams, Sequence[int], Sequence[int]]],
+        vocab: int,
+        put: Callable[[Any], Any] = jax.device_put,
+    ) -> "Adjustments":
+        """One row per (params, tokens of the prompt, tokens of the output); `put` takes arrays to the device."""
+        params = [each for each, _, _ in rows]
+        bias, counts = np.zeros((len(rows), vocab), np.float32), np.zeros((len(rows), vocab), np.int32)
+        for i, (each, prompt, output) in enumerate(rows):
+            for token, value in (each.logit_bias or {}).items():
+                bias[i, token] = value
+            counts[i, list(set(prompt))] = IN_PROMPT
+            np.add.at(counts[i], list(output), 1)
+        active = np.asarray([each.adjusts for each in params], bool)
+        penalties = [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in params]
+        return Adjustments(*put((active, *np.asarray(penalties, np.float32).T, bias, counts)))
+
 
 class Sampling(eqx.Module):
     """How each row of a batch is sampled. Each row has its own seed, so its draws do not depend on the other rows."""
@@ -49,6 +75,7 @@ class Sampling(eqx.Module):
     least: Int32[Array, " batch"]  # no stop before the row has so many tokens, prompt and all
     alternatives: Bool[Array, " batch"]  # True where the likeliest tokens are reported
     adjustments: Adjustments | None  # None where no row wants any
+    filters: tuple[Filter, ...] = eqx.field(static=True, default=())  # the user's; they take adjustments
 
     @staticmethod
     def build(
@@ -57,8 +84,9 @@ class Sampling(eqx.Module):
         width: int,
         adjustments: Adjustments | None = None,
         put: Callable[[Any], Any] = jax.device_put,
+        filters: tuple[Filter, ...] = (),
     ) -> "Sampling":
-        """One row per (params, seed, tokens of the prompt, stop ids). `width` is the room for stop ids.
+        """One row per (params, seed, number of tokens of the prompt, stop ids). `width` is the room for stop ids.
 
         `put` takes arrays of the host to the device.
         """
@@ -66,28 +94,26 @@ class Sampling(eqx.Module):
         for row, (_, _, _, ids) in zip(stops, rows, strict=True):
             row[: len(ids)] = ids
         params = [row[0] for row in rows]
-        columns = put(
-            (
-                np.asarray([p.temperature and max(p.temperature, COLDEST) for p in params], np.float32),
-                np.asarray([vocab if p.top_k is None else min(p.top_k, vocab) for p in params], np.int32),
-                np.asarray([p.top_p for p in params], np.float32),
-                np.asarray([p.min_p for p in params], np.float32),
-                np.asarray([seed for _, seed, _, _ in rows], np.int32),
-                stops,
-                np.asarray([prompt + p.min_tokens for p, _, prompt, _ in rows], np.int32),
-                np.asarray([bool(p.logprobs) for p in params], bool),
-            )
-        )
-        return Sampling(*columns, adjustments=adjustments)
+        columns = {
+            "temperature": np.asarray([p.temperature and max(p.temperature, COLDEST) for p in params], np.float32),
+            "top_k": np.asarray([vocab if p.top_k is None else min(p.top_k, vocab) for p in params], np.int32),
+            "top_p": np.asarray([p.top_p for p in params], np.float32),
+            "min_p": np.asarray([p.min_p for p in params], np.float32),
+            "seed": np.asarray([seed for _, seed, _, _ in rows], np.int32),
+            "stops": stops,
+            "least": np.asarray([prompt + p.min_tokens for p, _, prompt, _ in rows], np.int32),
+            "alternatives": np.asarray([bool(p.logprobs or p.prompt_logprobs) for p in params], bool),
+        }
+        return Sampling(**put(columns), adjustments=adjustments, filters=filters)
 
 
 class Choice(eqx.Module):
     """The next token of each row, its log-probability, and the likeliest tokens where they were asked for."""
 
-    token: Int32[Array, "*rows"]
-    logprob: Float32[Array, "*rows"]  # natural, under the model's own logits
-    top_ids: Int32[Array, "*rows top"]
-    top_logprobs: Float32[Array, "*rows top"]
+    token: Int32[AnyArray, "*rows"]
+    logprob: Float32[AnyArray, "*rows"]  # natural, under the model's own logits
+    top_ids: Int32[AnyArray, "*rows top"]
+    top_logprobs: Float32[AnyArray, "*rows top"]
 
     @staticmethod
     def none(rows: tuple[int, ...], vocab: int) -> "Choice":
@@ -102,17 +128,18 @@ class Choice(eqx.Module):
 
 
 def choose(
-    logits: Float32[Array, "batch vocab"],
+    logits: Logits,
     sampling: Sampling,
     positions: Int32[Array, " batch"],
-    allowed: UInt32[Array, "batch words"] | None = None,
+    allowed: Allowed = None,
 ) -> Choice:
     """The token that follows each row's `positions` tokens; NOT_A_NUMBER where the logits leave nothing to choose.
 
     With masks, it is one that `allowed` has.
     """
-    adjusted = _without_early_stops(_adjusted(logits, sampling), sampling, positions)
-    adjusted = adjusted if allowed is None else masked(adjusted, allowed)
+    adjusted = logits
+    for adjust in ADJUSTING:
+        adjusted = adjust(adjusted, sampling, positions, allowed)
     token = sample(adjusted, sampling, positions)
     total = log_sum_exp(logits)
     best = jnp.take_along_axis(adjusted, token[:, None], axis=-1)[:, 0]
@@ -122,7 +149,7 @@ def choose(
 
 
 def scored(
-    logits: Float32[Array, "batch vocab"],
+    logits: Logits,
     total: Float32[Array, " batch"],
     token: Int32[Array, " batch"],
     alternatives: Bool[Array, ""],
@@ -144,12 +171,12 @@ def scored(
 
 
 def choose_active(
-    logits: Float32[Array, "batch vocab"],
+    logits: Logits,
     sampling: Sampling,
     positions: Int32[Array, " batch"],
     active: Bool[Array, " batch"],
     lowering: Lowering = XLA,
-    allowed: UInt32[Array, "batch words"] | None = None,
+    allowed: Allowed = None,
 ) -> Choice:
     """`choose` for the rows that are `active`; others get anything, and with `lowering.row_by_row` cost nothing."""
     if not lowering.row_by_row or logits.shape[1] < MANY:
@@ -182,40 +209,8 @@ def ends(token: Int32[Array, " batch"], sampling: Sampling, positions: Int32[Arr
     return stop | (token == NOT_A_NUMBER)
 
 
-def _adjusted(logits: Float32[Array, "batch vocab"], sampling: Sampling) -> Float32[Array, "batch vocab"]:
-    """Bias and penalties, for the rows that have any."""
-    adjust = sampling.adjustments
-    if adjust is None:
-        return logits
-
-    def adjusted() -> Float32[Array, "batch vocab"]:
-        z = logits + adjust.bias
-        repeated = jnp.where(z > 0, z / adjust.repetition[:, None], z * adjust.repetition[:, None])
-        z = jnp.where(adjust.counts > 0, repeated, z)
-        output = adjust.counts & (IN_PROMPT - 1)
-        z = z - adjust.frequency[:, None] * output.astype(jnp.float32)
-        z = z - adjust.presence[:, None] * (output > 0).astype(jnp.float32)
-        return jnp.where(adjust.active[:, None], z, logits)
-
-    return lax.cond(jnp.any(adjust.active), adjusted, lambda: logits)
-
-
-def _without_early_stops(
-    logits: Float32[Array, "batch vocab"], sampling: Sampling, positions: Int32[Array, " batch"]
-) -> Float32[Array, "batch vocab"]:
-    """-inf for the ids that may not end a row yet."""
-    early = (positions < sampling.least)[:, None] & (sampling.stops >= 0)
-    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    return logits.at[rows, jnp.where(early, sampling.stops, logits.shape[1])].set(-jnp.inf, mode="drop")
-
-
-def sample(
-    logits: Float32[Array, "batch vocab"], sampling: Sampling, positions: Int32[Array, " batch"]
-) -> Int32[Array, " batch"]:
-    """The next token of each row. `positions` counts the row's tokens so far: its draw is keyed by (seed, position).
-
-    The filters apply in the order temperature, top-k, top-p, min-p, each to what the last one left.
-    """
+def sample(logits: Logits, sampling: Sampling, positions: Int32[Array, " batch"]) -> Int32[Array, " batch"]:
+    """The next token of each row. `positions` counts the row's tokens so far: its draw is keyed by (seed, position)."""
     greedy = _largest(logits)
 
     def drawn() -> Int32[Array, " batch"]:
@@ -227,14 +222,14 @@ def sample(
     return lax.cond(jnp.any(sampling.temperature > 0), drawn, lambda: greedy)
 
 
-def _segments(logits: Float32[Array, "batch vocab"]) -> Float32[Array, "batch segments segment"]:
+def _segments(logits: Logits) -> Float32[Array, "batch segments segment"]:
     """The logits in segments, the last of them filled up with -inf."""
     batch, vocab = logits.shape
     filled = jnp.pad(logits, ((0, 0), (0, -vocab % SEGMENT)), constant_values=-jnp.inf)
     return filled.reshape(batch, -1, SEGMENT)
 
 
-def _largest(logits: Float32[Array, "batch vocab"]) -> Int32[Array, " batch"]:
+def _largest(logits: Logits) -> Int32[Array, " batch"]:
     """The id of each row's largest logit, the first of several."""
     segments = _segments(logits)
     segment = jnp.argmax(jnp.max(segments, axis=-1), axis=-1)
@@ -242,7 +237,7 @@ def _largest(logits: Float32[Array, "batch vocab"]) -> Int32[Array, " batch"]:
     return (segment * SEGMENT + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
-def log_sum_exp(logits: Float32[Array, "batch vocab"]) -> Float32[Array, " batch"]:
+def log_sum_exp(logits: Logits) -> Float32[Array, " batch"]:
     """log Σ e^logits of each row; NaN where any of its logits is."""
     segments = _segments(logits)
     top = jnp.max(jnp.max(segments, axis=-1), axis=-1)
@@ -250,24 +245,88 @@ def log_sum_exp(logits: Float32[Array, "batch vocab"]) -> Float32[Array, " batch
     return shift + jnp.log(jnp.sum(jnp.sum(jnp.exp(segments - shift[:, None, None]), axis=-1), axis=-1))
 
 
-def filtered_logits(logits: Float32[Array, "batch vocab"], sampling: Sampling) -> Float32[Array, "batch vocab"]:
-    """Logits over temperature, with -inf for the tokens that top-k, top-p or min-p strike out."""
+def filtered_logits(logits: Logits, sampling: Sampling) -> Logits:
+    """Logits over temperature, with -inf for the tokens that the other filters of `NARROWING` strike out."""
+    for narrow in NARROWING:
+        logits = narrow(logits, sampling)
+    return logits
+
+
+def biased_and_penalized(logits: Logits, sampling: Sampling, *_: Any) -> Logits:
+    """`logit_bias` and the three penalties, for the rows that have any."""
+    adjust = sampling.adjustments
+    if adjust is None:
+        return logits
+
+    def adjusted() -> Logits:
+        z = logits + adjust.bias
+        repeated = jnp.where(z > 0, z / adjust.repetition[:, None], z * adjust.repetition[:, None])
+        z = jnp.where(adjust.counts > 0, repeated, z)
+        output = adjust.counts & (IN_PROMPT - 1)
+        z = z - adjust.frequency[:, None] * output.astype(jnp.float32)
+        z = z - adjust.presence[:, None] * (output > 0).astype(jnp.float32)
+        return jnp.where(adjust.active[:, None], z, logits)
+
+    return lax.cond(jnp.any(adjust.active), adjusted, lambda: logits)
+
+
+def filtered_by_user(logits: Logits, sampling: Sampling, positions: Int32[Array, " batch"], *_: Any) -> Logits:
+    """The user's filters, each row by itself."""
+    if not sampling.filters:
+        return logits
+    assert sampling.adjustments is not None, "whose counts the filters are given"
+    counts = sampling.adjustments.counts
+    so_far = SoFar(positions, counts & (IN_PROMPT - 1), counts >= IN_PROMPT)
+    for each in sampling.filters:
+        logits = jax.vmap(each)(logits, so_far)
+    return logits
+
+
+def without_early_stops(logits: Logits, sampling: Sampling, positions: Int32[Array, " batch"], *_: Any) -> Logits:
+    """-inf for the ids that may not end a row yet, by `min_tokens`."""
+    early = (positions < sampling.least)[:, None] & (sampling.stops >= 0)
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    return logits.at[rows, jnp.where(early, sampling.stops, logits.shape[1])].set(-jnp.inf, mode="drop")
+
+
+def allowed_only(logits: Logits, _: Sampling, __: Int32[Array, " batch"], allowed: Allowed) -> Logits:
+    """-inf for the tokens that `structured` does not allow."""
+    return logits if allowed is None else masked(logits, allowed)
+
+
+def over_temperature(logits: Logits, sampling: Sampling) -> Logits:
+    """Logits over the temperature; unchanged where it is 0."""
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    logits = logits / temperature[:, None]
-    narrow = (sampling.top_k < logits.shape[1]) | (sampling.top_p < 1)
+    return logits / temperature[:, None]
+
+
+def within_top_k_and_top_p(logits: Logits, sampling: Sampling) -> Logits:
+    """The `top_k` likeliest, and of these the fewest that together reach `top_p`: one sort does both."""
+
+    def narrowed() -> Logits:
+        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+        ranked = jnp.take_along_axis(logits, order, axis=-1)
+        rank = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+        ranked = jnp.where(rank < sampling.top_k[:, None], ranked, -jnp.inf)
+        probability = jax.nn.softmax(ranked, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        top_p = sampling.top_p[:, None]
+        ranked = jnp.where((before < top_p) | (top_p >= 1) | (rank == 0), ranked, -jnp.inf)
+        return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
+
+    wanted = (sampling.top_k < logits.shape[1]) | (sampling.top_p < 1)
     # Sorting changes no bit of a row that keeps all its tokens, so a row does not depend on the filters of others.
-    logits = lax.cond(jnp.any(narrow), lambda: _top_k_top_p(logits, sampling), lambda: logits)
+    return lax.cond(jnp.any(wanted), narrowed, lambda: logits)
+
+
+def at_least_min_p(logits: Logits, sampling: Sampling) -> Logits:
+    """What is at least `min_p` times as likely as the likeliest."""
     floor = jnp.max(logits, axis=-1) + jnp.log(sampling.min_p)
     return jnp.where(logits >= floor[:, None], logits, -jnp.inf)
 
 
-def _top_k_top_p(logits: Float32[Array, "batch vocab"], sampling: Sampling) -> Float32[Array, "batch vocab"]:
-    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
-    rank = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
-    ranked = jnp.where(rank < sampling.top_k[:, None], ranked, -jnp.inf)
-    probability = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    top_p = sampling.top_p[:, None]
-    ranked = jnp.where((before < top_p) | (top_p >= 1) | (rank == 0), ranked, -jnp.inf)
-    return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
+# A user's filters come before those that hold what a request was promised, `min_tokens` and its grammar.
+ADJUSTING = (biased_and_penalized, filtered_by_user, without_early_stops, allowed_only)
+"""`filter(logits, sampling, positions, allowed)`, of every row."""
+NARROWING = (over_temperature, within_top_k_and_top_p, at_least_min_p)
+"""`filter(logits, sampling)`, of the rows that draw."""

@@ -1,17 +1,17 @@
 """How a continuation is drawn and where it ends: `SamplingParams`, checked before any work is done."""
 
 import dataclasses
-import math
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from ling3.engine.capture import Capture
 from ling3.engine.structured import KINDS, Structured
+from ling3.runtime.parameters import ParameterError, make_plain, parameter, problems_of
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_real, is_whole
 
 if TYPE_CHECKING:
+    from ling3.engine.capture import Capture
     from ling3.intervention import Intervention
 
 MAX_LOGPROBS = 20
@@ -30,26 +30,8 @@ LARGEST = 1e9
 """The largest number: float32 can add, multiply and divide such numbers without overflow."""
 MAX_SEED = 2**31 - 1 - MAX_COMPLETIONS
 """The largest seed: the last completion's is an int32 too."""
-
-REAL = {
-    "temperature": (0.0, LARGEST, "a number in [0, 1e9]"),
-    "top_p": (math.ulp(0.0), 1.0, "a number in (0, 1]"),
-    "min_p": (0.0, 1.0, "a number in [0, 1]"),
-    "repetition_penalty": (1 / LARGEST, LARGEST, "a number in [1e-9, 1e9]"),
-    "presence_penalty": (-LARGEST, LARGEST, "a number in [-1e9, 1e9]"),
-    "frequency_penalty": (-LARGEST, LARGEST, "a number in [-1e9, 1e9]"),
-}
-"""Least, most, and how a message says it."""
-WHOLE = {
-    "top_k": (1, math.inf, "a whole number >= 1, or None for no limit", True),
-    "max_tokens": (1, math.inf, "a whole number >= 1", False),
-    "min_tokens": (0, math.inf, "a whole number >= 0", False),
-    "n": (1, MAX_COMPLETIONS, f"a whole number in [1, {MAX_COMPLETIONS}]", False),
-    "logprobs": (0, MAX_LOGPROBS, f"a whole number in [0, {MAX_LOGPROBS}], or None for none", True),
-    "prompt_logprobs": (0, MAX_LOGPROBS, f"a whole number in [0, {MAX_LOGPROBS}], or None for none", True),
-    "seed": (0, MAX_SEED, f"a whole number in [0, {MAX_SEED}]", True),
-}
-"""Least, most, how a message says it, and True if None is allowed."""
+NOT_IN_GENERATE = ("stop", "structured", "n", "logprobs", "prompt_logprobs", "capture", "keep")
+"""What only an engine does, as `ling3.generate` returns token ids alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,50 +40,48 @@ class SamplingParams:
 
     With logits z, the tokens so far t and their counts c (of the output alone):
 
-        z <- z + logit_bias;   stop ids are struck out before `min_tokens`
+        z <- z + logit_bias
         z_t <- z_t / repetition_penalty if z_t > 0 else z_t · repetition_penalty     for t in prompt and output
         z_t <- z_t - frequency_penalty · c_t - presence_penalty · [c_t > 0]
-        tokens that `structured` does not allow next are struck out
+        z <- the engine's filters, if it has any
+        stop ids before `min_tokens`, and tokens that `structured` does not allow next, are struck out
         temperature 0: argmax z;  else a draw from softmax(z / temperature) within top-k, then top-p, then min-p
 
     A completion ends with `max_tokens` tokens, an end of the model's (unless `ignore_eos`) or one of `stop_token_ids`
     (that token is its last), or before a string of `stop` in its text, or where `structured` allows nothing more.
-    Raises ValueError naming every senseless field.
+    Raises ParameterError naming every senseless field.
     """
 
-    # The import hook's type check would come before `__post_init__`, look at one item of a list, and name no remedy.
-    __no_type_check__ = True
-
-    temperature: float = 0.0
+    temperature: float = parameter(0.0, ge=0, le=LARGEST)
     """0 takes the likeliest token each time."""
-    top_p: float = 1.0
+    top_p: float = parameter(1.0, gt=0, le=1)
     """Sample from the fewest tokens that together are at least this likely; 1 keeps all."""
-    top_k: int | None = None
-    """Sample from so many of the likeliest tokens; None (or vLLM's -1) keeps all."""
-    min_p: float = 0.0
+    top_k: int | None = parameter(None, ge=1)
+    """Sample from this many of the likeliest tokens; without it, or with -1, from all."""
+    min_p: float = parameter(0.0, ge=0, le=1)
     """Leave out tokens less likely than this share of the likeliest; 0 keeps all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = parameter(1.0, ge=1 / LARGEST, le=LARGEST)
     """Above 1 makes tokens of prompt and output less likely; 1 does nothing."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = parameter(0.0, ge=-LARGEST, le=LARGEST)
     """Taken off the logit of each token that the output has."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = parameter(0.0, ge=-LARGEST, le=LARGEST)
     """Taken off the logit of a token for each time that the output has it."""
-    max_tokens: int = 128
+    max_tokens: int = parameter(128, ge=0, common=False)
     """The most new tokens; 0, with `prompt_logprobs`, `capture` or `keep`, for none."""
-    min_tokens: int = 0
+    min_tokens: int = parameter(0, ge=0)
     """No stop id, and no stop string, ends the text before it has so many tokens."""
     stop: str | Sequence[str] = ()
     """Strings that end the text, which stops short of them."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end it."""
-    ignore_eos: bool = False
+    ignore_eos: bool = parameter(False)
     """Go on past the model's own ends."""
-    seed: int | None = None
+    seed: int | None = parameter(None, ge=0, le=MAX_SEED, common=False)
     """The same seed gives the same tokens in any company; None draws one, which the output reports."""
-    logprobs: int | None = None
+    logprobs: int | None = parameter(None, ge=0, le=MAX_LOGPROBS, common=False)
     """Report the natural log-probability of each token under softmax(z), before all of the above, and those of so many
     likeliest tokens beside it; 0 reports the token's alone."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = parameter(None, ge=0, le=MAX_LOGPROBS, common=False)
     """Report the natural log-probability of each token of the prompt but the first, given those before it, under
     softmax(z) of the model's own logits, and those of so many likeliest tokens beside it. They are computed as prompts
     are, in chunks, with the logits of 16 tokens at a time: a token that was generated had its log-probability from a
@@ -114,7 +94,7 @@ class SamplingParams:
     where it can only end. Where the grammar leaves no choice of text, its tokens are those that the tokenizer makes of
     it, several in one call. A grammar that leaves no token, before `min_tokens` for instance, ends in `error`. The
     extra `structured` has what it takes."""
-    capture: Capture | None = None
+    capture: "Capture | None" = None
     """Which arrays inside the model to bring along of every prompt and new token, in `Completion.captured`. The answer
     has the same bits with and without; such a request takes another prefill of prompt and answer, and its last delta
     comes after that. `max_tokens=0` captures the prompt alone."""
@@ -124,9 +104,9 @@ class SamplingParams:
     prefixes; each new combination of sites is compiled with its first request."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits, by token id."""
-    n: int = 1
+    n: int = parameter(1, ge=1, le=MAX_COMPLETIONS, common=False)
     """Completions of the prompt; the i-th has the seed `seed + i`."""
-    keep: bool = False
+    keep: bool = parameter(False, common=False)
     """Copy what the request remembers at its end to the host, for later requests to go on from: `Completion.snapshot`.
     With `max_tokens=0` that is right after the prompt. The answer has the same bits with and without. With strings in
     `stop`, or a sliding window, the request gets one token per call, in calls of its own: the device must not go past
@@ -136,22 +116,9 @@ class SamplingParams:
         set_field = object.__setattr__  # the class is frozen
         set_field(self, "top_k", None if self.top_k == -1 else self.top_k)
         set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        problems = [*self._numbers(), *self._whole_numbers(), *self._lists()]
-        if not problems and self.min_tokens > self.max_tokens:
-            problems.append(f"min_tokens is {self.min_tokens}, expected at most max_tokens, which is {self.max_tokens}")
-        if not problems and self.max_tokens == 0:
-            problems += [f"{name}, which needs max_tokens >= 1" for name in self._of_an_answer()]
-        if not problems and self.keep and (self.capture is not None or self.interventions):
-            problems.append(
-                "keep is True, expected False with capture or interventions: nothing is kept of such requests"
-            )
-        if problems:
-            raise ValueError("sampling parameters: " + "; ".join(problems))
-        for name in REAL:
-            set_field(self, name, float(getattr(self, name)))
-        for name in WHOLE:
-            value = getattr(self, name)
-            set_field(self, name, None if value is None else operator.index(value))
+        if problems := [*problems_of(self), *self._lists()] or [*self._contradictions()]:
+            raise ParameterError.of("sampling parameters", [(name, f"{name} {problem}") for name, problem in problems])
+        make_plain(self)
         set_field(self, "stop", tuple(self.stop))
         set_field(self, "interventions", tuple(self.interventions))
         set_field(self, "stop_token_ids", tuple(operator.index(token) for token in self.stop_token_ids))
@@ -159,120 +126,126 @@ class SamplingParams:
         bias = self.logit_bias
         set_field(self, "logit_bias", None if bias is None else {operator.index(t): float(x) for t, x in bias.items()})
 
-    def _numbers(self) -> list[str]:
-        return [
-            f"{name} is {shown(value)}, expected {expected}"
-            for name, (low, high, expected) in REAL.items()
-            if not (is_real(value := getattr(self, name)) and low <= value <= high)
-        ]
+    def _contradictions(self) -> Iterable[tuple[str, str]]:
+        """The problems of fields that are plausible one by one, without their names."""
+        if self.min_tokens > self.max_tokens:
+            yield "min_tokens", f"is {self.min_tokens}, expected at most max_tokens, which is {self.max_tokens}"
+        if self.max_tokens == 0:
+            if self.prompt_logprobs is None and self.capture is None and not self.keep:
+                yield "max_tokens", "is 0, expected a whole number >= 1: 0 is for prompt_logprobs, capture or keep"
+            if self.n > 1:
+                yield "n", f"is {self.n}, which needs max_tokens >= 1"
+            if self.structured is not None:
+                yield "structured", f"is a {type(self.structured).__name__}, which needs max_tokens >= 1"
+            if self.keep and self.prompt_logprobs is not None:
+                yield "keep", f"is True and prompt_logprobs is {self.prompt_logprobs}, which needs max_tokens >= 1"
+        if self.keep and (self.capture is not None or self.interventions):
+            yield "keep", "is True, expected False with capture or interventions: nothing is kept of such requests"
 
-    def _whole_numbers(self) -> list[str]:
-        problems = [
-            f"{name} is {shown(value)}, expected {expected}"
-            for name, (low, high, expected, optional) in WHOLE.items()
-            if not ((value := getattr(self, name)) is None and optional)
-            and not (is_whole(value) and (low <= value or self._may_be_zero(name, value)) and value <= high)
-        ]
-        problems += [
-            f"{name} is {shown(value)}, expected True or False"
-            for name in ("ignore_eos", "keep")
-            if type(value := getattr(self, name)) is not bool
-        ]
-        return problems
-
-    def _may_be_zero(self, name: str, value: Any) -> bool:
-        asked = self.prompt_logprobs is not None or self.capture is not None or self.keep is True
-        return name == "max_tokens" and value == 0 and asked
-
-    def _of_an_answer(self) -> list[str]:
-        """What is asked of an answer although there is to be none."""
-        found = [f"n is {self.n}"] if self.n > 1 else []
-        if self.structured is not None:
-            found.append(f"structured is a {type(self.structured).__name__}")
-        if self.keep and self.prompt_logprobs is not None:
-            found.append(f"keep is True and prompt_logprobs is {self.prompt_logprobs}")
-        return found
-
-    def _lists(self) -> list[str]:
-        problems = []
+    def _lists(self) -> Iterable[tuple[str, str]]:
+        """The problems of the fields that are no numbers, without their names."""
         if self.structured is not None and not isinstance(self.structured, tuple(KINDS.values())):
-            problems.append(f"structured is {shown(self.structured)}, expected a {', a '.join(KINDS)} or None")
-        if self.capture is not None and not isinstance(self.capture, Capture):
-            problems.append(f"capture is {shown(self.capture)}, expected a ling3.Capture or None")
+            yield "structured", f"is {shown(self.structured)}, expected a {', a '.join(KINDS)} or None"
+        if self.capture is not None and not _is_capture(self.capture):
+            yield "capture", f"is {shown(self.capture)}, expected a ling3.Capture or None"
         if not isinstance(self.interventions, (list, tuple)) or not all(map(_is_intervention, self.interventions)):
-            problems.append(f"interventions are {shown(self.interventions)}, expected a list of ling3.Intervention")
+            yield "interventions", f"are {shown(self.interventions)}, expected a list of ling3.Intervention"
         if not _is_list(self.stop) or not all(isinstance(stop, str) and stop for stop in self.stop):
-            problems.append(f"stop is {shown(self.stop)}, expected strings that are not empty")
+            yield "stop", f"is {shown(self.stop)}, expected strings that are not empty"
         elif len(self.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in self.stop):
-            problems.append(
-                f"stop has {len(self.stop)} strings of up to {max(map(len, self.stop))} characters, expected at most "
-                f"{MAX_STOPS} of {MAX_STOP_LENGTH}"
-            )
-        if _is_list(self.stop_token_ids) and len(self.stop_token_ids) > MAX_BIASES:
-            problems.append(f"stop_token_ids has {len(self.stop_token_ids)} ids, expected at most {MAX_BIASES}")
-        elif not _is_list(self.stop_token_ids) or not all(is_whole(token) for token in self.stop_token_ids):
-            problems.append(f"stop_token_ids is {shown(self.stop_token_ids)}, expected whole numbers")
-        bias = self.logit_bias
+            found = f"{len(self.stop)} strings of up to {max(map(len, self.stop))} characters"
+            yield "stop", f"has {found}, expected at most {MAX_STOPS} of {MAX_STOP_LENGTH}"
+        ids, bias = self.stop_token_ids, self.logit_bias
+        if _is_list(ids) and len(ids) > MAX_BIASES:
+            yield "stop_token_ids", f"has {len(ids)} ids, expected at most {MAX_BIASES}"
+        elif not _is_list(ids) or not all(map(is_whole, ids)):
+            yield "stop_token_ids", f"is {shown(ids)}, expected whole numbers"
         if isinstance(bias, Mapping) and len(bias) > MAX_BIASES:
-            problems.append(f"logit_bias has {len(bias)} entries, expected at most {MAX_BIASES}")
+            yield "logit_bias", f"has {len(bias)} entries, expected at most {MAX_BIASES}"
         elif bias is not None and not (
             isinstance(bias, Mapping)
             and all(is_whole(token) and is_real(value) and abs(value) <= LARGEST for token, value in bias.items())
         ):
-            problems.append(f"logit_bias is {shown(bias)}, expected numbers in [-1e9, 1e9] by token id")
-        return problems
+            yield "logit_bias", f"is {shown(bias)}, expected numbers in [-1e9, 1e9] by token id"
+
+    @property
+    def adjusts(self) -> bool:
+        """True if a penalty or a bias changes the logits."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
 
     def check(self, vocab: int, ends: Sequence[int] = ()) -> tuple[int, ...]:
-        """The ids that end a text, with the model's `ends`; ValueError for ids outside a vocabulary of `vocab`."""
+        """The ids that end a text, with the model's `ends`; ParameterError for ids outside a vocabulary of `vocab`."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
             outside = [token for token in ids if not 0 <= token < vocab]
             if outside:
-                raise ValueError(f"sampling parameters: {name} has {outside[0]}, expected ids in [0, {vocab})")
+                problem = f"{name} has {outside[0]}, expected ids in [0, {vocab})"
+                raise ParameterError.of("sampling parameters", [(name, problem)])
         stops = {*self.stop_token_ids, *(() if self.ignore_eos else ends)}
         if len(stops) > MAX_STOP_IDS:
-            raise ValueError(
-                f"sampling parameters: {len(stops)} stop ids with the model's own, expected at most {MAX_STOP_IDS}"
-            )
+            problem = f"{len(stops)} stop ids with the model's own, expected at most {MAX_STOP_IDS}"
+            raise ParameterError.of("sampling parameters", [("stop_token_ids", problem)])
         return tuple(sorted(stops))
 
 
+def of_generate(params: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
+    """`params` with some `fields` changed. ParameterError for those of NOT_IN_GENERATE, TypeError for unknown names."""
+    if "stop_token_ids" in fields:
+        fields = {**fields, "stop_token_ids": tuple(fields["stop_token_ids"])}
+    default = SamplingParams()
+    params = dataclasses.replace(params or default, **fields)
+    for name in NOT_IN_GENERATE:
+        if (value := getattr(params, name)) != getattr(default, name):
+            raise ParameterError(name, f"{name} is {shown(value)}, which ling3.generate cannot do: use an Engine")
+    return params
+
+
 def check_prompt(prompt: Any, vocab: int, name: str = "prompt") -> list[int]:
-    """The prompt's ids as plain ints; ValueError, with its `name`, for an empty prompt and for what is no id."""
+    """The prompt's ids as plain ints; ParameterError, with its `name`, for an empty prompt and for what is no id."""
     check_length(prompt, name)
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array's items are slow to come by
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:
         return list(ids)
     for place, token in enumerate(ids):
         if not is_whole(token):
-            raise ValueError(f"{name}, token {place} is {shown(token)}, expected a whole number")
+            raise ParameterError(name, f"{name}, token {place} is {shown(token)}, expected a whole number")
         if not 0 <= token < vocab:
-            raise ValueError(f"{name}, token {place} is {shown(token)}, expected an id in [0, {vocab})")
+            raise ParameterError(name, f"{name}, token {place} is {shown(token)}, expected an id in [0, {vocab})")
     return [operator.index(token) for token in ids]
 
 
 def check_length(prompt: Any, name: str = "prompt") -> int:
-    """How many ids the prompt has, without a look at them; ValueError if it is empty or no list."""
+    """How many ids the prompt has, without a look at them; ParameterError if it is empty or no list."""
     text_or_unordered = isinstance(prompt, (str, bytes, Mapping, Set))
     if text_or_unordered or not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) != 1:
-        raise ValueError(f"{name} is {shown(prompt)}, expected a list of token ids (see ling3.load_tokenizer)")
+        raise ParameterError(
+            name, f"{name} is {shown(prompt)}, expected a list of token ids (see ling3.load_tokenizer)"
+        )
     if len(prompt) == 0:
-        raise ValueError(f"{name} is empty, expected at least one token id")
+        raise ParameterError(name, f"{name} is empty, expected at least one token id")
     return len(prompt)
 
 
 def check_room(prompt: Any, max_tokens: int, context: int, name: str = "prompt") -> None:
-    """ValueError, with the prompt's `name`, where it is no list or does not fit into `context` with `max_tokens`."""
+    """ParameterError, with the prompt's `name`, if it is no list or does not fit into `context` with `max_tokens`."""
     length = check_length(prompt, name)
     if length + max_tokens > context:
-        raise ValueError(
+        raise ParameterError(
+            name,
             f"{name} has {length} tokens and max_tokens is {max_tokens}: {length + max_tokens} together, "
             f"but there is room for {context} (the model's max_position_embeddings, or a smaller max_model_len); "
-            "shorten one or the other"
+            "shorten one or the other",
         )
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple, set, frozenset))
+
+
+def _is_capture(value: Any) -> bool:
+    from ling3.engine.capture import Capture  # noqa: PLC0415, only for who has any: it takes NumPy
+
+    return isinstance(value, Capture)
 
 
 def _is_intervention(value: Any) -> bool:

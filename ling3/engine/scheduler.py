@@ -2,14 +2,13 @@
 
 import heapq
 import itertools
-from typing import no_type_check
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from ling3.engine.prefixes import Grid, Prefixes
 from ling3.engine.request import TokenSequence
 
 
-# Asked several times a turn about every request: checking types would take longer than the answers.
-@no_type_check
 class Group:
     """Slots and pages that lie on the same devices: a sequence has all its memory in one group.
 
@@ -125,7 +124,6 @@ class Group:
         assert pages == list(self.pages), f"pages: {pages}"
 
 
-@no_type_check
 class Scheduler:
     """First come, first served: the head of the queue is never overtaken, and the youngest sequence is preempted first.
 
@@ -170,6 +168,33 @@ class Scheduler:
     def prefixes(self) -> list[Prefixes]:
         """The known prefixes of each group; none where none are kept."""
         return [group.prefixes for group in self.groups if group.prefixes is not None]
+
+    def adopt(self, sequence: TokenSequence) -> bool:
+        """Lets a sequence of which nothing was computed go on from a longer known prefix, if there is one by now."""
+        prefixes = self.group_of(sequence).prefixes
+        return prefixes is not None and not sequence.begun and prefixes.adopt(sequence)
+
+    def settled(self, sequence: TokenSequence) -> None:
+        """After `admit` or `adopt`: the copies of what the sequence goes on from are under way."""
+        prefixes = self.group_of(sequence).prefixes
+        if prefixes is not None:
+            prefixes.settled(sequence)
+
+    def extended(self, sequence: TokenSequence, state: Callable[[TokenSequence], Any]) -> None:
+        """Keeps the prefix that a sequence has just computed, with its `state` outside the pages, if that is wanted."""
+        prefixes = self.group_of(sequence).prefixes
+        if prefixes is not None and prefixes.wants(sequence):
+            prefixes.keep(sequence, state(sequence) if prefixes.grid.snapshot else None)
+
+    def alike(self, sequences: Sequence[TokenSequence], rows: int) -> Iterator[list[TokenSequence]]:
+        """Sequences that may share a call, as many of each group as it has rows."""
+        kinds: dict[Any, list[TokenSequence]] = {}
+        for sequence in sequences:
+            kinds.setdefault(sequence.key, []).append(sequence)
+        for kind in kinds.values():
+            groups = [[each for each in kind if each.group == group.number] for group in self.groups]
+            for start in range(0, max(map(len, groups)), rows):
+                yield [sequence for group in groups for sequence in group[start : start + rows]]
 
     def enqueue(self, sequence: TokenSequence) -> None:
         """Puts a sequence in the queue, at its place by `order`."""

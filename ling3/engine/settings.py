@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+from ling3.runtime.parameters import ParameterError, make_plain, parameter, problems_of
 from ling3.runtime.quoting import shown
-from ling3.runtime.scalars import is_real, is_whole
+from ling3.runtime.scalars import is_whole
 
 DECODE_STEPS = 16
 """The most decode steps of one call, and so the most tokens of one row between two looks from the host."""
@@ -26,18 +27,6 @@ CacheDtype = Literal["auto", "float32", "bfloat16", "packed"]
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
 """What caches may be kept in."""
 
-WHOLE = {
-    "max_running_requests": (MAX_SLOTS, False),
-    "page_size": (MAX_TOKENS, False),
-    "chunked_prefill_size": (MAX_TOKENS, False),
-    "max_model_len": (LARGEST, True),
-    "max_queue": (LARGEST, False),
-    "num_pages": (MAX_PAGES, True),
-    "decode_rows": (MAX_SLOTS, True),
-    "decode_steps": (DECODE_STEPS, False),
-}
-"""The most of each whole number, of which the least is 1, and whether it may be None."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings:
@@ -46,72 +35,55 @@ class EngineSettings:
     The last bits of an answer may depend on `page_size`, `chunked_prefill_size`, `token_paddings`, `decode_rows` and
     `decode_steps`, and without `batch_invariant` on how many requests run; more than these depends on `cache_dtype`,
     and nothing on anything else here.
-    Raises ValueError naming every senseless field.
+    Raises ParameterError naming every senseless field.
     """
 
-    max_running_requests: int = 64
+    max_running_requests: int = parameter(64, ge=1, le=MAX_SLOTS)
     """Slots: requests that run at once; further ones wait."""
-    page_size: int = 256
+    page_size: int = parameter(256, ge=1, le=MAX_TOKENS)
     """Tokens of a page of the paged caches."""
-    chunked_prefill_size: int = 512
+    chunked_prefill_size: int = parameter(512, ge=1, le=MAX_TOKENS)
     """Prompt tokens of a prefill call: longer prompts go in by chunks."""
     token_paddings: Sequence[int] | None = None
     """The sizes that prefill calls are padded to, each to the smallest that holds it. Without it, 16, 128 and 512, for
     a large model on a CPU others between them, and chunked_prefill_size if that is larger."""
-    max_model_len: int | None = None
+    max_model_len: int | None = parameter(None, ge=1, le=LARGEST)
     """The most tokens of a request, prompt and output; without it, the model's context."""
-    mem_fraction: float = 0.6
+    mem_fraction: float = parameter(0.6, gt=0, le=1)
     """What share of the memory that the weights leave free the slots and pages may take."""
-    max_queue: int = 1024
+    max_queue: int = parameter(1024, ge=1, le=LARGEST)
     """The most requests that wait."""
-    num_pages: int | None = None
+    num_pages: int | None = parameter(None, ge=1, le=MAX_PAGES)
     """How many pages; without it, as many as fit into mem_fraction or could ever be used."""
-    decode_rows: int | None = None
+    decode_rows: int | None = parameter(None, ge=1, le=MAX_SLOTS)
     """Requests of a decode call; without it, all slots, but at most 16 on a CPU."""
-    decode_steps: int = 8
+    decode_steps: int = parameter(8, ge=1, le=DECODE_STEPS)
     """The most tokens of a decode call, for each of its requests."""
-    batch_invariant: bool = True
+    batch_invariant: bool = parameter(True)
     """False: few running requests share a smaller decode call, which is faster, but the last bits of an answer then
     depend on how many there are."""
-    prefix_cache: bool = True
+    prefix_cache: bool = parameter(True)
     """Prompts that begin as earlier ones did go on from what these left in the pages, with the same bits. Prefixes are
     kept by whole steps, the least common multiple of page_size and chunked_prefill_size."""
-    snapshot_fraction: float = 0.1
+    snapshot_fraction: float = parameter(0.1, ge=0, lt=1)
     """What share of mem_fraction's memory may be taken by snapshots of recurrent states, without which a hybrid model
     cannot go on from a prefix."""
     cache_dtype: CacheDtype = "auto"
     """What caches are kept in; "auto": in the weights' dtype, but on a CPU in float32 at least. Recurrent states are
     float32 in any case. "packed" keeps pages of compressed entries as FP8 with scales, in 0.57 of bfloat16's bytes,
     and the rest as "auto" does; the model's entries must have the sizes of that format."""
-    overlap: bool = True
+    overlap: bool = parameter(True)
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {shown(value)}, expected a whole number in [1, {most}]{' or None' if optional else ''}"
-            for name, (most, optional) in WHOLE.items()
-            if not ((value := getattr(self, name)) is None and optional) and not _is_within(value, most)
-        ]
-        if not (is_real(self.mem_fraction) and 0 < self.mem_fraction <= 1):
-            problems.append(f"mem_fraction is {shown(self.mem_fraction)}, expected a number in (0, 1]")
-        if not (is_real(self.snapshot_fraction) and 0 <= self.snapshot_fraction < 1):
-            problems.append(f"snapshot_fraction is {shown(self.snapshot_fraction)}, expected a number in [0, 1)")
-        problems += [
-            f"{name} is {shown(value)}, expected True or False"
-            for name in ("batch_invariant", "prefix_cache", "overlap")
-            if type(value := getattr(self, name)) is not bool
-        ]
+        problems = [(name, f"{name} {problem}") for name, problem in problems_of(self)]
         if type(self.cache_dtype) is not str or self.cache_dtype not in CACHE_DTYPES:
             names = ", ".join(map(repr, CACHE_DTYPES))
-            problems.append(f"cache_dtype is {shown(self.cache_dtype)}, expected one of {names}")
-        problems += self._padding_problems()
+            problems.append(("cache_dtype", f"cache_dtype is {shown(self.cache_dtype)}, expected one of {names}"))
+        problems += [("token_paddings", problem) for problem in self._padding_problems()]
         if problems:
-            raise ValueError("engine settings: " + "; ".join(problems))
-        for name in WHOLE:
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else operator.index(value))  # the class is frozen
-        for name in ("mem_fraction", "snapshot_fraction"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+            raise ParameterError.of("engine settings", problems)
+        make_plain(self)
         if self.token_paddings is not None:
             object.__setattr__(self, "token_paddings", tuple(sorted(set(map(operator.index, self.token_paddings)))))
 

@@ -18,7 +18,6 @@ from ling3.runtime.scalars import is_whole
 class Layout:
     """The shapes and dtypes of a snapshot's arrays, and what its counts follow from."""
 
-    vocab: int
     page_size: int
     states: Any
     """As in `Snapshot`, of `jax.ShapeDtypeStruct`."""
@@ -28,12 +27,12 @@ class Layout:
     """The first page that the token at a position needs."""
 
     @staticmethod
-    def of(pool: Pool, vocab: int, page_size: int, first_page: Callable[[int], int]) -> "Layout":
+    def of(pool: Pool, page_size: int, first_page: Callable[[int], int]) -> "Layout":
         """That of an engine's pool."""
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), slots_of(pool.layers))
         paged = [each.entries for each in pages_of(pool.layers)]
         entries = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in paged]
-        return Layout(vocab, page_size, states, entries, first_page)
+        return Layout(page_size, states, entries, first_page)
 
     def check(self, snapshot: Snapshot, name: str) -> None:
         """ValueError, calling the snapshot by its `name`, for one that no engine of this layout has made."""
@@ -47,20 +46,18 @@ class Layout:
         tokens, answered = len(snapshot.token_ids), snapshot.answered
         if not is_whole(answered) or not 0 <= answered < tokens:
             return f"answered is {shown(answered)}, expected a whole number in [0, {tokens})"
-        held = tokens - (answered > 0)
-        expected = {"held": held, "first_page": self.first_page(held)}
+        expected = {"held": tokens - 1, "first_page": self.first_page(tokens - 1)}
         for field, count in expected.items():
             if not is_whole(value := getattr(snapshot, field)) or value != count:
-                return f"{field} is {shown(value)}, expected {count} with {tokens} tokens, {answered} of them answered"
+                return f"{field} is {shown(value)}, expected {count} with {tokens} tokens"
         return None
 
     def _arrays(self, snapshot: Snapshot) -> str | None:
         """What is wrong with its arrays."""
-        logits = None if snapshot.answered else jax.ShapeDtypeStruct((1, self.vocab), np.dtype(np.float32))
         count = -(-snapshot.held // self.page_size) - snapshot.first_page
         moved = [min(count - start, PAGES_MOVED) for start in range(0, count, PAGES_MOVED)]
         pages = tuple(tuple(jax.ShapeDtypeStruct((n, *x.shape), x.dtype) for x in self.entries) for n in moved)
-        for field, expected in (("states", self.states), ("pages", pages), ("logits", logits)):
+        for field, expected in (("states", self.states), ("pages", pages)):
             found = getattr(snapshot, field)
             if jax.tree.structure(found) != jax.tree.structure(expected):
                 return f"{field} has other parts than this engine's"

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Shaped
+from jaxtyping import Shaped
 
 from ling3.cache import State
 from ling3.engine.sampling_params import SamplingParams
+from ling3.runtime.parameters import ParameterError
 from ling3.runtime.quoting import shown
 
 
@@ -19,19 +20,17 @@ class Snapshot:
 
     `SamplingParams(keep=True)` gives one at the end of each completion (`Completion.snapshot`), and with `max_tokens=0`
     one right after the prompt. It is a prompt for any number of requests, also at once, and `then` appends to it. Only
-    what is appended is computed, and after an answer its last token, which no step has put in yet: all other tokens are
-    `cached_tokens`. It takes no slot and no page, and its memory is free once nothing refers to it.
+    what is appended is computed, and the snapshot's last token: all other tokens are `cached_tokens`. It takes no slot
+    and no page, and its memory is free once nothing refers to it.
 
-    A request that continues from it has the same bits in any company, and these:
+    It is the state one token before the end: the last token is put in by the next request. A request that continues
+    from it has the same bits in any company, and these:
 
-    - Right after a prompt, those of a new request with that prompt and the same parameters. The logits of the prompt's
-      last token, and the choice of the first new one, come from programs of their own, which XLA compiles apart from
-      that of a new request: tests find the same bits on a CPU, with and without optimization.
-    - After an answer, with nothing appended, those of one request that was never interrupted: draws go on by
-      (seed, position), and penalties count the whole answer. `max_tokens` and `min_tokens` count new tokens; a stop
-      string is looked for in the new text alone, and a grammar begins anew.
-    - With tokens appended, those of a new request with all the tokens if the snapshot was taken right after a prompt of
-      whole chunks (`chunked_prefill_size`). Elsewhere that request would put the tokens into other calls, which round
+    - With nothing appended, those of one request that was never interrupted: after a prompt those of a new request with
+      that prompt. Draws go on by (seed, position), and penalties count the whole answer. `max_tokens` and `min_tokens`
+      count new tokens; a stop string is looked for in the new text alone, and a grammar begins anew.
+    - With tokens appended, those of a new request with all the tokens if the snapshot holds whole chunks
+      (`chunked_prefill_size`) of a prompt. Elsewhere that request would put the tokens into other calls, which round
       otherwise in the last bits, as decoding a token does compared with prefilling it. There the bits are those of the
       same steps, from the first prompt on, in any engine of these settings.
 
@@ -43,22 +42,20 @@ class Snapshot:
     answered: int
     """How many of them, the last ones, are an answer; 0 right after a prompt."""
     held: int
-    """How many are in the caches: all right after a prompt, else all but the last."""
+    """How many are in the caches: all but the last."""
     first_page: int
     """Pages before the first that is kept: those behind a sliding window are not needed."""
     states: tuple[State, ...]
     """What the request had in its slot, a row of each array."""
     pages: tuple[tuple[Shaped[np.ndarray, "_moved _page ..."], ...], ...]
     """Its pages, some at a time: those of each paged array."""
-    logits: Float32[np.ndarray, "1 vocab"] | None
-    """After the prompt's last token; None after an answer."""
     origin: Mapping[str, Any]
     """The model and the settings that it belongs to."""
 
     @property
     def nbytes(self) -> int:
         """What it takes of the host's memory."""
-        return sum(x.nbytes for x in jax.tree.leaves((self.states, self.pages, self.logits)))
+        return sum(x.nbytes for x in jax.tree.leaves((self.states, self.pages)))
 
     def then(self, more: Any) -> "Continued":
         """The prompt of its tokens and `more`: a text or token ids, which are appended.
@@ -79,21 +76,17 @@ class Snapshot:
                 raise ValueError(f"{name} is a snapshot of {what}{here}: it holds for the same model and settings")
 
     def check(self, params: SamplingParams, more: bool, name: str) -> None:
-        """ValueError if no request of `params` can go on from it, with `more` or not."""
+        """ParameterError if no request of `params` can go on from it, with `more` or not."""
+        again = f"{name} goes on from a snapshot, and its prompt is not computed again"
         if params.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs: {name} goes on from a snapshot, and its prompt is not computed again")
+            raise ParameterError("prompt_logprobs", f"prompt_logprobs: {again}")
         if params.capture is not None or params.interventions:
-            raise ValueError(
-                f"{name} goes on from a snapshot, and its prompt is not computed again: capture and interventions take "
-                "the whole prompt in place of the snapshot"
-            )
+            field = "interventions" if params.capture is None else "capture"
+            remedy = "capture and interventions take the whole prompt in place of the snapshot"
+            raise ParameterError(field, f"{again}: {remedy}")
         if params.max_tokens == 0 and not more:
-            raise ValueError(f"max_tokens is 0 and {name} is a snapshot with nothing appended: nothing is to be done")
-        if params.structured is not None and self.logits is not None and not more:
-            raise ValueError(
-                f"structured: a grammar's first token comes of a step of the token before it, and {name} has computed "
-                "that: keep a snapshot of all tokens but the prompt's last, and append this one"
-            )
+            problem = f"max_tokens is 0 and {name} is a snapshot with nothing appended: nothing is to be done"
+            raise ParameterError("max_tokens", problem)
 
     def __repr__(self) -> str:
         return f"<Snapshot: {len(self.token_ids)} tokens, {self.nbytes / 1e6:.2f} MB>"

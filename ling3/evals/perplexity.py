@@ -24,7 +24,7 @@ ROWS, CHUNK = 4, 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Perplexity:
+class Likelihood:
     """`nats`, the sum of -ln p over a text's `tokens`, which are `nbytes` of UTF-8."""
 
     nats: float
@@ -53,7 +53,7 @@ def perplexity(
     text: str,
     context: int | None = None,
     stride: int | None = None,
-) -> Perplexity:
+) -> Likelihood:
     """The perplexity of `text`, over every token of it; the first one follows `start_token`.
 
     `context` and `stride` are those of `log_likelihoods`. Raises ValueError for an empty text.
@@ -62,7 +62,7 @@ def perplexity(
     if not ids:
         raise ValueError("the text is empty, expected at least one token")
     likelihoods = log_likelihoods(model, [start_token(tokenizer), *ids], context, stride)
-    return Perplexity(-math.fsum(likelihoods), len(ids), len(text.encode()))
+    return Likelihood(-math.fsum(likelihoods), len(ids), len(text.encode()))
 
 
 def start_token(tokenizer: Tokenizer) -> int:

@@ -29,7 +29,7 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class DataRow:
     """One object of a data file, and its place for errors."""
 
     where: str
@@ -82,7 +82,7 @@ def read(path: str | os.PathLike[str], parse: Parser) -> list[Question]:
     return questions
 
 
-def expected(row: Row, parse: Parser, *names: str) -> str:
+def expected(row: DataRow, parse: Parser, *names: str) -> str:
     """The answer in one of the fields `names`, as `parse` spells it; it must be beyond doubt (see `answers.GOLD`)."""
     name = row.name(names)
     value = row.fields[name]
@@ -100,14 +100,14 @@ def write(path: str | os.PathLike[str], questions: Iterable[Question]) -> None:
     pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[Row]:
+def rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[DataRow]:
     """The objects of a JSON list, of an object's `data`, or of JSONL (empty lines are passed over).
 
     Of a Parquet file, the rows with those `columns` that it has.
     """
     path = pathlib.Path(path)
     if path.suffix.lower() == ".parquet":
-        found = [Row(f"{path}, row {i}", row) for i, row in enumerate(parquet_file.read(path, columns), 1)]
+        found = [DataRow(f"{path}, row {i}", row) for i, row in enumerate(parquet_file.read(path, columns), 1)]
         return _not_empty(path, found)
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -116,7 +116,7 @@ def rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[Row]:
     return _not_empty(path, _lines(path, text) if _is_jsonl(path, text) else _items(path, text))
 
 
-def _not_empty(path: pathlib.Path, found: list[Row]) -> list[Row]:
+def _not_empty(path: pathlib.Path, found: list[DataRow]) -> list[DataRow]:
     if not found:
         raise ValueError(f"{path}: no question in it, expected a list of objects, or an object a line")
     return found
@@ -131,16 +131,16 @@ def _is_jsonl(path: pathlib.Path, text: str) -> bool:
     return path.suffix.lower() == ".jsonl" or (isinstance(first, dict) and "data" not in first)
 
 
-def _lines(path: pathlib.Path, text: str) -> list[Row]:
+def _lines(path: pathlib.Path, text: str) -> list[DataRow]:
     found = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
-            found.append(Row(where, _object(strict_json.parse_line(line, where), where)))
+            found.append(DataRow(where, _object(strict_json.parse_line(line, where), where)))
     return found
 
 
-def _items(path: pathlib.Path, text: str) -> list[Row]:
+def _items(path: pathlib.Path, text: str) -> list[DataRow]:
     value = strict_json.parse(text, str(path))
     if isinstance(value, dict) and "data" not in value:
         raise ValueError(f"{path}: an object without 'data'; expected a list of objects, or an object a line")
@@ -148,7 +148,7 @@ def _items(path: pathlib.Path, text: str) -> list[Row]:
     if not isinstance(items, list):
         raise ValueError(f"{path}: found {items!r:.60}, expected a list of objects, or an object a line")
     where = [f"{path}, item {i} (line {line})" for i, line in enumerate(_line_numbers(text, len(items)), 1)]
-    return [Row(place, _object(item, place)) for item, place in zip(items, where, strict=True)]
+    return [DataRow(place, _object(item, place)) for item, place in zip(items, where, strict=True)]
 
 
 def _line_numbers(text: str, count: int) -> list[int]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from ling3.evals.answers import LETTERS, choice, number
-from ling3.evals.prompts import Question, Row, expected, rows
+from ling3.evals.prompts import DataRow, Question, expected, rows
 
 STOP = ("Question:",)
 """The stop string of these prompts: a base model goes on with the next question."""
@@ -32,11 +32,11 @@ def from_gsm8k(
     return [Question(f"{worked}{_asked(row)}", expected(row, number, "answer")) for row in rows(questions, GSM8K)]
 
 
-def _asked(row: Row) -> str:
+def _asked(row: DataRow) -> str:
     return f"Question: {row.text('question').strip()}\nAnswer:"
 
 
-def _solved(row: Row) -> str:
+def _solved(row: DataRow) -> str:
     solution, mark, answer = row.text("answer").rpartition("####")
     if not mark:
         raise row.error("answer", "a solution with its number after ####")
@@ -52,7 +52,7 @@ def from_mmlu_pro(
     `category`; examples, the rows of the validation set, have `cot_content` as well. Raises ValueError naming file,
     line and field, and if a category has too few examples.
     """
-    by_category: dict[str, list[Row]] = {}
+    by_category: dict[str, list[DataRow]] = {}
     for row in _given(examples, shots, MMLU_PRO):
         by_category.setdefault(row.text("category"), []).append(row)
     built = []
@@ -68,7 +68,7 @@ def from_mmlu_pro(
     return built
 
 
-def _introduced(category: str, shown: Sequence[Row], row: Row) -> str:
+def _introduced(category: str, shown: Sequence[DataRow], row: DataRow) -> str:
     task = (
         f"The following are multiple choice questions (with answers) about {category}. Think step by step and then "
         'finish your answer with "the answer is (X)" where X is the correct letter choice.\n\n\n'
@@ -77,18 +77,18 @@ def _introduced(category: str, shown: Sequence[Row], row: Row) -> str:
     return f"{task}{worked}{_offered(row)} {THOUGHT}"
 
 
-def _offered(row: Row) -> str:
+def _offered(row: DataRow) -> str:
     options = "".join(f"{letter}. {option}\n" for letter, option in zip(LETTERS, _options(row)))
     return f"Question:\n{row.text('question').strip()}\nOptions:\n{options}Answer:"
 
 
-def _thought(row: Row) -> str:
+def _thought(row: DataRow) -> str:
     if "cot_content" not in row.fields:
         return f"The answer is ({_letter(row)})."
     return row.text("cot_content").strip().removeprefix("A: ")
 
 
-def _options(row: Row) -> list[str]:
+def _options(row: DataRow) -> list[str]:
     """The options, without the "N/A" that rows are padded with."""
     options = row.fields[row.name(("options",))]
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
@@ -99,14 +99,14 @@ def _options(row: Row) -> list[str]:
     return options
 
 
-def _letter(row: Row) -> str:
+def _letter(row: DataRow) -> str:
     letter = expected(row, choice, "answer")
     if LETTERS.index(letter) >= len(_options(row)):
         raise row.error("answer", f"a letter of its {len(_options(row))} options")
     return letter
 
 
-def _first(examples: str | os.PathLike[str] | None, shots: int, columns: Sequence[str]) -> list[Row]:
+def _first(examples: str | os.PathLike[str] | None, shots: int, columns: Sequence[str]) -> list[DataRow]:
     found = _given(examples, shots, columns)[:shots]
     if len(found) < shots:
         raise ValueError(
@@ -115,7 +115,7 @@ def _first(examples: str | os.PathLike[str] | None, shots: int, columns: Sequenc
     return found
 
 
-def _given(examples: str | os.PathLike[str] | None, shots: int, columns: Sequence[str]) -> list[Row]:
+def _given(examples: str | os.PathLike[str] | None, shots: int, columns: Sequence[str]) -> list[DataRow]:
     """The rows of `examples`, which are not read if there are no shots."""
     if shots < 0:
         raise ValueError(f"shots is {shots}, expected at least 0")

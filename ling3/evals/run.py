@@ -48,7 +48,7 @@ SCHEDULE = (
     "overlap",
 )
 
-Chat = Literal["auto", "on", "off"]
+ChatMode = Literal["auto", "on", "off"]
 """Prompts as a user's turn of the chat template, with this thinking mode; `auto` is the template's own choice."""
 
 
@@ -81,7 +81,7 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class TokenizedQuestion:
     """A question as the model reads it."""
 
     ids: list[int]
@@ -89,7 +89,9 @@ class Asked:
     """The beginning of its line of predictions."""
 
 
-def prepare(tokenizer: Tokenizer, questions: Sequence[Question], chat: Chat | None = None) -> list[Asked]:
+def prepare(
+    tokenizer: Tokenizer, questions: Sequence[Question], chat: ChatMode | None = None
+) -> list[TokenizedQuestion]:
     """The questions as token ids: their prompts as they stand, or with `chat` as a user's turn."""
     asked = []
     for index, question in enumerate(questions):
@@ -100,13 +102,13 @@ def prepare(tokenizer: Tokenizer, questions: Sequence[Question], chat: Chat | No
             text = tokenizer.apply_chat_template(turn, tokenize=False, **thinking)
         ids = tokenizer.encode(text, add_special_tokens=chat is None)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        asked.append(Asked(ids, {"index": index, "prompt_sha256": digest, "expected": question.answer}))
+        asked.append(TokenizedQuestion(ids, {"index": index, "prompt_sha256": digest, "expected": question.answer}))
     return asked
 
 
 def evaluate(
     engine: Server,
-    asked: Sequence[Asked],
+    asked: Sequence[TokenizedQuestion],
     parse: Parser,
     out: str | os.PathLike[str],
     *,

@@ -15,7 +15,7 @@ def check_skills(names: Sequence[str]) -> None:
         raise ValueError(f"found no skill {', '.join(map(repr, wrong))}; the skills are {', '.join(SKILLS)}")
 
 
-def scores(model: CausalLM, tokenizer: Tokenizer, names: Sequence[str], questions: int) -> dict[str, Score]:
+def skill_scores(model: CausalLM, tokenizer: Tokenizer, names: Sequence[str], questions: int) -> dict[str, Score]:
     """The model's score in each skill, on the first `questions` texts of its exam."""
     check_skills(names)
     found = {name: right_answers(model, tokenizer, SKILLS[name].exam(questions)) for name in names}

@@ -237,7 +237,7 @@ def init(config: KimiLinearConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Ca
 
     def feed_forward(layer: int, own: PRNGKeyArray) -> FeedForward:
         if config.mlp_kind(layer) == "dense":
-            return transformer.swiglu(config, own, dtype)
+            return transformer.dense_mlp(config, own, dtype)
         return MoE.init(moe, key=own, dtype=dtype)
 
     return transformer.build(config, mixer, feed_forward, key=key, dtype=dtype)

@@ -82,7 +82,7 @@ count = functools.partial(field, ge=1, le=4096)
 token_id = functools.partial(field, ge=0, le=2**31 - 1)
 
 
-def variant(default: Any, **rule: Any) -> Any:
+def variant_field(default: Any, **rule: Any) -> Any:
     """A field in which only ablated models, or layers of them, differ from the published ones, which have `default`."""
     return field(default, absent=default, tags=("variant", "layer"), **rule)
 
@@ -139,21 +139,21 @@ class Ling3Config:
         None, convert=Quantization.read, expected="null, or an object with the quant_method fp8 or compressed-tensors"
     )
     """Which matrices are stored in 8 or 4 bits; None if none is."""
-    attention: Literal["scheduled", "kda", "mla", "none"] = variant("scheduled")
+    attention: Literal["scheduled", "kda", "mla", "none"] = variant_field("scheduled")
     """`scheduled` by `layer_group_size`; or one kind in all layers; `none`: h = x."""
-    kda_output_gate: OutputGate = variant("sigmoid")  # noqa: RUF009
-    mla_output_gate: OutputGate = variant("sigmoid")  # noqa: RUF009
-    kda_beta: float | None = variant(None, ge=0, le=2)
+    kda_output_gate: OutputGate = variant_field("sigmoid")  # noqa: RUF009
+    mla_output_gate: OutputGate = variant_field("sigmoid")  # noqa: RUF009
+    kda_beta: float | None = variant_field(None, ge=0, le=2)
     """A fixed writing strength b, instead of sigmoid(b_proj(x)) or twice that."""
-    kda_allow_neg_eigval: bool = variant(False)
+    kda_allow_neg_eigval: bool = variant_field(False)
     """b = 2 sigmoid(b_proj(x)): the state's transition may have eigenvalues down to -1 (arXiv 2411.12537)."""
-    kda_decay: bool = variant(True)
+    kda_decay: bool = variant_field(True)
     """False: g = 0, the plain delta rule."""
-    kda_short_conv: bool = variant(True)
+    kda_short_conv: bool = variant_field(True)
     """False: q, k, v = silu(W x)."""
     mla_rope: bool = field(True, read=_mla_rope, aliases=("use_mla_nope", "mla_use_nope"), tags=("layer",))
     """False, `use_mla_nope: true` in config.json: queries and keys keep their rotary channels, unrotated (NoPE)."""
-    moe_router_enable_expert_bias: bool = variant(True)
+    moe_router_enable_expert_bias: bool = variant_field(True)
     """False: c = s, the scores themselves choose."""
     layer_overrides: Mapping[int, Mapping[str, Any]] | tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = field(
         (),

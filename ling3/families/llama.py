@@ -5,7 +5,7 @@ import dataclasses
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import field
-from ling3.families.transformer import TransformerConfig, attention, build, family, swiglu
+from ling3.families.transformer import TransformerConfig, build, dense_mlp, family, gqa_config
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
 
@@ -24,11 +24,11 @@ class LlamaConfig(TransformerConfig):
 
 def init(config: LlamaConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
     """Random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, biases 0."""
-    options = attention(config, bias=config.attention_bias, output_bias=config.attention_bias)
+    options = gqa_config(config, bias=config.attention_bias, output_bias=config.attention_bias)
     return build(
         config,
         lambda _, own: GQA.init(options, key=own, dtype=dtype),
-        lambda _, own: swiglu(config, own, dtype, config.mlp_bias),
+        lambda _, own: dense_mlp(config, own, dtype, config.mlp_bias),
         key=key,
         dtype=dtype,
     )

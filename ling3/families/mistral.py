@@ -5,7 +5,7 @@ import dataclasses
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import field
-from ling3.families.transformer import TransformerConfig, attention, build, family, swiglu
+from ling3.families.transformer import TransformerConfig, build, dense_mlp, family, gqa_config
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
 
@@ -23,11 +23,11 @@ class MistralConfig(TransformerConfig):
 
 def init(config: MistralConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
     """Random weights: matrices from N(0, initializer_range²) in `dtype`, and norms 1."""
-    options = attention(config, window=config.sliding_window)
+    options = gqa_config(config, window=config.sliding_window)
     return build(
         config,
         lambda _, own: GQA.init(options, key=own, dtype=dtype),
-        lambda _, own: swiglu(config, own, dtype),
+        lambda _, own: dense_mlp(config, own, dtype),
         key=key,
         dtype=dtype,
     )

@@ -57,7 +57,7 @@ class Scheme:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class SchemeGroup:
     """Modules of one scheme: those that a target names, by class (`Linear`), exactly, or by a pattern (`re:…`)."""
 
     targets: tuple[str, ...]
@@ -70,7 +70,7 @@ class Quantization:
 
     source: str
     method: Literal["fp8", "compressed-tensors"]
-    groups: tuple[Group, ...]
+    groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...]
     """Modules that are left alone, though a target names them."""
 
@@ -84,7 +84,9 @@ class Quantization:
             return raw or None
         if not isinstance(raw, Mapping):
             raise TypeError("no JSON object")
-        readers: dict[Any, Callable[[Mapping[str, Any]], tuple[tuple[Group, ...], tuple[str, ...], list[str]]]] = {
+        readers: dict[
+            Any, Callable[[Mapping[str, Any]], tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]]
+        ] = {
             "fp8": _fp8,
             "compressed-tensors": _compressed_tensors,
         }
@@ -172,7 +174,7 @@ def _only(
             )
 
 
-def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[Group, ...], tuple[str, ...], list[str]]:
+def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]:
     values = {
         "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
         "activation_scheme": ("dynamic", None),
@@ -185,13 +187,13 @@ def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[Group, ...], tuple[str, ...], li
     ignore = _strings(raw, skips, problems)
     if raw.get(skips) is None:
         ignore = ("lm_head",)  # what transformers leaves alone by default
-    groups = [Group((), Scheme("fp8", powers=raw.get("scale_fmt") == "ue8m0"))]
+    groups = [SchemeGroup((), Scheme("fp8", powers=raw.get("scale_fmt") == "ue8m0"))]
     if raw.get("expert_dtype") == "fp4":
-        groups.insert(0, Group(("re:.*experts",), Scheme("fp4", bits=4)))
+        groups.insert(0, SchemeGroup(("re:.*experts",), Scheme("fp4", bits=4)))
     return tuple(groups), ignore, problems
 
 
-def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[Group, ...], tuple[str, ...], list[str]]:
+def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]:
     formats = ("pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
     values = {
         "format": formats,
@@ -217,7 +219,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[Group, ...], tupl
         own = raw.get("format") if group.get("format") is None else group["format"]
         scheme = _scheme(group.get("weights"), own, f"{at}weights", problems)
         problems += _only(group, {"input_activations": (None,), "output_activations": (None,)}, _GROUP, at)
-        groups.append(Group(_strings(group, "targets", problems, at), scheme))
+        groups.append(SchemeGroup(_strings(group, "targets", problems, at), scheme))
     return tuple(groups), ignore, problems
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families.transformer import WindowedConfig, attention, build, family, swiglu
+from ling3.families.transformer import WindowedConfig, build, dense_mlp, family, gqa_config
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
 
@@ -21,8 +21,8 @@ def init(config: Qwen2Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalL
     """Random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, biases 0."""
     return build(
         config,
-        lambda i, own: GQA.init(attention(config, window=config.window(i), bias=True), key=own, dtype=dtype),
-        lambda _, own: swiglu(config, own, dtype),
+        lambda i, own: GQA.init(gqa_config(config, window=config.window(i), bias=True), key=own, dtype=dtype),
+        lambda _, own: dense_mlp(config, own, dtype),
         key=key,
         dtype=dtype,
     )

@@ -5,7 +5,7 @@ import dataclasses
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import Only, field
-from ling3.families.transformer import ONLY, WindowedConfig, attention, build, family, swiglu
+from ling3.families.transformer import ONLY, WindowedConfig, build, dense_mlp, family, gqa_config
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
 
@@ -22,7 +22,7 @@ class Qwen3Fields(WindowedConfig):
     def mixer(self, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> GQA:
         """The attention of 0-based `layer`, with random weights."""
         biases = {"bias": self.attention_bias, "output_bias": self.attention_bias}
-        options = attention(self, window=self.window(layer), norm_eps=self.rms_norm_eps, **biases)
+        options = gqa_config(self, window=self.window(layer), norm_eps=self.rms_norm_eps, **biases)
         return GQA.init(options, key=key, dtype=dtype)
 
 
@@ -39,7 +39,7 @@ def init(config: Qwen3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalL
     return build(
         config,
         lambda i, own: config.mixer(i, key=own, dtype=dtype),
-        lambda _, own: swiglu(config, own, dtype),
+        lambda _, own: dense_mlp(config, own, dtype),
         key=key,
         dtype=dtype,
     )

@@ -7,7 +7,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import field, found, too_large
 from ling3.families.qwen3 import Qwen3Fields
-from ling3.families.transformer import build, count, family, size, swiglu
+from ling3.families.transformer import build, count, dense_mlp, family, size
 from ling3.layers.moe import MoE, MoEConfig
 from ling3.model import CausalLM, FeedForward
 
@@ -63,7 +63,7 @@ def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Caus
 
     def feed_forward(layer: int, own: PRNGKeyArray) -> FeedForward:
         if config.mlp_kind(layer) == "dense":
-            return swiglu(config, own, dtype)
+            return dense_mlp(config, own, dtype)
         return MoE.init(experts, key=own, dtype=dtype)
 
     return build(config, lambda i, own: config.mixer(i, key=own, dtype=dtype), feed_forward, key=key, dtype=dtype)

@@ -129,7 +129,7 @@ class WindowedConfig(TransformerConfig):
         return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
 
 
-def attention(config: TransformerConfig, **options: Any) -> GQAConfig:
+def gqa_config(config: TransformerConfig, **options: Any) -> GQAConfig:
     """The config's grouped-query attention, with what a family adds to it."""
     return GQAConfig(
         hidden=config.hidden_size,
@@ -168,7 +168,7 @@ def build(
     return CausalLM(model, None if tied else Linear.init(*sizes, key=head, **options), config)
 
 
-def swiglu(config: Any, key: PRNGKeyArray, dtype: DTypeLike, bias: bool = False) -> MLP:
+def dense_mlp(config: Any, key: PRNGKeyArray, dtype: DTypeLike, bias: bool = False) -> MLP:
     """A dense feed-forward of the config's size."""
     return MLP.init(
         config.hidden_size, config.intermediate_size, key=key, dtype=dtype, std=config.initializer_range, bias=bias

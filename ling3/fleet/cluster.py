@@ -1,8 +1,5 @@
 """Ray's cluster: the one that is joined, or started on this machine, and what it reserves for a replica."""
 
-# pyright: reportMissingImports=false
-# Ray is an extra, and types are checked without it too.
-
 import logging
 import math
 import os
@@ -33,8 +30,7 @@ JOINING = {"RAY_gcs_server_port_wait_time_s": "1"}
 
 def library() -> Any:
     """Ray; ValueError where it is not installed."""
-    for name, value in QUIETLY.items():
-        os.environ.setdefault(name, value)
+    os.environ |= {**QUIETLY, **os.environ}
     try:
         import ray  # noqa: PLC0415 -- from an extra
     except ModuleNotFoundError as error:
@@ -42,7 +38,7 @@ def library() -> Any:
     return ray
 
 
-def connect(ray: Any, address: str | None, cpus: int) -> None:
+def join_cluster(ray: Any, address: str | None, cpus: int) -> None:
     """Joins the cluster at `address`, or starts one of this machine that has so many cores at least.
 
     A process that has done either before stays with that cluster. Raises ValueError for what is no address, and
@@ -57,8 +53,7 @@ def connect(ray: Any, address: str | None, cpus: int) -> None:
         return
     if address != "auto":
         _knock(address)
-    for name, value in JOINING.items():
-        os.environ.setdefault(name, value)
+    os.environ |= {**JOINING, **os.environ}
     try:
         ray.init(address, **quiet)
     except ConnectionError as error:
@@ -87,21 +82,22 @@ def _knock(address: str) -> None:
 def reserved(ray: Any, replicas: int, mesh: tuple[int, int] | None, cpus: int | None) -> dict[str, Any]:
     """What Ray reserves for a replica, and its environment."""
     devices = math.prod(mesh or (1,))
-    # What reaches a replica has been checked here.
-    unchecked = {"worker_process_setup_hook": "ling3.leave_types_unchecked"}
     environment = {name: value for name, value in os.environ.items() if name.startswith(SAME)}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     on_cpus = environment.get("JAX_PLATFORMS") == "cpu"
     if not on_cpus and any("GPU" in node for node in nodes):
-        return {"num_gpus": devices, "runtime_env": {"env_vars": environment, **unchecked}}
-    if not on_cpus and any("TPU" in node for node in nodes):
-        return {"resources": {"TPU": devices}, "runtime_env": {"env_vars": environment, **unchecked}}
-    cpus = cpus or cores_each([int(node.get("CPU", 0)) for node in nodes], replicas)
-    environment["NPROC"] = str(cpus)  # the threads of XLA's pool
-    if mesh is not None:
-        flags = environment.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
-    return {"num_cpus": cpus, "runtime_env": {"env_vars": environment, **unchecked}}
+        takes: dict[str, Any] = {"num_gpus": devices}
+    elif not on_cpus and any("TPU" in node for node in nodes):
+        takes = {"resources": {"TPU": devices}}
+    else:
+        takes = {"num_cpus": cpus or cores_each([int(node.get("CPU", 0)) for node in nodes], replicas)}
+        environment["NPROC"] = str(takes["num_cpus"])  # the threads of XLA's pool
+        if mesh is not None:
+            flags = environment.get("XLA_FLAGS", "")
+            environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+    # What reaches a replica has been checked here.
+    hook = {"worker_process_setup_hook": "ling3.leave_types_unchecked"}
+    return {**takes, "runtime_env": {"env_vars": environment, **hook}}
 
 
 def cores_each(nodes: Sequence[int], replicas: int) -> int:

@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
-from ling3.engine.intake import Intake, Truncate, listed
+from ling3.engine.intake import Truncate, listed
 from ling3.engine.outputs import Delta, RequestOutput, Stats
 from ling3.engine.request import Request
 from ling3.engine.sampling_params import SamplingParams
@@ -17,7 +16,7 @@ from ling3.engine.settings import EngineSettings, changed
 from ling3.execution import Execution
 from ling3.fleet import cluster
 from ling3.fleet.places import Lost, Places
-from ling3.fleet.replica import Answer, Card, Checkpoint, Job, Plan, Process, Source, Warmup
+from ling3.fleet.replica import Answer, Checkpoint, Job, Plan, Process, Source, Warmup
 from ling3.fleet.work import BATCH, Work
 from ling3.mesh import Rules
 from ling3.runtime.progress import progress
@@ -35,6 +34,9 @@ class Fleet:
     `address` is that of a Ray cluster (`"auto"` for the one of this machine, or `"host:port"`), whose nodes have this
     version of ling3 and the checkpoint under the same path; without it Ray runs on this machine alone, until this
     process ends. A process that has Ray already stays with its cluster.
+
+    `settings`, `max_model_len` and `device_kind` are those of each replica's engine, `parameters` (how many numbers it
+    has), `dtype` and `fingerprint` (`ling3.evals.predictions.fingerprint`) the model's, `platform` is the JAX backend.
 
     The constructor returns as soon as one replica can answer. One that dies, or whose node does, loses no answer and
     doubles none: its prompts go to others, and Ray puts another in its place where there is room, on a new node too.
@@ -66,7 +68,7 @@ class Fleet:
         source = path if isinstance(path, Source) else Checkpoint.of(path, dtype, revision)
         self.tokenizer = source.tokenizer()
         ray = cluster.library()
-        cluster.connect(ray, address, replicas * (cpus or 1))
+        cluster.join_cluster(ray, address, replicas * (cpus or 1))
         options = cluster.reserved(ray, replicas, mesh, cpus)
         options["max_concurrency"] = min(settings.max_running_requests, 1000) + BATCH
         self._warmup: Warmup | None = None
@@ -74,48 +76,20 @@ class Fleet:
         plan = Plan(source, settings, execution, mesh, rules, replicas, os.getcwd())  # noqa: PTH109
         self._places = Places(ray, plan, options)
         try:
-            while self._places.first is None:
+            while (first := self._places.first) is None:
                 self._places.wait()
         except BaseException:
             self.close()
             raise
+        self.settings, self.max_model_len = first.settings, first.intake.room
+        self.device_kind: str = first.facts["device"]
+        self.fingerprint: str = first.facts["weights"]
+        self.parameters: int = first.facts["parameters"]
+        self.dtype: str = first.facts["dtype"]
+        self.platform: str = first.facts["platform"]
+        self._intake = dataclasses.replace(first.intake, tokenizer=self.tokenizer)
 
     # What an engine has too
-
-    @property
-    def settings(self) -> EngineSettings:
-        """What each replica runs with, every None replaced by its number."""
-        return self._first.settings
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens of a request."""
-        return self._first.intake.room
-
-    @property
-    def device_kind(self) -> str:
-        """What the replicas run on, as JAX names it."""
-        return self._first.facts["device"]
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the model has."""
-        return self._first.parameters
-
-    @property
-    def dtype(self) -> str:
-        """Of the model."""
-        return self._first.dtype
-
-    @property
-    def platform(self) -> str:
-        """The replicas' JAX backend."""
-        return self._first.platform
-
-    @property
-    def fingerprint(self) -> str:
-        """A short hash that identifies the model, as `ling3.evals.predictions.fingerprint` gives it."""
-        return self._first.facts["weights"]
 
     def generate(
         self,
@@ -125,7 +99,7 @@ class Fleet:
         truncate: Truncate = None,
     ) -> list[RequestOutput]:
         """The answers to prompts, in their order, as `Engine.generate` gives them."""
-        requests = self._requests(listed(prompts), params, truncate)
+        requests = self._intake.requests(self._ids, listed(prompts), params, truncate)
         outputs: dict[int, RequestOutput] = {}
         with progress("generating", len(requests)) as advance:
             for i, output in self._answers(requests):
@@ -145,7 +119,7 @@ class Fleet:
         The arguments are those of `Engine.stream_all`. Leaving the iterator aborts what is unfinished. One run at a
         time: RuntimeError if there is another.
         """
-        return self._deltas(self._requests(list(prompts), params, truncate))
+        return self._deltas(self._intake.requests(self._ids, list(prompts), params, truncate))
 
     def warmup(self, first_token: bool = False) -> None:
         """Has all replicas compile as `Engine.warmup` does: those that can answer now, others before their first batch.
@@ -180,12 +154,6 @@ class Fleet:
 
     # A run
 
-    def _requests(
-        self, prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None, truncate: Truncate
-    ) -> list[Request]:
-        """The checked requests, with the errors that an engine gives."""
-        return self._intake.requests(self._ids, prompts, params, truncate)
-
     def _deltas(self, requests: Sequence[Request]) -> Generator[tuple[int, Delta], None, None]:
         """The answers, completion by completion."""
         with contextlib.closing(self._answers(requests)) as answers:
@@ -206,10 +174,8 @@ class Fleet:
                     work.lose(place.number)
                 elif isinstance(news, Answer) and work.finish(place.number, news.index):
                     request = requests[news.index]
-                    yield (
-                        news.index,
-                        dataclasses.replace(news.output, request_id=request.request_id, prompt=request.prompt),
-                    )
+                    own = {"request_id": request.request_id, "prompt": request.prompt}
+                    yield news.index, dataclasses.replace(news.output, **own)
         finally:
             self._running = False
             self._places.leave(run)
@@ -229,15 +195,6 @@ class Fleet:
     def _check_idle(self) -> None:
         if self._running:
             raise RuntimeError("the fleet is at work for another caller: let that finish, or close its iterator")
-
-    @property
-    def _first(self) -> Card:
-        assert self._places.first is not None, "the constructor waits for it"
-        return self._places.first
-
-    @functools.cached_property
-    def _intake(self) -> Intake:
-        return dataclasses.replace(self._first.intake, tokenizer=self.tokenizer)
 
 
 def _job(index: int, request: Request) -> Job:

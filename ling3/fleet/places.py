@@ -24,7 +24,7 @@ COLOURS = re.compile(r"\x1b\[\d+m")
 
 
 @dataclasses.dataclass(eq=False)
-class Place:
+class ReplicaPlace:
     """One replica, and after its death the next in its place."""
 
     number: int
@@ -67,9 +67,9 @@ class Places:
         taken = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **options.get("resources", {})}
         self._takes = {name: number for name, number in taken.items() if number}
         self._actor = ray.remote(concurrency_groups={"beside": 2})(Replica).options(**options)
-        self._pending: dict[Any, Place] = {}
+        self._pending: dict[Any, ReplicaPlace] = {}
         """What Ray will answer, and whose answer it is."""
-        self._all = [Place(number) for number in range(plan.replicas)]
+        self._all = [ReplicaPlace(number) for number in range(plan.replicas)]
         self.closed = False
         self.first: Card | None = None
         """Of the first replica that could answer."""
@@ -79,17 +79,17 @@ class Places:
     def __len__(self) -> int:
         return len(self._all)
 
-    def ready(self) -> list[Place]:
+    def ready(self) -> list[ReplicaPlace]:
         """Those that can answer."""
         return [place for place in self._all if place.card is not None]
 
-    def running(self) -> list[Place]:
+    def running(self) -> list[ReplicaPlace]:
         """Those that Ray has found room for."""
         return [place for place in self._all if place.process is not None or place.card is not None]
 
     # What they are asked
 
-    def ask(self, place: Place, run: int, jobs: Sequence[Job], warmup: Warmup | None) -> None:
+    def ask(self, place: ReplicaPlace, run: int, jobs: Sequence[Job], warmup: Warmup | None) -> None:
         """Asks for the answers to a batch; the replica compiles as `warmup` says before its first."""
         self._pending[place.actor.answer.options(num_returns="streaming").remote(run, jobs, warmup)] = place
 
@@ -122,13 +122,13 @@ class Places:
         for place in self._all:
             self._drop(place)
 
-    def _beside(self, place: Place, method: str, *arguments: Any) -> Any:
+    def _beside(self, place: ReplicaPlace, method: str, *arguments: Any) -> Any:
         """Calls a replica while it answers."""
         return getattr(place.actor, method).options(concurrency_group="beside").remote(*arguments)
 
     # What they tell
 
-    def wait(self) -> tuple[Place, News]:
+    def wait(self) -> tuple[ReplicaPlace, News]:
         """The next news, and from where.
 
         Raises RuntimeError after `close`, the error of the last replica if none is left to wait for, and what an engine
@@ -170,20 +170,20 @@ class Places:
 
     # Their lives
 
-    def _launch(self, place: Place) -> None:
+    def _launch(self, place: ReplicaPlace) -> None:
         """Asks Ray for a replica; until there is room for it, it waits."""
         place.actor, place.since = self._actor.remote(), time.monotonic()
         self._pending[self._beside(place, "where")] = place
         self._pending[place.actor.start.remote(self._plan)] = place
 
-    def _drop(self, place: Place) -> None:
+    def _drop(self, place: ReplicaPlace) -> None:
         """Ends what there is of a replica."""
         self._pending = {ref: other for ref, other in self._pending.items() if other is not place}
         if place.actor is not None:
             self._ray.kill(place.actor)
         place.actor = place.process = place.card = None
 
-    def _welcome(self, place: Place, card: Card) -> None:
+    def _welcome(self, place: ReplicaPlace, card: Card) -> None:
         """Takes a replica in, if it is as the others are."""
         self.first = first = self.first or card
         other = [name for name, fact in first.facts.items() if card.facts[name] != fact]
@@ -193,7 +193,7 @@ class Places:
         told = "; ".join(f"{name}: {shown(card.facts[name])}, there {shown(first.facts[name])}" for name in other)
         self._give_up(place, FleetError(f"it differs from the first ({told}): its answers would have other bits"))
 
-    def _replace(self, place: Place, error: Exception) -> None:
+    def _replace(self, place: ReplicaPlace, error: Exception) -> None:
         """Puts another replica in the place of one that has died."""
         place.losses += 1
         logger.warning("%s died; what it had not answered goes to others", place)
@@ -205,7 +205,7 @@ class Places:
         lines = COLOURS.sub("", str(error)).strip().splitlines() or [type(error).__name__]
         self._give_up(place, FleetError(f"it died {place.losses} times before it could answer: {lines[-1].strip()}"))
 
-    def _give_up(self, place: Place, error: Exception) -> None:
+    def _give_up(self, place: ReplicaPlace, error: Exception) -> None:
         logger.warning("%s is left out: %s", place, error)
         self._drop(place)
         place.error = error

@@ -102,9 +102,6 @@ class Card:
     """Its engine's, without the tokenizer."""
     facts: dict[str, Any]
     """What has to be the same in all replicas, for the answers to have the same bits."""
-    parameters: int
-    dtype: str
-    platform: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,24 +145,21 @@ class Replica:
         tokenizer = plan.source.tokenizer()
         mesh = None if plan.mesh is None else jax.make_mesh(plan.mesh, AXES)
         model = plan.source.load(tokenizer, mesh, plan.rules)
-        platform, own = jax.default_backend(), plan.settings
-        if platform == "cpu":  # replicas of one host share its memory
+        own = plan.settings
+        if jax.default_backend() == "cpu":  # replicas of one host share its memory
             own = dataclasses.replace(own, mem_fraction=own.mem_fraction / plan.replicas)
         self._engine = Engine(model, tokenizer, own, execution=plan.execution)
         settings = dataclasses.replace(self._engine.settings, mem_fraction=plan.settings.mem_fraction)
-        return Card(
-            settings,
-            dataclasses.replace(self._engine._intake, tokenizer=None, origin=None),
-            {
-                "version": __version__,
-                "weights": fingerprint(model),
-                "device": self._engine.device_kind,
-                "settings": dataclasses.replace(settings, num_pages=None),
-            },
-            model.parameters,
-            model.dtype.name,
-            platform,
-        )
+        facts = {
+            "version": __version__,
+            "weights": fingerprint(model),
+            "parameters": model.parameters,
+            "dtype": model.dtype.name,
+            "platform": jax.default_backend(),
+            "device": self._engine.device_kind,
+            "settings": dataclasses.replace(settings, num_pages=None),
+        }
+        return Card(settings, self._engine.intake.portable(), facts)
 
     def warm(self, warmup: Warmup) -> None:
         """Has the engine compile, once for the same arguments."""

@@ -14,7 +14,7 @@ from ling3.evals.run import Score
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class AblationRow:
     """One model: what was cut, and its scores."""
 
     name: str
@@ -26,10 +26,10 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class AblationReport:
     """A table of ablations, the whole model first; `print` it with rich, take `to_dict()`, or `plot` it."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[AblationRow, ...]
     scored: str
     """What the perplexity is taken over: `solutions` or `text`."""
     context: int

@@ -26,7 +26,7 @@ from ling3.evals.perplexity import log_likelihood, perplexity
 from ling3.evals.public import STOP
 from ling3.evals.run import Score
 from ling3.interpret import ablate
-from ling3.interpret.ablation_report import Report, Row
+from ling3.interpret.ablation_report import AblationReport, AblationRow
 from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.serve import Engine
@@ -43,7 +43,7 @@ ANSWER = 64
 """Most tokens of an answer: the longest solution has 31 in nano's tokens."""
 
 
-class Rows(NamedTuple):
+class ProblemRows(NamedTuple):
     """Problems with their solutions, a row each, padded on the right with zeros."""
 
     tokens: Int32[Array, "batch seq"]
@@ -58,7 +58,7 @@ class Ablation:
     name: str
     suite: Suite
     formula: str
-    cut: Callable[[CausalLM, Rows], CausalLM]
+    cut: Callable[[CausalLM, ProblemRows], CausalLM]
     """`cut(model, rows)`: the ablated model; means are taken over `rows`."""
 
 
@@ -77,7 +77,7 @@ def ablations(model: CausalLM, suite: Suite = "all") -> list[Ablation]:
     def add(name: str, of: Suite, formula: str, layers: Iterable[int], function: Callable, *given: Any) -> None:
         at = list(layers)
 
-        def cut(model: CausalLM, rows: Rows) -> CausalLM:
+        def cut(model: CausalLM, rows: ProblemRows) -> CausalLM:
             means = {"tokens": rows.tokens, "valid": rows.valid} if function is ablate.mean_output_gate else {}
             return function(model, *given, layers=at, **means)
 
@@ -149,8 +149,8 @@ def compare(
     recalls: int = 50,
     examples: int = 20,
     text: str | None = None,
-    report: Callable[[Row], None] = lambda row: None,
-) -> Report:
+    report: Callable[[AblationRow], None] = lambda row: None,
+) -> AblationReport:
     """The table: the whole model first, then each of the `chosen`, every one in an engine of its own.
 
     `questions` problems are asked alone, and the first `recalls` of them again after `examples` worked ones. The
@@ -169,7 +169,7 @@ def compare(
             f"there is room for {room}: show fewer"
         )
     calibration = solution_rows(tokenizer, itertools.islice(problems(CALIBRATION_SEED, "train"), SCORED))
-    rows: list[Row] = []
+    rows: list[AblationRow] = []
     variants = [("whole", "whole", "", model)]
     variants += [(a.name, a.suite, a.formula, a.cut(model, calibration)) for a in chosen]  # they share their weights
     with progress("ablations", len(variants)) as advance:
@@ -178,12 +178,12 @@ def compare(
             cost = solution_perplexity(variant, tokenizer) if found is None else found.perplexity
             right = _right(variant, tokenizer, prompts, [*asked, *asked[:recalls]])
             scores = _score(right[:questions]), _score(right[questions:])
-            rows.append(Row(name, suite, formula, cost, *scores))
+            rows.append(AblationRow(name, suite, formula, cost, *scores))
             report(rows[-1])
             advance(1)
     lengths = [len(prompt) for prompt in prompts[questions:]]
     context = round(float(np.mean(lengths))) if lengths else 0
-    return Report(tuple(rows), "solutions" if text is None else "text", context)
+    return AblationReport(tuple(rows), "solutions" if text is None else "text", context)
 
 
 def solution_perplexity(model: CausalLM, tokenizer: Tokenizer) -> float:
@@ -198,7 +198,7 @@ def _likelihoods(model: CausalLM, tokens: Int32[Array, "batch seq"]) -> Float32[
     return log_likelihood(model(tokens)[:, :-1], tokens[:, 1:])
 
 
-def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> Rows:
+def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> ProblemRows:
     """Each problem as it is asked, with its solution."""
     pairs = [(tokenizer.encode(ask(p)), tokenizer.encode(f" {p.solution}", add_special_tokens=False)) for p in some]
     width = max(len(prompt) + len(solution) for prompt, solution in pairs)
@@ -209,7 +209,7 @@ def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> Rows:
         tokens[row, :end] = prompt + solution
         valid[row, :end] = True
         learned[row, len(prompt) : end] = True
-    return Rows(jnp.asarray(tokens), jnp.asarray(valid), jnp.asarray(learned))
+    return ProblemRows(jnp.asarray(tokens), jnp.asarray(valid), jnp.asarray(learned))
 
 
 def _right(

@@ -75,7 +75,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ModelReport:
     """A model of any family, described from its configuration alone; `print` it with rich, or take `to_dict()`.
 
     `model` has a `jax.ShapeDtypeStruct` for each array. `stored` is True if the dtypes are those in the headers of
@@ -184,7 +184,7 @@ class Report:
         return parts
 
 
-def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None = None) -> Report:
+def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None = None) -> ModelReport:
     """Describe a checkpoint (directory, hub id or `"nano"`), a `config.json` or a configuration; allocates no weight.
 
     Shapes come from the configuration. Dtypes are those in the headers of the weights where these lie beside it, else
@@ -208,7 +208,7 @@ def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None
         except CheckpointError as error:
             problem = str(error)
     model = structure(config, dtype)
-    return Report(name, model, tuple(_rows(model, stored)), _memory(model, dtype), bool(stored), problem)
+    return ModelReport(name, model, tuple(_rows(model, stored)), _memory(model, dtype), bool(stored), problem)
 
 
 def _stored(directory: pathlib.Path) -> dict[str, str]:

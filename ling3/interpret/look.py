@@ -91,7 +91,7 @@ def look(
     """
     config = model.config
     ids = check_prompt(_ids(prompt, tokenizer), config.vocab_size)
-    check_length(len(ids), new_tokens, longest, config.max_position_embeddings)
+    check_page_length(len(ids), new_tokens, longest, config.max_position_embeddings)
     after = len(ids)
     if new_tokens:
         ends = () if tokenizer is None else tokenizer.eos_token_ids
@@ -134,7 +134,7 @@ def _ids(prompt: Any, tokenizer: Tokenizer | None) -> Any:
     return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt)
 
 
-def check_length(prompt: int, new_tokens: int, longest: int, context: int) -> None:
+def check_page_length(prompt: int, new_tokens: int, longest: int, context: int) -> None:
     """ValueError where so many tokens are too many for a page or the model's context, and for senseless numbers."""
     for name, value, least in (("new_tokens", new_tokens, 0), ("longest", longest, 1)):
         if not is_whole(value) or value < least:

@@ -15,14 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ling3.cache import pages_of, slots_of
-from ling3.engine.pool import Pool, Rows, decode, new_memory, prefill
+from ling3.engine.forward import Batch, decode, extend
+from ling3.engine.pool import Pool, Rows, new_memory
 from ling3.engine.sampling import Adjustments, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
 from ling3.execution import PLAIN
 from ling3.interpret import ablate
 from ling3.interpret.chips import CHIPS, Chip
 from ling3.layers.linear import Matrix
-from ling3.leaves import Leaf, leaves
+from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import Rules, sharding
 from ling3.mesh.collectives import Collective, by_source, collectives
 from ling3.mesh.rules import Share
@@ -104,7 +105,7 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MeshReport:
     """A model on a mesh: the bytes of each device, and the engine's decode step and prefill call."""
 
     sizes: dict[str, int]
@@ -202,7 +203,7 @@ def report(
     dtype: DTypeLike = jnp.bfloat16,
     compiler: str | None = FOR_CPUS,
     platforms: Sequence[str] = PLATFORMS,
-) -> Plan:
+) -> MeshReport:
     """What an engine of a model (its structure is enough) takes and does on a mesh; allocates nothing.
 
     Caches are counted in `dtype`. The programs are compiled for the devices of the mesh; `compiler` says in words by
@@ -218,26 +219,18 @@ def report(
     slots, pages = (sum(map(_on_a_device, jax.tree.leaves(part(pool.layers)))) for part in (slots_of, pages_of))
     used = _Used.of(model, placed, layout)
     columns = -(-work.max_model_len // work.page_size)
-    step = _inputs(placed, lambda: (_rows(requests, columns, True), jnp.zeros((), jnp.int32)))
-    call = _inputs(
-        placed,
-        lambda: (
-            _rows(groups, columns, requests == groups),
-            jnp.zeros((groups, chunk), jnp.int32),
-            jnp.zeros(groups, jnp.int32),
-            jnp.zeros(groups, bool),
-        ),
-    )
+    step = _inputs(placed, lambda: _batch(requests, 0, columns, True))
+    call = _inputs(placed, lambda: _batch(groups, chunk, columns, requests == groups))
     own = requests // groups
     programs = (
-        _Traced("one step of decode", decode.trace(placed, *step, pool, PLAIN), requests, 2 * slots + pages),
+        _Traced("one step of decode", decode.trace(placed, step, pool, PLAIN), requests, 2 * slots + pages),
         _Traced(
-            "one prefill call", prefill.trace(placed, *call, pool, PLAIN), groups * chunk, (2 * slots + pages) // own
+            "one prefill call", extend.trace(placed, call, pool, PLAIN), groups * chunk, (2 * slots + pages) // own
         ),
     )
     costs = used.cost(own, requests, own), used.cost(chunk, groups * chunk, 1)
     adjustments = pool.sampling.adjustments
-    return Plan(
+    return MeshReport(
         sizes=dict(mesh.shape),
         workload=work,
         layers=len(model.model.layers),
@@ -289,7 +282,7 @@ class _Traced:
 class _Used:
     """What a device reads and multiplies of its weights."""
 
-    arrays: tuple[tuple[int, Leaf, Share], ...]
+    arrays: tuple[tuple[int, ArrayLeaf, Share], ...]
     """Each with its bytes on a device."""
     embedding: str
     """The path of a table of which rows are looked up; empty if it is the head too."""
@@ -306,7 +299,7 @@ class _Used:
             for i, router in ablate.having(model, "experts per token").items()
         }
         return _Used(
-            tuple(zip(sizes, leaves(model), layout.shares, strict=True)),
+            tuple(zip(sizes, array_leaves(model), layout.shares, strict=True)),
             "" if model.lm_head is None else "model.word_embeddings.",
             chosen,
             any(isinstance(each, Spread) and each.rows for each in layout.exchanges.values()),
@@ -332,7 +325,7 @@ class _Used:
         return round(read), round(flops)
 
 
-def _inputs(placed: CausalLM, made: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+def _inputs(placed: CausalLM, made: Callable[[], Any]) -> Any:
     """What the host hands to a program: the whole on every device."""
     assert placed.placement is not None, "a model on a mesh"
     where = placed.placement.sharding(PartitionSpec())
@@ -340,8 +333,10 @@ def _inputs(placed: CausalLM, made: Callable[[], tuple[Any, ...]]) -> tuple[Any,
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
-def _rows(rows: int, columns: int, in_place: bool) -> Rows:
-    return Rows(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, columns), jnp.int32), in_place)
+def _batch(rows: int, seq: int, columns: int, in_place: bool) -> Batch:
+    """A call of `seq` tokens for each row."""
+    where = Rows(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, columns), jnp.int32), in_place)
+    return Batch(where, jnp.zeros((rows, seq), jnp.int32), jnp.zeros(rows, jnp.int32))
 
 
 def _pool(placed: CausalLM, work: Workload, dtype: DTypeLike) -> Pool:

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from ling3.bench.report import check_plot, machine
 from ling3.evals.run import Score
-from ling3.evals.skills import check_skills, scores
-from ling3.interpret.ablations import Ablation, Rows
+from ling3.evals.skills import check_skills, skill_scores
+from ling3.interpret.ablations import Ablation, ProblemRows
 from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.text.tokenizer import Tokenizer
@@ -124,14 +124,14 @@ def compare_skills(
     rows: list[SkillRow] = []
     with progress("ablations", len(variants)) as advance:
         for name, formula, variant in variants:
-            rows.append(SkillRow(name, formula, scores(variant, tokenizer, names, questions)))
+            rows.append(SkillRow(name, formula, skill_scores(variant, tokenizer, names, questions)))
             report(rows[-1])
             advance(1)
             jax.clear_caches()  # no other ablation runs these programs, and Linux maps only so many of a process's
     return SkillTable(tuple(rows))
 
 
-def _calibration(tokenizer: Tokenizer, names: Sequence[str], each: int = 8) -> Rows:
+def _calibration(tokenizer: Tokenizer, names: Sequence[str], each: int = 8) -> ProblemRows:
     """Some training texts of every skill, from their beginnings."""
     streams = [SKILLS[name].texts(CALIBRATION_SEED, "train") for name in names]
     texts = [next(stream) for stream in streams for _ in range(each)]
@@ -140,4 +140,4 @@ def _calibration(tokenizer: Tokenizer, names: Sequence[str], each: int = 8) -> R
     valid = np.zeros(tokens.shape, bool)
     for row, ids in enumerate(encoded):
         tokens[row, : len(ids)], valid[row, : len(ids)] = ids, True
-    return Rows(jnp.asarray(tokens), jnp.asarray(valid), jnp.asarray(valid))
+    return ProblemRows(jnp.asarray(tokens), jnp.asarray(valid), jnp.asarray(valid))

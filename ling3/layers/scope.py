@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Tree = TypeVar("Tree")
+_Tree = TypeVar("_Tree")
 
 
 def scoped(method: Method) -> Method:
@@ -24,7 +24,7 @@ def scoped(method: Method) -> Method:
     return within  # type: ignore[return-value]
 
 
-def with_names(node: Tree, name: str = "") -> Tree:
+def with_names(node: _Tree, name: str = "") -> _Tree:
     """The tree with each module's `name`, where it has one, set to that of the field that holds it."""
     if isinstance(node, tuple | list):
         return type(node)(with_names(item, name) for item in node)

@@ -10,7 +10,7 @@ from jaxtyping import Int, Shaped
 
 from ling3.layers.linear import Matrix
 from ling3.layers.quantized import QuantizedMatrix
-from ling3.leaves import Leaf
+from ling3.leaves import ArrayLeaf
 from ling3.ops.exchange import LOCAL, Exchange
 
 WIDTH = 64
@@ -178,7 +178,7 @@ class MeshError(ValueError):
     """A model that cannot be cut over so many devices; the message names the axis, its size and what would fit."""
 
 
-def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, Exchange]:
+def share_of(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, Exchange]:
     """What each device has of an array, and what they exchange around its product if it is a matrix's.
 
     `mesh` has the size of each axis. Raises MeshError for an axis that cannot be cut so.
@@ -193,7 +193,7 @@ def share_of(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, 
     return _in_elements(leaf, share), exchange
 
 
-def _of_matrix(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, Exchange]:
+def _of_matrix(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, Exchange]:
     """What each device has of a matrix, in rows, columns and matrices of a stack."""
     *stack, outer, inner = leaf.module.axes
     own = len(stack)  # the axis of the outputs, the last one of a bias
@@ -210,7 +210,7 @@ def _of_matrix(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share
     return _outputs(leaf, own, over[outer], mesh, partial) if over[outer] else (WHOLE, LOCAL)
 
 
-def _of_heads(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> Share:
+def _of_heads(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> Share:
     """Of an array that is no matrix: along its heads, if it has any."""
     if rules.same_bits or "heads" not in leaf.axes or not (axes := rules.axes_of("heads", mesh)):
         return WHOLE
@@ -218,7 +218,7 @@ def _of_heads(leaf: Leaf, mesh: Mapping[str, int], rules: Rules) -> Share:
     return _cut(at, leaf.value.shape[at], axes, mesh, _repeats(leaf, "heads", leaf.units("heads"), axes, mesh))
 
 
-def _gathered(leaf: Leaf, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[Share, Exchange]:
+def _gathered(leaf: ArrayLeaf, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[Share, Exchange]:
     """Of a matrix whose inputs and outputs are whole on every device."""
     (rows, _), [axis], devices = leaf.module.shape, axes, _devices(axes, mesh)
     if (
@@ -229,7 +229,7 @@ def _gathered(leaf: Leaf, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tup
 
 
 def _outputs(
-    leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], narrow: bool
+    leaf: ArrayLeaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], narrow: bool
 ) -> tuple[Share, Exchange]:
     """Of a matrix whose outputs are cut; into parts of any width, if `narrow` ones may be."""
     outer, rows, [axis], devices = leaf.module.axes[own], leaf.module.shape[own], axes, _devices(axes, mesh)
@@ -244,7 +244,9 @@ def _outputs(
     return WHOLE, Exchange(axis, devices // repeats, repeats, y="sliced")
 
 
-def _inputs(leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], sums: bool) -> tuple[Share, Exchange]:
+def _inputs(
+    leaf: ArrayLeaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], sums: bool
+) -> tuple[Share, Exchange]:
     """Of a matrix whose inputs are cut."""
     weight, inner, [axis], devices = leaf.module.shape, leaf.module.axes[own + 1], axes, _devices(axes, mesh)
     repeats = _repeats(leaf, inner, leaf.units(inner), axes, mesh)
@@ -259,7 +261,7 @@ def _inputs(leaf: Leaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int]
     return Share.even(own, weight[own], axes, mesh), dataclasses.replace(gathered, y="gathered")
 
 
-def _aligned(leaf: Leaf, width: int) -> bool:
+def _aligned(leaf: ArrayLeaf, width: int) -> bool:
     """True if parts of so many rows are computed as the whole is, and cut no block of a quantized matrix in two."""
     step = _step(leaf.module, 0)
     return width % WIDTH == 0 and (width % step == 0 or step % width == 0)
@@ -272,7 +274,7 @@ def _step(matrix: Matrix, axis: int) -> int:
     return math.lcm(*(matrix.steps(field)[axis] or 1 for field in matrix.STORED))
 
 
-def _in_elements(leaf: Leaf, share: Share) -> Share:
+def _in_elements(leaf: ArrayLeaf, share: Share) -> Share:
     """A share of a matrix in the elements of one of its tensors; parts within one block all have its scale.
 
     MeshError if a part has a piece of a block or of a word beside something else.
@@ -303,7 +305,7 @@ def _cut(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], r
     return Share.even(axis, size, over, mesh) if repeats == 1 else Share.repeated(axis, size, over, mesh, repeats)
 
 
-def _repeats(leaf: Leaf, axis: str, units: int, over: tuple[str, ...], mesh: Mapping[str, int]) -> int:
+def _repeats(leaf: ArrayLeaf, axis: str, units: int, over: tuple[str, ...], mesh: Mapping[str, int]) -> int:
     """How many neighbours have the same part of a logical axis of so many units; MeshError if it cannot be cut so."""
     devices = _devices(over, mesh)
     if axis not in HEADS or units % devices == 0:

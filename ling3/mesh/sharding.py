@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ling3.layers.linear import Matrix
 from ling3.layers.moe import Experts
-from ling3.leaves import Leaf, leaves
+from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh.rules import MeshError, Rules, Share, share_of
 from ling3.model import CausalLM
 from ling3.ops.exchange import Exchange, Spread
@@ -82,7 +82,7 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
             "repeated for it: place the whole model, or load it again with this mesh"
         )
     shares, exchanges = [], {}
-    for leaf in leaves(model):
+    for leaf in array_leaves(model):
         share, exchange = share_of(leaf, sizes, rules)
         _check_size(leaf, share)
         shares.append(share)
@@ -118,7 +118,7 @@ def processes(mesh: Mesh) -> list[int]:
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
-def _check_size(leaf: Leaf, share: Share) -> None:
+def _check_size(leaf: ArrayLeaf, share: Share) -> None:
     """MeshError for an array that belongs to a matrix and has other axes than it, along which it would be cut."""
     shape, size = leaf.value.shape, max((end for _, end in share.spans), default=0)
     if share.axis is not None and (share.axis >= len(shape) or shape[share.axis] != size):

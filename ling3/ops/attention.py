@@ -208,21 +208,21 @@ def native_latent_attention(
     return native_attention(q[:, None], row_positions, pages, table, length)[:, 0]
 
 
-Carry = tuple[
+_Carry = tuple[
     Wide[Array, "batch heads rows"],  # the largest score so far
     Wide[Array, "batch heads rows"],  # Σ e^(score - largest)
     Wide[Array, "batch heads rows value"],  # Σ e^(score - largest) v
 ]
 
 
-def _empty(q: Float[Array, "batch heads rows width"], expansion: Expansion | PerHead | None) -> Carry:
+def _empty(q: Float[Array, "batch heads rows width"], expansion: Expansion | PerHead | None) -> _Carry:
     dtype, rows = wide(q.dtype), q.shape[:3]
     value = q.shape[-1] if expansion is None else expansion.value
     return jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, value), dtype)
 
 
 def _attend(
-    carry: Carry,
+    carry: _Carry,
     q: Float[Array, "batch heads rows width"],
     row_positions: Int32[Array, "batch rows"],
     block: Float[Array, "batch positions entry"],
@@ -230,7 +230,7 @@ def _attend(
     length: Int32[Array, " batch"],
     expansion: Expansion | PerHead | None,
     window: int | None,
-) -> Carry:
+) -> _Carry:
     """The running softmax after one more block of positions, from `first` on."""
     positions = first + jnp.arange(block.shape[1], dtype=jnp.int32)
     # Entries that were never written, or whose page was freed, may be NaN, and 0 · NaN is NaN.
@@ -249,12 +249,12 @@ def _attend(
 
 
 def accumulate(
-    carry: Carry,
+    carry: _Carry,
     q: Float[Array, "batch heads rows width"],
     k: Float[Array, "batch heads positions width"],
     v: Float[Array, "batch heads positions value"],
     allowed: Bool[Array, "batch rows positions"],
-) -> Carry:
+) -> _Carry:
     """The running softmax after some more keys and values, of which each row sees those `allowed` to it.
 
     Keys and values that no row is allowed to see are finite: 0 · NaN is NaN.
@@ -273,7 +273,7 @@ def accumulate(
     return new_top, total, rescale[..., None] * sums + products
 
 
-def finish(carry: Carry) -> Wide[Array, "batch heads rows value"]:
+def finish(carry: _Carry) -> Wide[Array, "batch heads rows value"]:
     """The softmax's weighted sum of values."""
     _, total, sums = carry
     return sums / jnp.maximum(total, jnp.finfo(total.dtype).tiny)[..., None]

@@ -27,7 +27,7 @@ def suits(q: Float[Array, "batch heads rows width"], pages: Float[Array, "pages 
         return False
     if latents and q.dtype == jnp.bfloat16 and q.shape[2] > MOST:
         return False
-    return native.target(SOURCE, "attention") is not None
+    return native.ffi_target(SOURCE, "attention") is not None
 
 
 def paged(
@@ -45,7 +45,7 @@ def paged(
     In an entry, head h has its key at h·width, and its value of `value` numbers at `values` + h·value. Sums are
     float32; a row's bits depend only on its own queries, entries and length.
     """
-    name = native.target(SOURCE, "attention")
+    name = native.ffi_target(SOURCE, "attention")
     assert name is not None, "`suits` said so"
     shape = jax.ShapeDtypeStruct((*q.shape[:3], value), jnp.float32)
     call = jax.ffi.ffi_call(name, shape, vmap_method="sequential")
@@ -57,7 +57,7 @@ def absorbs(x: Float[Array, "batch heads inner"], weight: Float[Array, "channels
     """True if the kernels beside it are there for these queries, or sums of latents: for a model that is not a toy."""
     if x.dtype != weight.dtype or x.dtype not in (jnp.float32, jnp.bfloat16) or x.size == 0:
         return False
-    return weight.shape[1] >= LEAST and native.target(SOURCE, "absorb_keys") is not None
+    return weight.shape[1] >= LEAST and native.ffi_target(SOURCE, "absorb_keys") is not None
 
 
 def absorb_keys(
@@ -84,7 +84,7 @@ def _per_head(
     outer: int,
 ) -> Float32[Array, "batch heads {outer}"]:
     """What a handler makes of each head's numbers with `count` rows of its own, from the row `first` on."""
-    name = native.target(SOURCE, handler)
+    name = native.ffi_target(SOURCE, handler)
     assert name is not None, "`absorbs` said so"
     shape = jax.ShapeDtypeStruct((*x.shape[:2], outer), jnp.float32)
     call = jax.ffi.ffi_call(name, shape, vmap_method="sequential")

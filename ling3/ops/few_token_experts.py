@@ -25,7 +25,7 @@ MOST_TOKENS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Serving:
+class ServingProfile:
     """What is known of a mixture of experts before it is compiled."""
 
     max_tokens: int
@@ -45,14 +45,14 @@ class Serving:
     """True in a recorded graph of decode steps, which has few tokens whatever `max_tokens` says."""
 
 
-def takes_few_tokens(serving: Serving) -> bool:
+def takes_few_tokens(serving: ServingProfile) -> bool:
     """True where the form for few tokens runs: the condition of SGLang's MegaMoE."""
     few = serving.decode_graph or serving.max_tokens <= MOST_TOKENS
     layer = not serving.next_token_layer and (serving.hashed_too or not serving.hashed)
     return serving.enabled and serving.fp4_weights and layer and not serving.across_hosts and few
 
 
-def chosen_form(serving: Serving) -> Callable[..., Array]:
+def chosen_form(serving: ServingProfile) -> Callable[..., Array]:
     """The form of the experts for an `Execution`."""
     return few_token_experts if takes_few_tokens(serving) else block_experts
 

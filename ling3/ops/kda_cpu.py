@@ -21,7 +21,7 @@ def suits(state: Float[Array, "batch heads key value"]) -> bool:
     """True if the kernel is there and faster: for large states in float32."""
     if state.dtype != jnp.float32 or state.size * 4 < LEAST * state.shape[0]:
         return False
-    return native.target(SOURCE, "kda_run") is not None
+    return native.ffi_target(SOURCE, "kda_run") is not None
 
 
 def run(
@@ -37,7 +37,7 @@ def run(
     A head whose token has q, g and beta 0 reads nothing and changes nothing: its output is 0, and its state is not
     touched. Bits of a row depend only on the row and its state, and not on how its tokens are cut into calls.
     """
-    name = native.target(SOURCE, "kda_run")
+    name = native.ffi_target(SOURCE, "kda_run")
     assert name is not None, "`suits` said so"
     shapes = (jax.ShapeDtypeStruct(v.shape, jnp.float32), jax.ShapeDtypeStruct(state.shape, jnp.float32))
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential", input_output_aliases={5: 1})

@@ -109,7 +109,7 @@ def expert_rows(
 
 def _target(handler: str, scale: Array | None) -> str | None:
     """The handler for matrices with such scales, or for floats, which have none."""
-    return native.target(SOURCE, handler, "" if scale is None else "QUANTIZED")
+    return native.ffi_target(SOURCE, handler, "" if scale is None else "QUANTIZED")
 
 
 def _laid(rows: int, inner: int) -> jax.ShapeDtypeStruct:

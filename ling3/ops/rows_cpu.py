@@ -19,12 +19,12 @@ def suits(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> bool:
     """True if the kernel is there, and the rows have `LEAST` bytes or more."""
     if x.size == 0 or rows.shape[0] * (x.nbytes // x.shape[0]) < LEAST:
         return False
-    return native.target(SOURCE, "take_rows") is not None
+    return native.ffi_target(SOURCE, "take_rows") is not None
 
 
 def take(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Shaped[Array, "rows *rest"]:
     """`x[rows]` where it `suits`. A row whose index is not in [0, held) has any numbers, NaN among them."""
-    name = native.target(SOURCE, "take_rows")
+    name = native.ffi_target(SOURCE, "take_rows")
     assert name is not None, "`suits` said so"
     shape = jax.ShapeDtypeStruct((rows.shape[0], *x.shape[1:]), x.dtype)
     return jax.ffi.ffi_call(name, shape, vmap_method="sequential")(x, rows)

@@ -13,6 +13,8 @@ from typing import Any
 from ling3.runtime import checks
 
 IMPORT = ast.parse(f"from {checks.__name__} import {checks.typed.__name__} as _typed_").body[0]
+UNCHECKED = frozenset(f"ling3.engine.{name}" for name in ("actor", "prefixes", "radix", "request", "scheduler"))
+"""Modules without arrays whose functions run for every token or page of every request: checks would take longer."""
 SUFFIX = ".typed1.pyc"
 """The end of the files of bytecode, which lie beside those of the same modules without checks."""
 
@@ -57,15 +59,15 @@ def _is_prologue(node: ast.stmt | None) -> bool:
     return text or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
 
 
-class Finder:
+class CheckedFinder:
     """Finds a package and its modules, whose functions and dataclasses then check their types."""
 
     def __init__(self, package: str):
         self._package = package
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The spec with the loader that decorates; None for other packages, and for what is no Python source."""
-        if fullname.partition(".")[0] != self._package:
+        """The spec with the loader that decorates; None for what is not to be checked."""
+        if fullname.partition(".")[0] != self._package or fullname in UNCHECKED:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or not isinstance(spec.loader, SourceFileLoader):
@@ -74,8 +76,8 @@ class Finder:
         return spec
 
 
-def install(package: str) -> Finder:
+def install(package: str) -> CheckedFinder:
     """Puts a finder for the package before all others, and returns it."""
-    finder = Finder(package)
+    finder = CheckedFinder(package)
     sys.meta_path.insert(0, finder)
     return finder

@@ -41,7 +41,7 @@ class Moved:
         module.__spec__ = self.spec
 
 
-class Finder:
+class MovedFinder:
     """Finds modules by their former names, with a DeprecationWarning."""
 
     @staticmethod

@@ -41,7 +41,7 @@ LONGEST = 300.0
 
 
 @functools.cache
-def target(source: pathlib.Path, handler: str, macro: str = "") -> str | None:
+def ffi_target(source: pathlib.Path, handler: str, macro: str = "") -> str | None:
     """The name by which `jax.ffi.ffi_call` finds `handler` of a C++ file on a CPU; None if it is not available.
 
     With a `macro` the file is compiled with that defined, as a library of its own.

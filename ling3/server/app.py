@@ -1,8 +1,5 @@
 """The ASGI app: its endpoints, and errors as JSON wherever they come from."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -20,16 +17,16 @@ from ling3.server import chat, completions, fields, openapi, page, responses, to
 from ling3.server.errors import ApiError
 from ling3.server.observed import Observed
 from ling3.server.origins import Hosts, Origins
-from ling3.server.running import Service
+from ling3.server.post import Post
+from ling3.server.service import Service
 
-POSTS = (
-    ("/v1/chat/completions", chat.answer, fields.Chat),
-    ("/v1/completions", completions.answer, fields.Completion),
-    ("/v1/responses", responses.answer, responses.Asked),
-    ("/tokenize", tokens.tokenize, tokens.Tokenize),
-    ("/detokenize", tokens.detokenize, tokens.Detokenize),
-)
-"""What answers the bodies of which model."""
+POSTS = {
+    "/v1/chat/completions": Post(fields.Chat, chat.answer),
+    "/v1/completions": Post(fields.Completion, completions.answer),
+    "/v1/responses": Post(responses.Asked, responses.answer),
+    "/tokenize": Post(tokens.Tokenize, tokens.tokenize),
+    "/detokenize": Post(tokens.Detokenize, tokens.detokenize),
+}
 
 
 def build(
@@ -47,7 +44,7 @@ def build(
     ends in an error.
     """
     routes = [
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint, _ in POSTS),
+        *(Route(path, post, methods=["POST"]) for path, post in POSTS.items()),
         Route("/v1/models", _models),
         Route("/v1/models/{name:path}", _model),
         Route("/tokenizer_info", tokens.about),
@@ -60,7 +57,7 @@ def build(
     handlers = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _fault}
     whole = Starlette(routes=[health, Route("/", page.answer), guarded], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
     whole.state.service = service
-    whole.state.description = openapi.document([*routes, health], {endpoint: model for _, endpoint, model in POSTS})
+    whole.state.description = openapi.document([*routes, health], {path: post.model for path, post in POSTS.items()})
     app: ASGIApp = whole
     if allow_origins:
         exposed = ["x-request-id", "retry-after"]
@@ -95,14 +92,8 @@ def _digest(key: bytes) -> bytes:
 
 
 def _listed(service: Service) -> dict[str, object]:
-    length = service.engine.max_model_len
-    return {
-        "id": service.name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "ling3",
-        "max_model_len": length,
-    }
+    about = {"id": service.name, "object": "model", "created": service.created, "owned_by": "ling3"}
+    return {**about, "max_model_len": service.engine.max_model_len}
 
 
 async def _models(request: Request) -> Response:

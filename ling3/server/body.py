@@ -1,8 +1,5 @@
 """Request bodies: bounded, strict JSON, checked by a pydantic model whose errors name the field."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +10,7 @@ from starlette.requests import Request
 
 from ling3.runtime.quoting import printable
 from ling3.server import limits
-from ling3.server.errors import ApiError
+from ling3.server.errors import ApiError, wrong
 from ling3.server.known_fields import ALLOW
 from ling3.text.json_text import loaded
 
@@ -71,7 +68,7 @@ def _refusal(error: pydantic.ValidationError, value: dict[str, Any]) -> ApiError
     for each in sorted(errors, key=lambda each: each["type"] == "missing"):  # what is there says more
         name = _name(each["loc"], value)
         if param is None and each["type"] == "extra_forbidden":
-            return ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
+            return wrong(name, "is not supported", "unsupported_parameter")
         param = name if param is None else param
         reasons += [each["msg"]] if name == param and each["msg"] not in reasons else []
     return ApiError(400, f"{param}: {', or: '.join(reasons)}", param)

@@ -4,9 +4,6 @@ uvicorn over httptools takes heads of any size and waits for them without end, a
 on whatever its body still brings. All of that is before an API key was looked at.
 """
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import asyncio
 import dataclasses
 import pathlib

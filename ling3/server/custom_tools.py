@@ -1,8 +1,5 @@
 """Custom tools, whose input is text: shown to a model, and called by it, as functions with one string."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 from typing import Literal
 
 import pydantic
@@ -10,7 +7,8 @@ import pydantic
 from ling3.engine.structured import Grammar, Regex
 from ling3.server.errors import ApiError
 from ling3.server.known_fields import Known
-from ling3.server.tools import NAME, Function, Offered
+from ling3.server.reply_grammars import Callable
+from ling3.server.tools import NAME
 from ling3.text.custom_inputs import INPUT
 
 FORM = "The input has to match this {syntax} grammar:\n{definition}"
@@ -43,7 +41,8 @@ class Custom(Known):
     description: str | None = None
     format: ChatFormat | None = None
 
-    def offered(self) -> Offered:
+    @property
+    def callable(self) -> Callable:
         """The function that stands for it; ApiError 400 for a grammar that is none."""
         grammar, description = self.format and self.format.grammar, self.description or ""
         form = None
@@ -54,7 +53,8 @@ class Custom(Known):
                 raise ApiError(400, f"tools: {self.name}: {error}", "tools") from None
             description = f"{description}\n\n{FORM.format(**grammar.model_dump())}".strip()
         schema = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-        return Offered(Function(name=self.name, description=description or None, parameters=schema), True, form)
+        shown = {"name": self.name, **({"description": description} if description else {}), "parameters": schema}
+        return Callable(self.name, schema, False, form, True, shown)
 
 
 class CustomTool(Known):
@@ -62,6 +62,11 @@ class CustomTool(Known):
 
     type: Literal["custom"]
     custom: Custom
+
+    @property
+    def callable(self) -> Callable:
+        """The function that stands for it."""
+        return self.custom.callable
 
 
 class ResponseFormat(Known):
@@ -79,8 +84,8 @@ class ResponseFormat(Known):
         return self
 
     @property
-    def as_chat(self) -> ChatFormat:
-        """The same as a chat's."""
+    def grammar(self) -> Syntax | None:
+        """The grammar, which a chat has apart."""
         if self.definition is None or self.syntax is None:
-            return ChatFormat(type="text")
-        return ChatFormat(type="grammar", grammar=Syntax(definition=self.definition, syntax=self.syntax))
+            return None
+        return Syntax(definition=self.definition, syntax=self.syntax)

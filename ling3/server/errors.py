@@ -1,8 +1,5 @@
 """Errors as OpenAI's clients expect them."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +50,11 @@ class ApiError(Exception):
     def response(self) -> Response:
         """The answer."""
         return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
+
+
+def wrong(field: str, what: str, code: str | None = None) -> ApiError:
+    """The error 400 of a field, whose name begins the message."""
+    return ApiError(400, f"{field} {what}", field, code)
 
 
 def _unicode(text: str) -> str:

@@ -3,17 +3,18 @@
 # pyright: reportMissingImports=false
 # What it takes is an extra, and types are checked without it too.
 
-import dataclasses
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from ling3.engine.sampling_params import MAX_SEED, SamplingParams
 from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex, Structured
+from ling3.runtime.parameters import ParameterError, meanings, parameters
 from ling3.server.custom_tools import CustomTool
 from ling3.server.errors import ApiError
 from ling3.server.known_fields import Known
-from ling3.server.tools import MOST, Offered, Tool
+from ling3.server.reply_grammars import Callable
+from ling3.server.tools import MOST, Tool
 
 SEEDS = MAX_SEED + 1
 """How many seeds the engine has; others of OpenAI's 64-bit seeds stand for their remainder by this number."""
@@ -41,22 +42,31 @@ class Options(Known):
     """vLLM's: the usage so far in every event."""
 
 
-class Sampling(Known):
-    """How answers are drawn and where they end."""
+def honoured(name: str, **bounds: Any) -> Any:
+    """The optional field of a request for a parameter of the engine, with its meaning, and its bounds unless given."""
+    if not bounds and name in parameters(SamplingParams):
+        bounds = {**parameters(SamplingParams)[name].bounds}
+    return pydantic.Field(None, description=meanings(SamplingParams)[name], **bounds)
 
-    stop: str | list[str] | None = None
-    seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
-    temperature: float | None = pydantic.Field(None, ge=0, le=2)
-    top_p: float | None = None
-    presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
+
+COMMON: dict[str, Any] = {
+    name: (each.kind | None, honoured(name)) for name, each in parameters(SamplingParams).items() if each.common
+}
+"""The engine's parameters that requests have under their names, as pydantic's fields."""
+
+
+class Sampling(pydantic.create_model("Common", __base__=Known, **COMMON)):
+    """How answers are drawn and where they end: the engine's parameters, some within OpenAI's bounds."""
+
+    stop: str | list[str] | None = honoured("stop")
+    seed: int | None = honoured("seed", ge=-(2**63), lt=2**63)
+    temperature: float | None = honoured("temperature", ge=0, le=2)
+    top_p: float | None = honoured("top_p", ge=0, le=1)
+    top_k: int | None = honoured("top_k", ge=-1)
+    presence_penalty: float | None = honoured("presence_penalty", ge=-2, le=2)
+    frequency_penalty: float | None = honoured("frequency_penalty", ge=-2, le=2)
+    logit_bias: dict[str, float] | None = honoured("logit_bias")
+    stop_token_ids: list[int] | None = honoured("stop_token_ids")
 
 
 class Fields(Sampling):
@@ -65,8 +75,8 @@ class Fields(Sampling):
     model: str
     stream: bool | None = None
     stream_options: Options | None = None
-    n: int | None = pydantic.Field(None, ge=1, le=16)
-    max_tokens: int | None = None
+    n: int | None = honoured("n", ge=1, le=16)
+    max_tokens: int | None = honoured("max_tokens")
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -95,28 +105,20 @@ class Fields(Sampling):
             structured = None if name is None else _structured(name, getattr(self, name))
         except ValueError as error:
             raise ApiError(400, f"{name}: {error}", name) from None
-        same = ("n", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p")
-        same = (*same, "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos")
-        given: dict[str, Any] = {name: x for name in same if (x := getattr(self, name)) is not None}
-        temperature = 1.0 if self.temperature is None else self.temperature
+        given = {name: x for name in (*Sampling.model_fields, "n") if (x := getattr(self, name)) is not None}
+        given = {"temperature": 1.0, **given, "max_tokens": most, "structured": structured}
         if self.top_p == 0:  # the fewest tokens that are at all likely: one, the likeliest
-            temperature = 0.0
-        elif self.top_p is not None:
-            given["top_p"] = self.top_p
+            given |= {"temperature": 0.0, "top_p": 1.0}
         if self.seed is not None:
             given["seed"] = self.seed % SEEDS
         try:
-            bias = self.logit_bias and {int(token): x for token, x in self.logit_bias.items()}
+            given["logit_bias"] = self.logit_bias and {int(token): x for token, x in self.logit_bias.items()}
         except ValueError:
             raise ApiError(400, "logit_bias: expected token ids as keys", "logit_bias") from None
         try:
-            given |= {"temperature": temperature, "max_tokens": most, "logit_bias": bias, "structured": structured}
             return SamplingParams(**given, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        except ValueError as error:
-            text = str(error).removeprefix("sampling parameters: ")
-            names = {field.name for field in dataclasses.fields(SamplingParams)}
-            param = next((word for word in text.split() if word in names), None)
-            raise ApiError(400, text, param) from None
+        except ParameterError as error:
+            raise ApiError(400, "; ".join(text for _, text in error.problems), error.field) from None
 
 
 def _structured(name: str, value: Any) -> Structured | None:
@@ -193,7 +195,6 @@ class Chat(Fields):
     modalities: list[Literal["text"]] | None = None
 
     @property
-    def offered(self) -> list[Offered]:
+    def offered(self) -> list[Callable]:
         """The tools as a model sees them."""
-        tools = self.tools or ()
-        return [Offered(each.function) if isinstance(each, Tool) else each.custom.offered() for each in tools]
+        return [each.callable for each in self.tools or ()]

@@ -4,15 +4,12 @@ A field of a request is honoured, as the models' fields are, ignored or refused;
 holds the specification against these tables. What stands in none is unknown, and refused unless the server allows it.
 """
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pydantic
 
-from ling3.server.errors import ApiError
+from ling3.server.errors import wrong
 from ling3.server.limits import FirstErrors
 
 ALLOW = "allow_unknown_fields"
@@ -111,7 +108,7 @@ class Known(FirstErrors):
         given = {name: x for name, x in value.items() if x is not None and name not in ignored}
         if cls.kind in ("chat", "completion", "response"):
             for name in filter(refused.__contains__, given):
-                raise ApiError(400, f"{name} is not supported: {refused[name]}", name, "unsupported_parameter")
+                raise wrong(name, f"is not supported: {refused[name]}", "unsupported_parameter")
         if (info.context or {}).get(ALLOW):
             names = {field.alias or name for name, field in cls.model_fields.items()} | refused.keys()
             given = {name: x for name, x in given.items() if name in names}
@@ -125,4 +122,4 @@ def check_names(kind: str, given: Mapping[str, Any], honoured: set[str], where: 
         if name in honoured or name in IGNORED[kind] or value is None or (allow and name not in refused):
             continue
         why = f": {refused[name]}" if name in refused else ""
-        raise ApiError(400, f"{where}.{name} is not supported{why}", f"{where}.{name}", "unsupported_parameter")
+        raise wrong(f"{where}.{name}", f"is not supported{why}", "unsupported_parameter")

@@ -4,9 +4,6 @@ They are checked in a few passes of C code over the bytes, before anything is pa
 and of what follows grows with the counts that are bounded here.
 """
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import itertools
 from typing import Any
 

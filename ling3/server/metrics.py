@@ -4,9 +4,6 @@ Counts of requests, tokens and pages are the engine's own at the time of the scr
 process among them. Times are observed as completions end. No label has a value that a client can choose.
 """
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,15 +34,18 @@ COUNTERS = {
         lambda stats: stats.prompt_tokens + stats.cached_tokens,
     ),
     "generation_tokens": ("Generated tokens.", lambda stats: stats.output_tokens),
-    "num_preemptions": (
-        "How often a completion had to make room for an older one.",
-        lambda stats: stats.preemptions,
-    ),
-    "prefix_cache_hits": (
-        "Tokens of prompts that were found among known prefixes.",
-        lambda stats: stats.cached_tokens,
-    ),
+    "num_preemptions": ("How often a completion had to make room for an older one.", lambda stats: stats.preemptions),
+    "prefix_cache_hits": ("Tokens of prompts found among known prefixes.", lambda stats: stats.cached_tokens),
 }
+
+
+TIMES = {
+    "queued": ("request_queue_time", "From the queue to a slot", REQUEST),
+    "first_token": ("time_to_first_token", "From the queue to the first token", REQUEST),
+    "per_token": ("time_per_output_token", "Between two tokens of a completion, on average", TOKEN),
+    "total": ("e2e_request_latency", "From the queue to the end of a completion", REQUEST),
+}
+"""Histograms of a completion's `Timings`."""
 
 
 class Metrics:
@@ -55,16 +55,12 @@ class Metrics:
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
         self._stats: Stats | None = None
-
-        def seconds(name: str, text: str, bounds: tuple[float, ...]) -> Any:
-            return prometheus_client.Histogram(
+        self._times = {
+            timing: prometheus_client.Histogram(
                 f"ling3_{name}_seconds", f"{text}, in seconds.", buckets=bounds, registry=self._registry
             )
-
-        self._queued = seconds("request_queue_time", "From the queue to a slot", REQUEST)
-        self._first = seconds("time_to_first_token", "From the queue to the first token", REQUEST)
-        self._per_token = seconds("time_per_output_token", "Between two tokens of a completion, on average", TOKEN)
-        self._total = seconds("e2e_request_latency", "From the queue to the end of a completion", REQUEST)
+            for timing, (name, text, bounds) in TIMES.items()
+        }
         self._answers = prometheus_client.Counter(
             "ling3_http_requests", "Requests, by route and status.", ("path", "status"), registry=self._registry
         )
@@ -72,10 +68,8 @@ class Metrics:
     def ended(self, output: RequestOutput) -> None:
         """Observes the times of a request's completions."""
         for completion in output.outputs:
-            times = completion.timings
-            observed = (self._queued, times.queued), (self._first, times.first_token)
-            for histogram, value in (*observed, (self._per_token, times.per_token), (self._total, times.total)):
-                if value is not None:
+            for timing, histogram in self._times.items():
+                if (value := getattr(completion.timings, timing)) is not None:
                     histogram.observe(value)
 
     def answered(self, path: str, status: int) -> None:

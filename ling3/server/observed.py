@@ -1,8 +1,5 @@
 """Around the whole app: request ids, the access log, counts, and the time that a request may take."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import asyncio
 import contextlib
 import re
@@ -15,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ling3.server import log
 from ling3.server.errors import ApiError
 from ling3.server.limits import LARGE, MOST_LARGE
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 GIVEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """The request ids that are taken from clients."""

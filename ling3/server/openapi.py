@@ -1,10 +1,7 @@
 """`/openapi.json`: what the server answers, made from its routes and the models of their bodies."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -14,12 +11,12 @@ from starlette.routing import BaseRoute, Route
 from ling3.server.errors import ErrorBody
 from ling3.version import __version__
 
-Models = Mapping[Callable[..., Any], type[pydantic.BaseModel]]
+Models = Mapping[str, type[pydantic.BaseModel]]
 SCHEMA = "#/components/schemas/{model}"
 
 
 def document(routes: Sequence[BaseRoute], bodies: Models) -> dict[str, Any]:
-    """The description, in OpenAPI 3.1; `bodies` has the model of each endpoint that reads one."""
+    """The description, in OpenAPI 3.1; `bodies` has the model of each path that reads one."""
     models = [*dict.fromkeys(bodies.values()), ErrorBody]
     found, schemas = models_json_schema([(model, "validation") for model in models], ref_template=SCHEMA)
     places = {model: place for (model, _), place in found.items()}
@@ -46,16 +43,13 @@ def _operation(route: Route, path: str, bodies: Models, places: Mapping[Any, Any
     if names := re.findall(r"{(\w+)}", path):
         at = {"in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [{"name": name, **at} for name in names]
-    if (model := bodies.get(route.endpoint)) is not None:
+    if (model := bodies.get(path)) is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": places[model]}}}
+    streams = model is not None and "stream" in model.model_fields
+    kinds = ("application/json", "text/event-stream") if streams else ("application/json",)
     error = {"application/json": {"schema": places[ErrorBody]}}
     operation["responses"] = {
-        "200": {"description": "The answer.", "content": {kind: {} for kind in _kinds(model)}},
+        "200": {"description": "The answer.", "content": {kind: {} for kind in kinds}},
         "default": {"description": "What was wrong.", "content": error},
     }
     return operation
-
-
-def _kinds(model: type[pydantic.BaseModel] | None) -> Sequence[str]:
-    streams = model is not None and "stream" in model.model_fields
-    return ("application/json", "text/event-stream") if streams else ("application/json",)

@@ -4,9 +4,6 @@ A browser lets every page send requests. What a page of another origin may not d
 name leads to this server's address (DNS rebinding); then Host has that name.
 """
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import dataclasses
 import ipaddress
 import socket

@@ -1,8 +1,5 @@
 """`/`: a page to chat with, one file that loads nothing else and runs nothing but its own script."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import base64
 import hashlib
 import pathlib

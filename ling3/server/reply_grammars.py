@@ -49,7 +49,11 @@ class Callable(NamedTuple):
     strict: bool
     """Whether every keyword of the schema has to hold."""
     form: Structured | None = None
-    """What the text of a custom tool's only argument may be."""
+    """What the text of a custom tool's only argument may be; None for any text."""
+    custom: bool = False
+    """Whether it stands for a custom tool, whose input is its only argument."""
+    shown: Mapping[str, Any] = {}
+    """What the chat template gets."""
 
 
 def after_thinking(reply: Structured, tokenizer: Tokenizer) -> Grammar:
@@ -119,14 +123,12 @@ def _tagged(tags: "_Tags", function: Callable, i: int) -> tuple[str, dict[str, S
         head = f"{tags.literal(KEY)} {key} {tags.literal(KEY_END)} NL? {tags.literal(VALUE)}"
         if isinstance(function.form, Regex):
             lines.append(tags.until(f"value{i}x{j}", f"/{_slashed(function.form.pattern)}/", VALUE_END))
-        elif function.form is not None:
-            parts[f"value_{i}_{j}"] = function.form
-            lines.append(f"value{i}x{j}: @value_{i}_{j} {tags.literal(VALUE_END)}")
-        elif kinds(inner, root) == {"string"}:
+        elif function.form is None and kinds(inner, root) == {"string"}:
             lines.append(tags.until(f"value{i}x{j}", _text(inner, root, function.strict), VALUE_END))
         else:
             own = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            parts[f"value_{i}_{j}"] = JSONSchema({**inner, **own} if isinstance(inner, Mapping) else inner)
+            value = {**inner, **own} if isinstance(inner, Mapping) else inner
+            parts[f"value_{i}_{j}"] = JSONSchema(value) if function.form is None else function.form
             lines.append(f"value{i}x{j}: @value_{i}_{j} {tags.literal(VALUE_END)}")
         lines.append(f"argument{i}x{j}: {head} value{i}x{j}")
         wanted.append(f"(NL? argument{i}x{j})" + ("" if name in required else "?"))

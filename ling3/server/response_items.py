@@ -1,14 +1,12 @@
 """The items of `/v1/responses`: those of a request as a chat's messages, and an answer's, with the events of each."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ling3.server.errors import ApiError
+from ling3.server.errors import wrong
+from ling3.server.events import identifier
 from ling3.server.known_fields import check_names
-from ling3.server.running import identifier
+from ling3.server.messages import joined
 from ling3.text.replies import Piece
 
 FIELDS = {
@@ -33,55 +31,42 @@ def messages_of(
 
     Thinking, text and calls of one turn, which are items of their own, are one message.
     """
-    messages: list[dict[str, Any]] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
+    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    turn: dict[str, Any] | None = None
     for i, item in enumerate(given):
-        where = f"input[{i}]"
-        kind = item.get("type", "message")
+        where, kind = f"input[{i}]", item.get("type", "message")
         if not isinstance(kind, str) or kind not in FIELDS:
-            raise ApiError(400, f"{where}.type is not supported, expected one of {', '.join(FIELDS)}", f"{where}.type")
+            raise wrong(f"{where}.type", f"is not supported, expected one of {', '.join(FIELDS)}")
         check_names("item", item, FIELDS[kind], where, allow_unknown)
-        own = kind in (*CALLS, "reasoning") or (kind == "message" and item.get("role") == "assistant")
-        if own:
-            begins = turn is None or (kind == "reasoning" and (turn["content"] or "tool_calls" in turn))
-            if turn is None or begins or (kind == "message" and (turn["content"] or "tool_calls" in turn)):
-                turn = {"role": "assistant", "content": ""}
-                messages.append(turn)
-            _add(turn, kind, item, where)
-            continue
-        turn = None
-        if kind == "message":
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
+        message, last = _message(kind, item, where), messages[-1] if messages else {}
+        calls = message.get("tool_calls", [])
+        said = last.get("content") or "tool_calls" in last  # after which only calls belong to the same turn
+        if not message["role"] == "assistant" == last.get("role") or (said and not calls):
+            messages.append({"content": "", **message})
         else:
-            output = _text(item.get("output"), f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            last |= {**message, **({"tool_calls": [*last.get("tool_calls", []), *calls]} if calls else {})}
     return messages
 
 
-def _add(turn: dict[str, Any], kind: str, item: dict[str, Any], where: str) -> None:
-    """Adds an item of the assistant's to its message."""
+def _message(kind: str, item: dict[str, Any], where: str) -> dict[str, Any]:
+    """An item as a chat's message, without content where that has none."""
     if kind == "message":
-        turn["content"] = _text(item.get("content"), f"{where}.content")
-    elif kind == "reasoning":
-        turn["reasoning_content"] = _text(item.get("content") or [], f"{where}.content")
-    else:
-        named, text = CALLS[kind]
-        call = {"name": item.get("name"), text: item.get(text)}
-        turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": named, named: call})
+        return {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
+    if kind == "reasoning":
+        return {"role": "assistant", "reasoning_content": _text(item.get("content") or [], f"{where}.content")}
+    if kind not in CALLS:
+        output = _text(item.get("output"), f"{where}.output")
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    named, text = CALLS[kind]
+    call = {"name": item.get("name"), text: item.get(text)}
+    return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "type": named, named: call}]}
 
 
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get(PARTS.get(str(part.get("type")))) if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ApiError(400, f"{where} has a part that is no text", where)
-    return "".join(map(str, texts))
+    return joined(content if isinstance(content, list) else [content], where, PARTS)
 
 
 class Kind(NamedTuple):

@@ -1,38 +1,24 @@
 """`/v1/responses`, without storage: the conversation comes whole, and is answered as a chat is, in items and events."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
-import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
-from starlette.requests import Request
 from starlette.responses import Response
 
-from ling3.engine.outputs import Delta
-from ling3.server import body, chat
-from ling3.server.custom_tools import Custom, CustomTool, ResponseFormat
+from ling3.engine.outputs import Delta, RequestOutput
+from ling3.server import chat
+from ling3.server.custom_tools import Custom, ResponseFormat
 from ling3.server.errors import ApiError
+from ling3.server.events import Events, StrictResponse, event, identifier, outputs_of, streamed, usage_of
 from ling3.server.fields import Chat, Sampling, kind_of_tool
 from ling3.server.known_fields import Known
 from ling3.server.response_items import Items, messages_of
-from ling3.server.running import (
-    Deltas,
-    Events,
-    Service,
-    StrictResponse,
-    check,
-    event,
-    identifier,
-    usage_of,
-    while_there,
-)
-from ling3.server.tools import MOST, NAME, Function, Tool
-from ling3.text.replies import THINK_END, TokenReply
+from ling3.server.service import Deltas, Service
+from ling3.server.tools import MOST, Function
+from ling3.text.replies import THINK_END, Piece, TokenReply
 from ling3.text.tokenizer import Tokenizer
 
 SAME = (*Sampling.model_fields, "chat_template_kwargs")
@@ -77,35 +63,17 @@ class Direct(Known):
     asynchronous: Literal[False] | None = pydantic.Field(None, alias="async")
 
 
-class FunctionTool(Direct):
+class FunctionTool(Direct, Function):
     """A function with its type beside its name."""
 
     type: Literal["function"]
-    name: str = pydantic.Field(pattern=NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    @property
-    def as_chat(self) -> Tool:
-        """The same as a chat's."""
-        inner = self.model_dump(include=set(Function.model_fields), exclude_none=True)
-        return Tool(type="function", function=Function(**inner))
 
 
-class CustomToolParam(Direct):
+class CustomToolParam(Direct, Custom):
     """A custom tool with its type beside its name."""
 
     type: Literal["custom"]
-    name: str = pydantic.Field(pattern=NAME)
-    description: str | None = None
-    format: ResponseFormat | None = None
-
-    @property
-    def as_chat(self) -> CustomTool:
-        """The same as a chat's."""
-        form = None if self.format is None else self.format.as_chat
-        return CustomTool(type="custom", custom=Custom(name=self.name, description=self.description, format=form))
+    format: ResponseFormat | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 AnyTool = Annotated[
@@ -146,8 +114,7 @@ class Asked(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self, allow_unknown: bool = False) -> Chat:
-        """The same as a chat; ApiError 400 for items that are none of a conversation."""
-        tools = [each.as_chat for each in self.tools or ()]
+        """The same as a chat, but for its tools; ApiError 400 for items that are none of a conversation."""
         messages = messages_of(self.input, self.instructions, allow_unknown)
         if not messages:
             raise ApiError(400, "input is empty", "input")
@@ -155,14 +122,13 @@ class Asked(Sampling):
             "model": self.model,
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "tools": tools or None,
             "tool_choice": self.tool_choice,
-            "parallel_tool_calls": self.parallel_tool_calls if tools else None,
+            "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
             "response_format": _format(self.text),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             **{name: getattr(self, name) for name in SAME},
         }
-        return Chat(**given)
+        return Chat.model_construct(**given)  # whose fields have been validated here
 
 
 def _format(text: Text | None) -> dict[str, Any] | None:
@@ -173,23 +139,19 @@ def _format(text: Text | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": inner}
 
 
-async def answer(request: Request) -> Response:
+async def answer(service: Service, asked: Asked) -> Response:
     """The endpoint."""
-    service: Service = request.app.state.service
-    asked = await body.read(request, Asked)
-    service.check_model(asked.model)
     try:
-        begun = await while_there(request, chat.begin(service, asked.as_chat(service.allow_unknown_fields)))
+        chat_alike = asked.as_chat(service.allow_unknown_fields)
+        deltas, (reply,), _ = await chat.begin(service, chat_alike, [each.callable for each in asked.tools or ()])
     except ApiError as error:
         raise _renamed(error) from None
-    if isinstance(begun, Response):
-        return begun
-    deltas, (reply,), _ = begun
-    stream = _Stream(service.tokenizer, _head(service, asked), deltas, reply)
+    made = _Response(service.tokenizer, _head(service, asked))
     if asked.stream:
-        return Events(stream.events(), stream.failed, done=False)
-    whole = await while_there(request, _last(stream.objects()))
-    return whole if isinstance(whole, Response) else StrictResponse(whole["response"])
+        return Events(made.events(deltas, reply), made.failed, done=False)
+    [output] = await outputs_of(deltas)
+    made.add(chat.pieces(reply, output.outputs[0]))
+    return StrictResponse(made.end(output)[-1]["response"])
 
 
 def _renamed(error: ApiError) -> ApiError:
@@ -234,72 +196,58 @@ def _head(service: Service, asked: Asked) -> dict[str, Any]:
     }
 
 
-class _Stream:
+class _Response:
     """A response as it comes, in numbered events."""
 
-    def __init__(self, tokenizer: Tokenizer, head: dict[str, Any], deltas: Deltas, reply: TokenReply):
-        self._tokenizer, self._head, self._deltas, self._reply = tokenizer, head, deltas, reply
-        self._numbers = itertools.count()
+    def __init__(self, tokenizer: Tokenizer, head: dict[str, Any]):
+        self._tokenizer, self._head, self._items, self._numbers = tokenizer, head, Items(), itertools.count()
 
-    async def objects(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """The events as objects, in lists of those that are sent at once; the last event has the whole response."""
-        items, last = Items(), None
-        async with contextlib.aclosing(self._deltas) as deltas:  # pyright: ignore[reportArgumentType]
-            yield [self._response(name, self._head) for name in ("created", "in_progress")]
-            some: list[dict[str, Any]] = []
-            async for _, delta in deltas:
-                check(delta)
-                last = delta
-                for piece in chat.pieces(self._reply, delta):
-                    some += map(self._numbered, items.add(piece))
-                if some and delta.finish_reason is None:  # the last go with the end
-                    yield some
-                    some = []
-        assert last is not None, "there is a last delta"
-        status = "incomplete" if last.finish_reason == "length" else "completed"
-        some += map(self._numbered, items.close(status))
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        made = {**self._head, "status": status, "incomplete_details": reason, "output": items.output}
-        made["completed_at"] = int(time.time()) if status == "completed" else None
-        made["usage"] = _usage(self._tokenizer, last, items)
-        yield [*some, self._response(status, made)]
-
-    async def events(self) -> AsyncIterator[str]:
+    def events(self, deltas: Deltas, reply: TokenReply) -> AsyncGenerator[str, None]:
         """The events as a client gets them."""
-        async with contextlib.aclosing(self.objects()) as objects:  # pyright: ignore[reportArgumentType]
-            async for some in objects:
-                yield "".join(map(event, some))
+
+        async def news(place: int, delta: Delta) -> str:
+            return "".join(map(event, self.add(chat.pieces(reply, delta))))
+
+        begin = [self._whole(name, self._head) for name in ("created", "in_progress")]
+        end = lambda outputs: "".join(map(event, self.end(outputs[0])))  # noqa: E731
+        return streamed(deltas, 1, "".join(map(event, begin)), news, end)
+
+    def add(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+        """The events of pieces of the reply."""
+        return [self._numbered(said) for piece in pieces for said in self._items.add(piece)]
+
+    def end(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """The events of the end; the last one has the whole response."""
+        cut, usage = output.finish_reason == "length", usage_of([output])
+        status = "incomplete" if cut else "completed"
+        some = [self._numbered(said) for said in self._items.close(status)]
+        thought = _thought(self._tokenizer, output.token_ids, self._items.output)
+        made = {
+            **self._head,
+            "status": status,
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._items.output,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": thought},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+        return [*some, self._whole(status, made)]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The event that ends them where the answer fails."""
         said = {"code": "server_error", "message": str(error)}
-        return self._response("failed", {**self._head, "status": "failed", "error": said})
+        return self._whole("failed", {**self._head, "status": "failed", "error": said})
 
-    def _response(self, name: str, response: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, name: str, response: dict[str, Any]) -> dict[str, Any]:
         return self._numbered({"type": f"response.{name}", "response": response})
 
     def _numbered(self, said: dict[str, Any]) -> dict[str, Any]:
         return {**said, "sequence_number": next(self._numbers)}
-
-
-async def _last(objects: AsyncIterator[list[dict[str, Any]]]) -> dict[str, Any]:
-    some: list[dict[str, Any]] = []
-    async with contextlib.aclosing(objects):  # pyright: ignore[reportArgumentType]
-        async for some in objects:  # noqa: B007 -- the last one is wanted
-            pass
-    return some[-1]
-
-
-def _usage(tokenizer: Tokenizer, last: Delta, items: Items) -> dict[str, Any]:
-    assert last.output is not None, "the last delta has the output"
-    counts = usage_of([last])
-    return {
-        "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": _thought(tokenizer, last.output.token_ids, items.output)},
-        "total_tokens": counts["total_tokens"],
-    }
 
 
 def _thought(tokenizer: Tokenizer, ids: Sequence[int], output: Sequence[dict[str, Any]]) -> int:

@@ -1,8 +1,5 @@
 """The app under uvicorn: SIGTERM lets running requests end, and a second SIGINT ends at once."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import asyncio
 import contextlib
 import functools
@@ -18,7 +15,7 @@ from starlette.types import ASGIApp
 
 from ling3.server import log
 from ling3.server.connections import KEEP_ALIVE, Connection, Connections, room
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 INTERRUPTED = 130
 LAST_LINES = 1.0

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ling3.engine.outputs import Logprob
+from ling3.text.detokenizer import StreamDecoder
 from ling3.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -40,41 +41,36 @@ class Scores:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], echoed: str):
-        self._tokenizer, self._prompt, self._echoed = tokenizer, prompt, echoed
+        self._tokenizer, self._prompt = tokenizer, prompt
         self._decoder, self._place = tokenizer.stream(prompt), len(echoed)
 
     def of_prompt(self, scores: Sequence[Logprob | None]) -> dict[str, Any]:
         """Those of the prompt, which the text begins with."""
-        decoder, place, said = self._tokenizer.stream((), skip_special_tokens=False), 0, _empty()
-        for token, score in zip(self._prompt, scores, strict=True):
-            self._add(said, token, score, place)
-            place += len(decoder.feed([token]))
-        return said
+        decoder = self._tokenizer.stream((), skip_special_tokens=False)
+        return self._said(zip(self._prompt, scores, strict=True), decoder, 0)[0]
 
     def of_answer(self, scores: Iterable[Logprob]) -> dict[str, Any]:
         """Those of the next tokens."""
-        said = _empty()
-        for score in scores:
-            self._add(said, score.token_id, score, self._place)
-            self._place += len(self._decoder.feed([score.token_id]))
+        said, self._place = self._said(((score.token_id, score) for score in scores), self._decoder, self._place)
         return said
 
-    def _add(self, said: dict[str, list[Any]], token: int, score: Logprob | None, place: int) -> None:
-        name = name_of(self._tokenizer, token)
-        top: dict[str, float] | None = None
-        if score is not None:
-            top = {}
+    def _said(
+        self, scored: Iterable[tuple[int, Logprob | None]], decoder: StreamDecoder, place: int
+    ) -> tuple[dict[str, list[Any]], int]:
+        """The entries of tokens whose text begins at a place, and where it ends."""
+        said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, score in scored:
+            top: dict[str, float] = {}
             # Several tokens may have one text, of which the likeliest counts, and the one chosen before it.
-            for other, value in [(token, score.logprob), *score.top.items()]:
+            for other, value in [(token, score.logprob), *score.top.items()] if score is not None else ():
                 top.setdefault(name_of(self._tokenizer, other), max(value, LEAST_LOGPROB))
-        said["tokens"].append(name)
-        said["token_logprobs"].append(None if score is None else max(score.logprob, LEAST_LOGPROB))
-        said["top_logprobs"].append(top)
-        said["text_offset"].append(place)
-
-
-def _empty() -> dict[str, list[Any]]:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            name = name_of(self._tokenizer, token)
+            said["tokens"].append(name)
+            said["token_logprobs"].append(None if score is None else top[name])
+            said["top_logprobs"].append(None if score is None else top)
+            said["text_offset"].append(place)
+            place += len(decoder.feed([token]))
+        return said, place
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:

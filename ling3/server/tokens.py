@@ -1,8 +1,5 @@
 """`/tokenize` and `/detokenize`: texts and conversations as the model's ids, and back."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import asyncio
 from typing import Annotated, Any
 
@@ -10,11 +7,11 @@ import pydantic
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ling3.server import body
 from ling3.server.errors import ApiError
+from ling3.server.events import StrictResponse
 from ling3.server.known_fields import Known
 from ling3.server.messages import rendered
-from ling3.server.running import Service, StrictResponse
+from ling3.server.service import Service
 from ling3.text.json_text import dumped
 
 PART = 2**16
@@ -47,40 +44,25 @@ async def about(request: Request) -> Response:
     return StrictResponse({**said, "chat_template": None if template is None else template.source})
 
 
-async def tokenize(request: Request) -> Response:
+async def tokenize(service: Service, asked: Tokenize) -> Response:
     """The endpoint for ids."""
-    service: Service = request.app.state.service
-    asked = await body.read(request, Tokenize)
-    if asked.model is not None:
-        service.check_model(asked.model)
     return Response(await asyncio.to_thread(_tokenized, service, asked), media_type="application/json")
 
 
-async def detokenize(request: Request) -> Response:
+async def detokenize(service: Service, asked: Detokenize) -> Response:
     """The endpoint for text."""
-    service: Service = request.app.state.service
-    asked = await body.read(request, Detokenize)
-    if asked.model is not None:
-        service.check_model(asked.model)
     text = await asyncio.to_thread(service.tokenizer.decode, asked.tokens, skip_special_tokens=False)
     return StrictResponse({"prompt": text})
 
 
 def _tokenized(service: Service, asked: Tokenize) -> str:
     """The answer, encoded in parts, as the event loop waits for each."""
-    ids = _ids(service, asked)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "expected either prompt or messages", "prompt")
+    if asked.prompt is not None:
+        ids = service.encode(asked.prompt, "prompt", asked.add_special_tokens)
+    else:
+        _, ids = rendered(service, asked.messages or [], asked.chat_template_kwargs)
     tokens = ", ".join(dumped(ids[i : i + PART])[1:-1] for i in range(0, len(ids), PART))
     head = dumped({"count": len(ids), "max_model_len": service.engine.max_model_len})
     return f'{head[:-1]}, "tokens": [{tokens}]}}'
-
-
-def _ids(service: Service, asked: Tokenize) -> list[int]:
-    if (asked.prompt is None) == (asked.messages is None):
-        raise ApiError(400, "expected either prompt or messages", "prompt")
-    if asked.messages is not None:
-        return rendered(service, asked.messages, asked.chat_template_kwargs)[1]
-    assert asked.prompt is not None, "one of the two"
-    try:
-        return service.encode(asked.prompt, "prompt", asked.add_special_tokens)
-    except ValueError as error:
-        raise ApiError(400, service.plain(error), "prompt") from None

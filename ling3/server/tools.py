@@ -1,8 +1,5 @@
 """Tools of a request: which functions may be called, how they are shown to the model, and what holds it to them."""
 
-# pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -10,9 +7,9 @@ from typing import Any, Literal
 import pydantic
 
 from ling3.engine.structured import Structured
-from ling3.server import reply_grammars
-from ling3.server.errors import ApiError
+from ling3.server.errors import ApiError, wrong
 from ling3.server.known_fields import Known
+from ling3.server.reply_grammars import Callable, calls
 from ling3.text.tokenizer import Tokenizer
 from ling3.text.tool_calls import ToolForm
 
@@ -32,6 +29,12 @@ class Function(Known):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @property
+    def callable(self) -> Callable:
+        """The function for the model."""
+        shown = self.model_dump(include=set(Function.model_fields), exclude_none=True)
+        return Callable(self.name, self.parameters or {}, bool(self.strict), shown=shown)
+
 
 class Tool(Known):
     """A function as a tool of a chat."""
@@ -39,29 +42,18 @@ class Tool(Known):
     type: Literal["function"]
     function: Function
 
-
-@dataclasses.dataclass(frozen=True)
-class Offered:
-    """A tool as the model sees it: a function."""
-
-    function: Function
-    custom: bool = False
-    """Whether it stands for a custom tool, whose input is its only argument."""
-    form: Structured | None = None
-    """What that input may be; None for any text."""
-
     @property
-    def name(self) -> str:
-        """The function's."""
-        return self.function.name
+    def callable(self) -> Callable:
+        """The function for the model."""
+        return self.function.callable
 
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
     """The tools of a request, and what `tool_choice` and `parallel_tool_calls` make of them."""
 
-    offered: Sequence[Offered]
-    form: ToolForm
+    offered: Sequence[Callable]
+    form: ToolForm | None
     allowed: frozenset[str]
     """Those that may be called."""
     required: bool
@@ -72,13 +64,12 @@ class Tools:
     @property
     def shown(self) -> list[dict[str, Any]]:
         """What the template gets."""
-        functions = [each.function.model_dump(exclude_none=True) for each in self.offered]
-        return [{"type": "function", "function": function} for function in functions]
+        return [{"type": "function", "function": each.shown} for each in self.offered]
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """The parameters by name."""
-        return {each.name: each.function.parameters or {} for each in self.offered}
+        return {each.name: each.parameters for each in self.offered}
 
     @property
     def customs(self) -> frozenset[str]:
@@ -88,42 +79,42 @@ class Tools:
     @property
     def held(self) -> bool:
         """Whether the calls are held to a grammar; else the model writes what it likes."""
-        some = any(each.function.strict or each.form is not None for each in self.offered)
+        some = any(each.strict or each.form is not None for each in self.offered)
         return self.required or len(self.allowed) < len(self.offered) or some or not self.several
 
     def grammar(self, answer: Structured | None, tokenizer: Tokenizer) -> Structured | None:
         """What the reply may be, if it is a call or an `answer`; ApiError 400 for schemas that cannot be held."""
-        if not self.held and answer is None:
-            return None
-        functions = [
-            reply_grammars.Callable(each.name, each.function.parameters or {}, bool(each.function.strict), each.form)
-            for each in self.offered
-            if each.name in self.allowed
-        ]
+        if self.form is None or (not self.held and answer is None):
+            return answer
+        functions = [each for each in self.offered if each.name in self.allowed]
         otherwise = False if self.required else True if answer is None else answer
         try:
-            return reply_grammars.calls(functions, self.form, tokenizer, self.several, otherwise)
+            return calls(functions, self.form, tokenizer, self.several, otherwise)
         except (ValueError, TypeError, AttributeError) as error:
             # The latter two are of schemas that are none.
             raise ApiError(400, f"tools: {error}", "tools") from None
 
 
-def chosen(offered: Sequence[Offered], choice: Any, parallel: bool | None, tokenizer: Tokenizer) -> Tools | None:
-    """The tools, or None where none may be called; ApiError 400 for a choice that there is not, and without a form."""
+def chosen(offered: Sequence[Callable], choice: Any, parallel: bool | None, tokenizer: Tokenizer) -> Tools:
+    """The tools, without any where none may be called.
+
+    ApiError 400 for a choice that there is not, and for a model without a form of calls.
+    """
+    none = Tools((), None, frozenset(), required=False, several=True)
     if not offered:
         if choice not in (None, "none", "auto") or parallel is not None:
             name = "parallel_tool_calls" if choice is None else "tool_choice"
-            raise ApiError(400, f"{name} needs tools", name)
-        return None
+            raise wrong(name, "needs tools")
+        return none
     names = [each.name for each in offered]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise ApiError(400, f"tools has several functions {repeated}", "tools")
+        raise wrong("tools", f"has several functions {repeated}")
     form = tokenizer.tool_form
     if form is None:
         raise ApiError(400, "tools: this model's chat template has no tools", "tools", "unsupported_parameter")
     mode, allowed = _choice(choice, names)
     if mode == "none":
-        return None
+        return none
     return Tools(offered, form, frozenset(allowed), mode == "required", parallel is not False)
 
 

@@ -80,7 +80,7 @@ def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: p
     return {name: token.content for name, token in names.items()}
 
 
-def without(backend: tokenizers.Tokenizer, token: str, rows: int) -> tokenizers.Tokenizer:
+def without_token(backend: tokenizers.Tokenizer, token: str, rows: int) -> tokenizers.Tokenizer:
     """`backend` without an added token that the model's embedding, of `rows`, has no row for."""
     place = backend.token_to_id(token)
     if place is None or place < rows:

@@ -48,7 +48,7 @@ def chat_templates(directory: pathlib.Path, settings: Mapping[str, Any]) -> dict
     return {name: ChatTemplate(text, f"{where}, {name}") for name, text in value.items()}
 
 
-def chosen(templates: Mapping[str, ChatTemplate], tools: object) -> ChatTemplate:
+def chosen_template(templates: Mapping[str, ChatTemplate], tools: object) -> ChatTemplate:
     """The template for a conversation: with `tools` the one for them, if there is one.
 
     Raises ValueError where the checkpoint has several templates, and none is the default.

@@ -45,7 +45,7 @@ class Tokenizer:
         else:
             backend = read(directory / VOCABULARY)
         self.special_tokens = added_tokens.add(backend, settings, directory, rows)
-        self.backend = added_tokens.without(backend, self.special_tokens.get("pad_token", ""), rows)
+        self.backend = added_tokens.without_token(backend, self.special_tokens.get("pad_token", ""), rows)
         self.chat_templates = template_files.chat_templates(directory, settings)
         ends = [
             *_ids(model, "eos_token_id", directory / MODEL),
@@ -165,7 +165,7 @@ class Tokenizer:
         if not self.chat_templates:
             places = f"{template_files.TEMPLATE} or {added_tokens.SETTINGS}"
             raise ValueError(f"{self.directory} has no chat template (in {places}): use plain text")
-        text = template_files.chosen(self.chat_templates, variables.get("tools")).render(
+        text = template_files.chosen_template(self.chat_templates, variables.get("tools")).render(
             messages, add_generation_prompt=add_generation_prompt, **{**self.special_tokens, **variables}
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from ling3.train.nano.curve import draw
+from ling3.train.nano.curve import draw_curve
 from ling3.train.nano.recipe import NANO, Recipe, make
 
 
@@ -19,7 +19,7 @@ def main(out: Path, recipe: Recipe = NANO, questions: int = 500, every: int = 20
         every: steps between two points of the curve.
     """
     record = make(out, recipe, questions, every)
-    draw(record["curve"], out / "loss.png")
+    draw_curve(record["curve"], out / "loss.png")
     print(json.dumps(record["right"]))
 
 

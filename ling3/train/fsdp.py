@@ -22,7 +22,7 @@ from ling3.mesh.sharding import automatic
 from ling3.model import CausalLM, DecoderLayer, Mixer
 from ling3.ops import experts
 
-Tree = TypeVar("Tree")
+_Tree = TypeVar("_Tree")
 
 DIVISIBLE = Execution(experts=experts.dense_experts)
 """How the step runs on a mesh: on forms that XLA can divide by the rows of a batch, and no kernel in C++.
@@ -65,12 +65,12 @@ class Fsdp:
         """Where an array of this shape lies, by the rule."""
         return NamedSharding(self.mesh, self.spec(shape))
 
-    def place(self, tree: Tree) -> Tree:
+    def place(self, tree: _Tree) -> _Tree:
         """A copy of a tree, its arrays cut by the rule."""
         arrays, statics = eqx.partition(tree, eqx.is_array)
         return eqx.combine(jax.device_put(arrays, self._shardings(arrays), may_alias=False), statics)
 
-    def rows(self, batch: Tree) -> Tree:
+    def rows(self, batch: _Tree) -> _Tree:
         """The arrays of a batch, their rows dealt to the devices. ValueError if they cannot be dealt evenly."""
         count = jax.tree.leaves(batch)[0].shape[0]
         if count % self.devices:
@@ -80,17 +80,17 @@ class Fsdp:
             )
         return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(self.axis)))
 
-    def settled(self, tree: Tree) -> Tree:
+    def settled(self, tree: _Tree) -> _Tree:
         """A program's arrays, which lie by the rule from now on."""
         arrays, statics = eqx.partition(tree, eqx.is_array)
         return eqx.combine(lax.with_sharding_constraint(arrays, self._shardings(arrays)), statics)
 
-    def whole(self, tree: Tree) -> Tree:
+    def whole(self, tree: _Tree) -> _Tree:
         """A program's arrays, whole on every device."""
         arrays, statics = eqx.partition(tree, eqx.is_array)
         return eqx.combine(lax.with_sharding_constraint(arrays, NamedSharding(self.mesh, PartitionSpec())), statics)
 
-    def _shardings(self, arrays: Tree) -> Tree:
+    def _shardings(self, arrays: _Tree) -> _Tree:
         return jax.tree.map(lambda x: self.sharding(x.shape), arrays)
 
     def gathering(self, model: CausalLM) -> CausalLM:

@@ -13,9 +13,8 @@ from published_configs import DEEPSEEK_V4_FLASH, FLASH
 from published_transformers import QWEN3_30B_A3B
 
 import ling3
-from ling3.afd import cost, layouts
-from ling3.afd.cost import H200, Hardware, ModelCost
-from ling3.afd.layouts import Layout, Stage, Work
+from ling3.afd import cost
+from ling3.afd.cost import H200, DecodeStep, Deployment, Hardware, ModelCost, Stage
 from ling3.checkpoint.names import structure
 from ling3.families.deepseek_v4_config import DeepseekV4Config
 from ling3.families.qwen3_moe import Qwen3MoeConfig
@@ -146,66 +145,68 @@ def test_laws_of_the_period(attention, experts, out, back, latency, micro_batche
 
 
 def test_a_step_is_the_sum_of_its_blocks(ling):
-    layout = Layout(3, 2, H200, H200)
+    deployment = Deployment(3, 2, H200, H200)
     for micro_batches in (1, 3):
-        work = Work(4096, 16, micro_batches, 2)
-        stages = layouts.stages(ling, work, layout)
+        work = DecodeStep(4096, 16, micro_batches, 2)
+        stages = cost.stages(ling, work, deployment)
         assert len(stages) == 4 and all(len(stage.experts) == 3 for stage in stages)
         total = sum(stage.period(micro_batches) for stage in stages)
-        assert layouts.step_time(ling, work, layout) == pytest.approx(total)
-    assert layouts.step_time(ling, Work(4096, 16, 1), layout) == pytest.approx(
+        assert cost.step_time(ling, work, deployment) == pytest.approx(total)
+    assert cost.step_time(ling, DecodeStep(4096, 16, 1), deployment) == pytest.approx(
         sum(
             s.attention + s.experts[-1] + s.out + s.back + 2 * 5e-6
-            for s in layouts.stages(ling, Work(4096, 16, 1), layout)
+            for s in cost.stages(ling, DecodeStep(4096, 16, 1), deployment)
         )
     )
-    free = layouts.stages(ling, work, Layout(3, 2, FASTER, FASTER))
+    free = cost.stages(ling, work, Deployment(3, 2, FASTER, FASTER))
     assert all(stage.out == stage.back == stage.latency == 0 for stage in free)
 
 
 def test_the_times_of_a_stage_by_hand(ling):
-    work, layout = Work(1000, 20, 2, 2), Layout(4, 2, H200, H200)
-    *_, kda, mla = layouts.stages(ling, work, layout)
+    work, deployment = DecodeStep(1000, 20, 2, 2), Deployment(4, 2, H200, H200)
+    *_, kda, mla = cost.stages(ling, work, deployment)
     assert mla.attention == (MLA_WEIGHTS + AROUND + 20 * 1000 * 1152) / 4.8e12
     touched = 256 * (1 - (1 - 8 / 512) ** 80)
     assert kda.experts[-1] == mla.experts[-1] == pytest.approx(touched * 11_796_480 / 4.8e12)
     # The card's link has the rows of four sessions, half of them: 20·8 slots of 2,564 bytes in 3,072, and 5,120 back.
     assert mla.out == pytest.approx(2 * 20 * 8 * 3072 / 450e9) and mla.back == pytest.approx(2 * 20 * 8 * 5120 / 450e9)
-    once = layouts.stages(ling, dataclasses.replace(work, once_per_card=True), layout)[-1]
+    once = cost.stages(ling, dataclasses.replace(work, once_per_card=True), deployment)[-1]
     assert once.back == pytest.approx(2 * 20 * 2 * (1 - 0.5**8) * 5120 / 450e9)
-    crowd = layouts.stages(ling, Work(1000, 100_000, 1), layout)[-1]
+    crowd = cost.stages(ling, DecodeStep(1000, 100_000, 1), deployment)[-1]
     assert crowd.experts[-1] == pytest.approx(400_000 * 8 / 2 * ling.expert_flops / 989e12)
-    alone = layouts.stages(ling, Work(1000, 20, 1), Layout.undivided(1, H200))[-1]
+    alone = cost.stages(ling, DecodeStep(1000, 20, 1), Deployment.undivided(1, H200))[-1]
     assert alone.out == alone.back == 0 and len(alone.experts) == 1
 
 
 def test_several_batches_at_once(ling):
-    layout, batches = Layout(3, 2, H200, H200), np.array([1, 7, 500])
-    together = layouts.step_time(ling, Work(4096, batches, 2), layout)
-    assert together.tolist() == [layouts.step_time(ling, Work(4096, int(b), 2), layout) for b in batches]
-    per_sequence = layouts.step_time(ling, Work(4096, np.arange(1, 3000), 2), layout) / np.arange(1, 3000)
+    deployment, batches = Deployment(3, 2, H200, H200), np.array([1, 7, 500])
+    together = cost.step_time(ling, DecodeStep(4096, batches, 2), deployment)
+    assert together.tolist() == [cost.step_time(ling, DecodeStep(4096, int(b), 2), deployment) for b in batches]
+    per_sequence = cost.step_time(ling, DecodeStep(4096, np.arange(1, 3000), 2), deployment) / np.arange(1, 3000)
     assert np.all(np.diff(per_sequence) <= 1e-18)
 
 
 def test_the_fullest_batch_is_the_largest_that_fits(ling):
-    layout, work = Layout(3, 2, H200, H200), Work(8192, 1, 2)
-    plan = layouts.fullest(ling, work, layout)
+    deployment, work = Deployment(3, 2, H200, H200), DecodeStep(8192, 1, 2)
+    plan = cost.fullest(ling, work, deployment)
     most = int((H200.memory - ling.weights) / ling.sequence(8192)) // 2
     assert plan.work.batch == most and plan.throughput == pytest.approx(3 * 2 * most / plan.step_time / 5)
-    limited = layouts.fullest(ling, work, layout, plan.step_time / 2)
+    limited = cost.fullest(ling, work, deployment, plan.step_time / 2)
     batch = limited.work.batch
     assert limited.step_time <= plan.step_time / 2
-    assert layouts.step_time(ling, Work(8192, batch + 1, 2), layout) > plan.step_time / 2
-    assert limited.throughput < plan.throughput and layouts.fullest(ling, work, layout, 1e-9) is None
+    assert cost.step_time(ling, DecodeStep(8192, batch + 1, 2), deployment) > plan.step_time / 2
+    assert limited.throughput < plan.throughput and cost.fullest(ling, work, deployment, 1e-9) is None
     tight = dataclasses.replace(H200, memory=ling.weights)
-    assert layouts.fullest(ling, work, Layout(3, 2, tight, H200)) is None
-    assert layouts.fullest(ling, work, Layout(3, 2, H200, tight)) is None  # half of the experts have no room
-    chosen = layouts.best(ling, work, [Layout(4, 1, H200, H200), layout])
+    assert cost.fullest(ling, work, Deployment(3, 2, tight, H200)) is None
+    assert cost.fullest(ling, work, Deployment(3, 2, H200, tight)) is None  # half of the experts have no room
+    chosen = cost.best(ling, work, [Deployment(4, 1, H200, H200), deployment])
     others = [
-        layouts.fullest(ling, Work(8192, 1, m), Layout(5 - w, w, H200, H200)) for w in (1, 2) for m in range(1, 5)
+        cost.fullest(ling, DecodeStep(8192, 1, m), Deployment(5 - w, w, H200, H200))
+        for w in (1, 2)
+        for m in range(1, 5)
     ]
     assert chosen.throughput == max(plan.throughput for plan in others)
-    assert layouts.best(ling, work, [Layout(3, 2, tight, H200)]) is None
+    assert cost.best(ling, work, [Deployment(3, 2, tight, H200)]) is None
 
 
 def test_where_the_room_for_caches_is(ling):
@@ -213,7 +214,7 @@ def test_where_the_room_for_caches_is(ling):
     experts = len(ling.blocks) * ling.experts * ling.expert_bytes
     for memory in (ling.weights + experts / 4, 10 * experts):
         hardware = dataclasses.replace(H200, memory=memory)
-        divided, peer = Layout(12, 4, hardware, hardware), Layout.undivided(16, hardware)
+        divided, peer = Deployment(12, 4, hardware, hardware), Deployment.undivided(16, hardware)
         more = 12 * divided.room(ling) - 16 * peer.room(ling)
         assert more == pytest.approx(experts - 4 * (memory - ling.weights), rel=1e-6, abs=1e3)
         assert (divided.price, peer.price, divided.devices, peer.devices) == (16, 16, 16, 16)
@@ -225,12 +226,12 @@ def test_where_the_room_for_caches_is(ling):
         (lambda: dataclasses.replace(H200, memory_bandwidth=-1.0), "memory_bandwidth is -1.0, expected"),
         (lambda: Hardware(1.0, 1.0, math.nan, 1.0), "flops is nan"),
         (lambda: dataclasses.replace(H200, link_latency=-1e-6), "link_latency is -1e-06, expected at least 0"),
-        (lambda: Work(10, 1, 0), "micro_batches is 0, expected at least 1"),
-        (lambda: Work(10, np.array([3, 0]), 1), "batch is"),
-        (lambda: Work(-1, 1, 1), "context is -1"),
-        (lambda: Layout(0, 1, H200, H200), "attention_workers is 0"),
-        (lambda: Layout(1, 0, H200, H200), "ffn_workers is 0"),
-        (lambda: Layout(2, 1, H200, H200, divided=False), "ffn_workers is 1, expected the attention"),
+        (lambda: DecodeStep(10, 1, 0), "micro_batches is 0, expected at least 1"),
+        (lambda: DecodeStep(10, np.array([3, 0]), 1), "batch is"),
+        (lambda: DecodeStep(-1, 1, 1), "context is -1"),
+        (lambda: Deployment(0, 1, H200, H200), "attention_workers is 0"),
+        (lambda: Deployment(1, 0, H200, H200), "ffn_workers is 0"),
+        (lambda: Deployment(2, 1, H200, H200, divided=False), "ffn_workers is 1, expected the attention"),
         (lambda: Stage(1.0, (1.0,), 0.0, 0.0, 0.0).period(0), "micro_batches is 0"),
         (lambda: ModelCost.of(SMALL, expert_bytes=0.0), "expert_bytes is 0.0, expected a number above 0"),
     ],
@@ -241,8 +242,8 @@ def test_bad_input_is_named(call, message):
 
 
 def test_bad_work_is_named(ling):
-    layout = Layout(1, 1, H200, H200)
+    deployment = Deployment(1, 1, H200, H200)
     with pytest.raises(ValueError, match="token_dtype"):
-        layouts.step_time(ling, Work(10, 1, 1, token_dtype=3), layout)
+        cost.step_time(ling, DecodeStep(10, 1, 1, token_dtype=3), deployment)
     with pytest.raises(ValueError, match="limit is 0"):
-        layouts.fullest(ling, Work(10, 1, 1), layout, limit=0.0)
+        cost.fullest(ling, DecodeStep(10, 1, 1), deployment, limit=0.0)

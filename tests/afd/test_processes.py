@@ -27,7 +27,7 @@ class Process:
     """One worker: commands go in, answers come out, and what else it prints is kept."""
 
     def __init__(self, number, sessions, cards, port):
-        paths = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
+        paths = [str(SCRIPT.parent), str(SCRIPT.parents[2])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PROGRAMS": str(conftest.PROGRAMS)}
         environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # they compile in half the time
         environment.pop("XLA_FLAGS", None)

@@ -10,10 +10,8 @@ import pytest
 from slow_cases import slowly
 
 import ling3
-from ling3.afd import layouts
-from ling3.afd.cost import H200, ModelCost
-from ling3.afd.layouts import Layout, Stage, Work
-from ling3.afd.simulation import simulate
+from ling3.afd import cost
+from ling3.afd.cost import H200, DecodeStep, Deployment, ModelCost, Stage, simulate
 
 SHAPES = [(2, 1, 2), (3, 2, 3)]
 """Sessions, cards and micro-batches."""
@@ -108,11 +106,11 @@ def test_groups_of_sessions_need_not_wait_for_each_other():
 def test_a_models_stages_take_the_closed_forms_time():
     """Three layers in four are KDA and one is MLA, which reads more at this context: so within 3 %, and not exactly."""
     model = ModelCost.of(ling3.Ling3Config(num_hidden_layers=5, vocab_size=1024))
-    layout = Layout(2, 1, H200, H200)
+    deployment = Deployment(2, 1, H200, H200)
     for batch, micro_batches in ((64, 2), (512, 2)):
-        work = Work(16_384, batch, micro_batches, 2)
-        found = simulate(layouts.stages(model, work, layout), attention_workers=2, micro_batches=micro_batches)
-        closed = layouts.step_time(model, work, layout)
+        work = DecodeStep(16_384, batch, micro_batches, 2)
+        found = simulate(cost.stages(model, work, deployment), attention_workers=2, micro_batches=micro_batches)
+        closed = cost.step_time(model, work, deployment)
         assert found.step_time == pytest.approx(closed, rel=0.03)
 
 

@@ -23,8 +23,9 @@ from tiny import FLASH, open_model
 
 import ling3
 from ling3 import SamplingParams
-from ling3.afd import WorkerError, card, disaggregate, limits, session, system
+from ling3.afd import WorkerError, attention_worker, disaggregate, ffn_worker, system
 from ling3.afd.messages import DATA, Routed
+from ling3.afd.operators import limits
 from ling3.afd.plan import agree, halve
 from ling3.afd.stats import Counts
 from ling3.families.deepseek_v4_config import DeepseekV4Config
@@ -118,7 +119,7 @@ def close_to(found, expected, most=1e-5):
 def programs():
     """How many compiled forms each function of the workers has."""
     found = {}
-    for module in (session, card):
+    for module in (attention_worker, ffn_worker):
         for name, function in vars(module).items():
             if hasattr(function, "_cache_size"):
                 found[f"{module.__name__.rpartition('.')[2]}.{name}"] = function._cache_size()
@@ -156,7 +157,7 @@ def whole(model, before, cards):
     """Two sessions and two cards; each test leaves it able to answer."""
 
     def watched(*args):
-        cards.append(card.FfnWorker(*args))
+        cards.append(ffn_worker.FfnWorker(*args))
         cards[-1].inbox = Inbox()
         return cards[-1]
 
@@ -208,8 +209,8 @@ def test_answers_and_programs(whole, answers, before, cards):
     first = programs()
     made = {name: first[name] - before[name] for name in first}
     # Attention and embedding take a prompt's piece or decoded rows; all else has one form, for any contents.
-    two = {"session.embed", "session.attend", "session.combined"}
-    assert made == {name: 0 if name == "card.drained" else 1 + (name in two) for name in first}
+    two = {f"attention_worker.{name}" for name in ("embed", "attend", "combined")}
+    assert made == {name: 0 if name == "ffn_worker.drained" else 1 + (name in two) for name in first}
     assert within(whole.generate, asked[4:5], max_tokens=5) == greedy[4:5]
     assert within(whole.generate, []) == []
     assert programs() == first
@@ -303,7 +304,7 @@ def test_answers_for_other_counts(model, answers, sampled, attention_workers, ff
 def test_a_card_without_rows_may_be_behind(model):
     """Its session goes on without it, so that messages of several layers may wait in the inbox at once."""
     plan, delivered = agree(model, 1, 2, 2, 4), []
-    worker = card.FfnWorker(
+    worker = ffn_worker.FfnWorker(
         1, halve(model, plan, [0, 1]).shares[1], plan, [delivered.append], Counts(plan), ling3.Execution.default()
     )
     payload = np.ones((plan.tokens, plan.width), np.float16)
@@ -443,7 +444,7 @@ def check_shares(model, halves, plan):
     routed = {x.shape for experts in experts_of(model) for x in jax.tree.leaves(experts)}
     assert not routed & {x.shape for x in jax.tree.leaves(halves.attention)}
     assert not any(isinstance(x, Experts) for x in jax.tree.leaves(halves.attention, is_leaf=eqx.is_array_like))
-    layers, table = experts_of(model), plan.rank_table()
+    layers, table = experts_of(model), plan.rank_table
     for rank, share in enumerate(halves.shares):
         own = share.places.shape[1] // len(layers)
         assert own == np.sum(table[:, 1] == rank) <= -(-plan.experts // plan.ffn_workers)
@@ -573,7 +574,9 @@ def test_a_session_that_fails_ends_its_own_requests_alone(whole, answers, cards,
     asked, greedy = answers
     before = whole.engines[1].stats().finished
     with monkeypatch.context() as patch:
-        patch.setattr(session, "attend", failing(session.attend, of_session(whole.attention_workers[0]), after))
+        patch.setattr(
+            attention_worker, "attend", failing(attention_worker.attend, of_session(whole.attention_workers[0]), after)
+        )
         with pytest.raises(WorkerError, match="attention worker 0 failed: Fault") as caught:
             within(whole.generate, asked[:4], max_tokens=5)
         assert isinstance(caught.value.__cause__, Fault)
@@ -590,7 +593,7 @@ def test_a_value_error_of_a_pass_names_the_worker(whole, answers, monkeypatch):
         def refuse(*args):
             raise ValueError("of a device")
 
-        patch.setattr(session, "end_decode", refuse)
+        patch.setattr(attention_worker, "end_decode", refuse)
         with pytest.raises(WorkerError, match="attention worker 0 failed: ValueError"):
             within(whole.generate, answers[0][:1], max_tokens=5, ignore_eos=True)
     assert within(whole.generate, answers[0][:1], max_tokens=5) == answers[1][:1]
@@ -598,9 +601,9 @@ def test_a_value_error_of_a_pass_names_the_worker(whole, answers, monkeypatch):
 
 def test_a_card_that_fails_ends_every_request(model, answers, monkeypatch):
     with build(model) as failed:
-        broken = failing(card.computed, lambda area, share, *rest: share is failed.ffn_workers[1], 5)
+        broken = failing(ffn_worker.computed, lambda area, share, *rest: share is failed.ffn_workers[1], 5)
         with monkeypatch.context() as patch:
-            patch.setattr(card, "computed", broken)
+            patch.setattr(ffn_worker, "computed", broken)
             with pytest.raises(WorkerError, match="FFN worker 1 failed: Fault"):
                 within(failed.generate, answers[0][:4], max_tokens=5)
         for asked in (answers[0], answers[0][:1], answers[0][:2]):
@@ -623,8 +626,8 @@ def test_a_closed_system_says_so(model, answers):
 
 def test_close_amid_generate_ends_it(model, answers, monkeypatch):
     with build(model) as closed:
-        begun, computed = threading.Event(), card.computed
-        monkeypatch.setattr(card, "computed", lambda *args: begun.set() or computed(*args))
+        begun, computed = threading.Event(), ffn_worker.computed
+        monkeypatch.setattr(ffn_worker, "computed", lambda *args: begun.set() or computed(*args))
         closing = threading.Thread(target=lambda: begun.wait(LIMIT) and closed.close(), daemon=True)
         closing.start()
         with pytest.raises(WorkerError, match="it was closed"):

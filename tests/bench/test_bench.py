@@ -14,7 +14,7 @@ from tiny import TINY
 from ling3 import cli
 from ling3.bench import measure as bench
 from ling3.bench.measure import SampleRequest, arrivals, measure, random_requests, read_requests
-from ling3.bench.report import Report, Served, Spread, in_flight, machine
+from ling3.bench.report import BenchReport, Distribution, ServedRequest, in_flight, machine
 from ling3.checkpoint import load
 from ling3.serve import Engine
 from ling3.text.tokenizer import load_tokenizer
@@ -54,9 +54,9 @@ def engine(directory, served):
 
 # Ten tokens in three deltas, five in one, and one that failed.
 SCRIPT = (
-    Served(0.0, 100, ((0.5, 1), (0.9, 4), (1.4, 5)), 1.4, "length"),
-    Served(1.0, 50, ((4.0, 5),), 4.5, "stop", 30),
-    Served(2.0, 7, ((3.0, 3),), 5.0, "error"),
+    ServedRequest(0.0, 100, ((0.5, 1), (0.9, 4), (1.4, 5)), 1.4, "length"),
+    ServedRequest(1.0, 50, ((4.0, 5),), 4.5, "stop", 30),
+    ServedRequest(2.0, 7, ((3.0, 3),), 5.0, "error"),
 )
 
 
@@ -70,7 +70,7 @@ def report(served=SCRIPT, **changes):
         "turns": {"steps": 3},
         "machine": machine(),
     }
-    return Report(**facts | changes)
+    return BenchReport(**facts | changes)
 
 
 def test_the_times_of_one_request():
@@ -86,17 +86,17 @@ def test_times_count_from_when_a_request_was_due():
 
 
 def test_a_request_of_one_token_has_no_time_between_tokens():
-    one = Served(0.0, 3, ((0.25, 1),), 0.25, "length")
+    one = ServedRequest(0.0, 3, ((0.25, 1),), 0.25, "length")
     assert (one.ttft, one.tpot, one.gaps, one.itl) == (0.25, None, [], [])
-    none = Served(0.0, 3, (), 0.25, "error")
+    none = ServedRequest(0.0, 3, (), 0.25, "error")
     assert (none.ttft, none.tpot, none.output_tokens, none.completed) == (None, None, 0, False)
 
 
 def test_percentiles():
-    spread = Spread.of(list(range(101)))
-    assert spread == Spread(50.0, 50.0, 90.0, 99.0)
-    assert dataclasses.astuple(Spread.of([1.0, 2.0])) == pytest.approx((1.5, 1.5, 1.9, 1.99))
-    assert Spread.of([]) is None
+    spread = Distribution.of(list(range(101)))
+    assert spread == Distribution(50.0, 50.0, 90.0, 99.0)
+    assert dataclasses.astuple(Distribution.of([1.0, 2.0])) == pytest.approx((1.5, 1.5, 1.9, 1.99))
+    assert Distribution.of([]) is None
 
 
 def test_what_failed_counts_as_failed_and_for_nothing_else():

@@ -164,6 +164,18 @@ def test_the_prefix_cache_has_its_cases(toy):
     json.dumps(record, allow_nan=False)
 
 
+# Eight snapshots, where prompts end or part, find at most 0.877, 0.726, 0.974 and 0.782 of the ideal, even if all later
+# prompts were known. With the least recently used evicted first, they find 0.66, 0.25, 0.92 and 0.46.
+@pytest.mark.parametrize(
+    ("workload", "length", "share"),
+    [("chat", 376, 0.82), ("chat", 2000, 0.6), ("tree", 376, 0.95), ("tree", 2000, 0.62)],
+)
+def test_eight_snapshots_find_most_of_what_they_could(workload, length, share):
+    sizes = prefix_cases.full_sizes(length)
+    found, possible, _ = prefix_cases.hits(8, getattr(prefix_cases, workload), sizes, 128, 512)
+    assert share * possible <= found <= possible
+
+
 def test_the_ideal_of_a_prefix_cache():
     ideal = prefix_cases.Ideal(4)
     assert ideal.of([1, 2, 3, 4, 5, 6, 7, 8]) == 0

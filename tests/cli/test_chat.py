@@ -11,7 +11,7 @@ from scripted_engine import Script, ScriptedEngine
 import ling3
 from ling3 import cli
 from ling3.cli import chat
-from ling3.cli.conversation import SETTABLE, Conversation, Unanswered, changed, written
+from ling3.cli.conversation import SETTABLE, Conversation, Unanswered, settings_line, with_settings
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.text.tokenizer import load_tokenizer
@@ -242,8 +242,8 @@ def test_a_wrong_command_is_an_error_and_no_exit(directory, scripted, capsys, mo
 @pytest.mark.parametrize("stop", [(), ("a b", "'", '"x'), ("\n",), ("=", "\\", "#")])
 def test_what_params_shows_can_be_given_back(stop):
     params = SamplingParams(temperature=0.3, top_k=7, seed=5, ignore_eos=True, min_tokens=3, min_p=1e-9, stop=stop)
-    assert changed(SamplingParams(), written(params)) == params
-    assert changed(params, "stop=").stop == ()
+    assert with_settings(SamplingParams(), settings_line(params)) == params
+    assert with_settings(params, "stop=").stop == ()
     assert set(SETTABLE) <= {field.name for field in dataclasses.fields(SamplingParams)}
 
 

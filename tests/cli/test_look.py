@@ -33,6 +33,6 @@ def test_the_page_is_that_of_the_function(directory, tmp_path, capsys):
 def test_errors_come_before_the_model_is_loaded(directory, monkeypatch, tmp_path, capsys, options, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    monkeypatch.setattr("ling3.cli.loading.Source.load", lambda *given: pytest.fail("a model is loaded"))
+    monkeypatch.setattr("ling3.cli.loading.ModelSource.load", lambda *given: pytest.fail("a model is loaded"))
     assert cli.main(["look", str(directory), *options]) == 2
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())

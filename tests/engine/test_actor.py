@@ -17,10 +17,16 @@ import weakref
 
 import jax
 import pytest
-from small_engine import LONG, PROMPTS, SHORT, Fault, answer, balanced, engine, idle
+from scripted_runner import scripted
+from small_engine import LONG, PROMPTS, SHORT, Fault, answer, balanced, idle
 
 from ling3 import SamplingParams
-from ling3.engine.loop import Loop
+from ling3.serve import Loop
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return scripted()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,7 @@ def test_deltas_of_many_requests_add_up(served, alone):
 
 
 def test_each_prompt_may_have_its_params_and_the_queue_may_be_short(alone):
-    short = engine(max_queue=2)
+    short = scripted(max_queue=2)
     params = [SamplingParams(max_tokens=5 + i, ignore_eos=True, n=1 + i % 2) for i in range(len(PROMPTS))]
     waiting, ends = [], {}
     for i, delta in short.stream_all(PROMPTS, params):
@@ -100,7 +106,7 @@ def test_leaving_the_iterator_aborts_what_is_unfinished(served):
 
 
 def test_a_fault_ends_all_requests_also_those_that_the_queue_has_no_room_for(monkeypatch, alone):
-    short = engine(max_queue=2)
+    short = scripted(max_queue=2)
 
     def broken(*_):
         raise Fault
@@ -130,11 +136,10 @@ def test_the_loop_rests_while_nobody_waits(served):
 
 
 def test_without_overlap_a_turn_reads_what_it_launched(alone):
-    plain = engine()
-    plain._loop.overlap = False
+    plain = scripted(overlap=False)
     plain.submit(PROMPTS[0], SHORT)
     deltas = plain.step()
-    assert [len(delta.token_ids) for delta in deltas] == [1, 4]
+    assert [len(delta.token_ids) for delta in deltas] == [1, 3]
     assert not plain._loop.in_flight
     while plain.has_work:
         deltas += plain.step()
@@ -143,7 +148,7 @@ def test_without_overlap_a_turn_reads_what_it_launched(alone):
     outputs = plain.generate(PROMPTS, SHORT)
     assert [answer(output.outputs[0]) for output in outputs] == alone
     long = [[i] * 50 for i in range(40, 44)]
-    expected = [answer(output.outputs[0]) for output in engine().generate(long, LONG)]
+    expected = [answer(output.outputs[0]) for output in scripted().generate(long, LONG)]
     assert [answer(output.outputs[0]) for output in plain.generate(long, LONG)] == expected
     assert plain.stats().preemptions > 0
     assert idle(plain)
@@ -293,7 +298,7 @@ def test_what_a_callback_raises_reaches_those_who_wait_for_deltas(served):
 
 def test_an_engine_that_is_dropped_ends_its_thread(alone):
     before = threads()
-    left = engine()
+    left = scripted()
     (mine,) = threads() - before
     stream = left.stream_all(PROMPTS, LONG)
     next(stream)
@@ -305,26 +310,9 @@ def test_an_engine_that_is_dropped_ends_its_thread(alone):
     assert threads() == before
 
 
-def test_memory_is_free_before_the_next_engine_is_made(alone):
-    """Also if the old one's thread has just been sent a message."""
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(5):
-            left = engine()
-            memory = [weakref.ref(leaf) for leaf in jax.tree.leaves(left._loop.runner.pool.layers)]
-            next(left.stream(PROMPTS[0], LONG))
-            del left
-            left = engine()
-            assert [ref() for ref in memory] == [None] * len(memory)
-            del left
-    finally:
-        gc.enable()
-
-
 def test_the_default_device_of_the_constructor_holds():
     with jax.default_device(jax.devices()[1]), jax.default_matmul_precision("highest"):
-        other = engine()
+        other = scripted()
     seen = other._actor.call(lambda _: (jax.config.jax_default_device, jax.config.jax_default_matmul_precision))
     assert seen == (jax.devices()[1], "highest")
     assert jax.config.jax_default_device is None
@@ -335,7 +323,6 @@ import atexit, sys, threading, time
 sys.path.insert(0, {tests!r})
 from small_engine import engine
 from ling3 import SamplingParams
-from ling3.engine.loop import Loop
 
 def begin(work):
     threading.Thread(target=work, daemon=True).start()
@@ -355,7 +342,7 @@ print("end")
 @pytest.mark.slow
 def test_a_process_ends_with_work_under_way():
     """At once, with status 0 and no message."""
-    code = EXIT.format(tests=str(pathlib.Path(__file__).parent.parent))
+    code = EXIT.format(tests=str(pathlib.Path(__file__).parents[1] / "support"))
     programs = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
     environment = os.environ | programs | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
     command = [sys.executable, "-c", code]

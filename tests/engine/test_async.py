@@ -8,9 +8,15 @@ import threading
 import time
 
 import pytest
-from small_engine import LONG, PROMPTS, SHORT, Fault, answer, balanced, engine, idle
+from scripted_runner import scripted
+from small_engine import LONG, PROMPTS, SHORT, Fault, answer, balanced, idle
 
 from ling3 import QueueFull, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return scripted(pace=0.0005)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +63,36 @@ def test_many_streams_at_once(served):
 
     outputs = asyncio.run(main())
     assert [answer(output.outputs[0]) for output in outputs] == expected
+
+
+def test_many_requests_in_one_stream(served):
+    expected = alone(served, PROMPTS, LONG)
+
+    async def main():
+        items = [item async for item in served.astream_all(PROMPTS, LONG)]
+        with pytest.raises(ValueError, match="text 1, token 0 is 400"):
+            await anext(served.astream_all([[3], [400]], LONG, name="text {}"))
+        return items
+
+    items = asyncio.run(main())
+    outputs = {i: delta.output for i, delta in items if delta.output is not None}
+    assert [answer(outputs[i].outputs[0]) for i in range(len(PROMPTS))] == expected
+    for i, output in outputs.items():
+        assert [token for j, delta in items if j == i for token in delta.token_ids] == list(output.token_ids)
+
+
+def test_without_room_for_one_request_none_is_answered():
+    narrow = scripted(max_queue=2)
+
+    async def main():
+        with pytest.raises(QueueFull):
+            await anext(narrow.astream_all([[3]] * 3, LONG))
+        await freed(narrow)
+        assert narrow.stats().finished["abort"] == narrow.stats().submitted == 2
+        return [item async for item in narrow.astream_all([[3]] * 2, SHORT)]
+
+    assert len([delta for _, delta in asyncio.run(main()) if delta.output is not None]) == 2
+    assert idle(narrow)
 
 
 def test_several_completions_in_one_stream(served):
@@ -179,7 +215,7 @@ def test_one_event_loop_after_the_other_and_two_at_once(served):
             assert [answer(output.outputs[0]) for output in future.result()] == expected
 
 
-@pytest.mark.parametrize("where", ["prefill", "decode"])
+@pytest.mark.parametrize("where", ["extend", "decode"])
 def test_a_fault_reaches_every_reader(served, monkeypatch, where):
     """Each sees its request end in `error`, and then the fault itself; new requests are answered."""
     (expected,) = alone(served, [PROMPTS[0]], SHORT)
@@ -193,7 +229,7 @@ def test_a_fault_reaches_every_reader(served, monkeypatch, where):
         """Decodes once the last readers wait; until then nothing can end."""
         begun.set()
         assert waiting.wait(60)
-        return decode(*arguments) if where == "prefill" else broken()
+        return decode(*arguments) if where == "extend" else broken()
 
     async def reading(prompt):
         last = None
@@ -208,8 +244,8 @@ def test_a_fault_reaches_every_reader(served, monkeypatch, where):
             patch.setattr(runner, "decode", held)
             readers = [asyncio.create_task(reading(prompt)) for prompt in PROMPTS[:3]]
             assert await asyncio.to_thread(begun.wait, 60)
-            if where == "prefill":
-                patch.setattr(runner, "prefill", broken)
+            if where == "extend":
+                patch.setattr(runner, "extend", broken)
             readers += [asyncio.create_task(reading(prompt)) for prompt in PROMPTS[3:]]
             await asyncio.sleep(0)  # each submits its request
             waiting.set()
@@ -228,7 +264,7 @@ def test_bad_requests_are_told_to_who_asks(served):
         ):
             with pytest.raises(ValueError, match=message):
                 await anext(served.astream(prompt, params))
-        narrow = engine(max_queue=1)
+        narrow = scripted(max_queue=1)
         narrow.submit([3], SHORT)
         with pytest.raises(QueueFull):
             await anext(narrow.astream([3], SHORT))
@@ -264,9 +300,9 @@ def test_the_event_loop_stays_awake_while_a_step_is_slow(served, monkeypatch):
     """Though new streams begin and others are left meanwhile, and the engine's thread is busy."""
     decode, slow = served._loop.runner.decode, 0.4
 
-    def sleeping(runs, steps):
+    def sleeping(batch, rows, sequences):
         time.sleep(slow)
-        return decode(runs, steps)
+        return decode(batch, rows, sequences)
 
     monkeypatch.setattr(served._loop.runner, "decode", sleeping)
     gaps = []
@@ -345,11 +381,11 @@ def test_a_fault_reaches_every_thread(served, monkeypatch):
 
     decode, count = served._loop.runner.decode, []
 
-    def breaking(runs, steps):
-        count.append(len(runs))
+    def breaking(batch, rows, sequences):
+        count.append(len(sequences))
         if len(count) > 5:
             raise Fault("gone")
-        return decode(runs, steps)
+        return decode(batch, rows, sequences)
 
     with monkeypatch.context() as patch:
         patch.setattr(served._loop.runner, "decode", breaking)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import CONFIG, LONG, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, model
+from small_engine import CONFIG, LONG, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, model, without
 from tiny import widened
 
 import ling3
@@ -133,7 +133,7 @@ def test_it_is_the_same_in_any_company(served, alone):
 
 def test_preemption_changes_nothing(alone):
     crowded = engine()
-    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
+    crowded._loop.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
     outputs = crowded.generate([*PROMPTS[:2], *TEXTS, *TEXTS], [LONG, LONG, *[SEEN] * (2 * len(TEXTS))])
     assert all(same(one.captured, other.captured) for one, other in zip(outputs[2:], [*alone, *alone], strict=True))
     assert crowded.stats().preemptions > 0
@@ -231,9 +231,8 @@ def test_what_the_model_has_not_is_refused_before_any_work(served, capture, mess
         served.submit(TEXTS[0], dataclasses.replace(SEEN, capture=capture))
 
 
-def test_passes_that_cannot_watch_refuse_it():
-    other = engine()
-    other._intake.sites = None  # as `Passes(…, watch=None)` makes it, and a mesh
+def test_programs_that_cannot_watch_refuse_it():
+    other = without("want")
     for params in (SEEN, dataclasses.replace(PLAIN, interventions=[ling3.Intervention.add(0, 0.0)])):
         with pytest.raises(ValueError, match=r"(capture|interventions): the forward passes of this engine do not"):
             other.submit(TEXTS[0], params)

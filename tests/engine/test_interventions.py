@@ -60,7 +60,7 @@ def test_nobody_else_notices_and_neither_do_they(served, alone):
 
 def test_preemption_changes_nothing(alone):
     crowded = engine()
-    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, 12, SETTINGS["page_size"])
+    crowded._loop.scheduler = Scheduler(SLOTS, 12, SETTINGS["page_size"])
     outputs = crowded.generate([*PROMPTS[:2], *TEXTS], [LONG, LONG, *[OWN] * len(TEXTS)])
     assert [answer(output.outputs[0]) for output in outputs[2:]] == alone
     assert crowded.stats().preemptions > 0

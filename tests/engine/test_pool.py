@@ -1,5 +1,6 @@
 """What a step may touch: the pools are updated in place, and nothing of their size is copied or gathered."""
 
+import dataclasses
 import re
 
 import jax
@@ -11,7 +12,8 @@ from tiny import TINY, open_model
 
 import ling3
 from ling3.cache import KDAState
-from ling3.engine.pool import Rows, decode, prefill
+from ling3.engine.forward import Batch, decode, extend
+from ling3.engine.pool import Rows, swap_in
 
 SETTINGS = {"page_size": 16, "chunked_prefill_size": 16, "token_paddings": (16,), "decode_rows": 4}
 
@@ -19,19 +21,14 @@ SETTINGS = {"page_size": 16, "chunked_prefill_size": 16, "token_paddings": (16,)
 def compiled(program, **changes):
     """The program's memory: bytes of the pool, of what is updated in place, and of temporaries."""
     runner = ling3.Engine(open_model(TINY), None, **{**SETTINGS, **changes})._loop.runner
-    if program is decode:
-        lowered = decode.lower(
-            runner.model, runner._rows([], 4), jnp.asarray(4, jnp.int32), runner.pool, runner.execution
-        )
-    else:
-        tokens, lengths, end = jnp.zeros((1, 16), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
-        lowered = prefill.lower(runner.model, runner._rows([], 1), tokens, lengths, end, runner.pool, runner.execution)
+    rows, seq = (4, 0) if program is decode else (1, 16)
+    lowered = program.lower(*runner._empty_batch(rows, seq), runner.pool, runner.execution)
     memory = lowered.compile().memory_analysis()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.pool))
     return size, memory.alias_size_in_bytes, memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("program", [decode, *slowly([prefill])], ids=["decode", "prefill"])
+@pytest.mark.parametrize("program", [decode, *slowly([extend])], ids=["decode", "extend"])
 def test_a_step_touches_what_is_in_use_alone(program):
     """A pool of forty times the slots and pages: in place too, and not a byte more of temporaries per page or slot."""
     small, alias, temporary = compiled(program, max_running_requests=5, num_pages=100, max_model_len=512)
@@ -46,9 +43,7 @@ def moved(rows):
     runner = ling3.Engine(
         open_model(TINY), None, **{**SETTINGS, "decode_rows": rows}, max_running_requests=7, num_pages=50
     )._loop.runner
-    program = decode.lower(
-        runner.model, runner._rows([], rows), jnp.asarray(4, jnp.int32), runner.pool, runner.execution
-    ).compile()
+    program = decode.lower(*runner._empty_batch(rows, 0), runner.pool, runner.execution).compile()
     states = [layer.recurrent for layer in runner.pool.layers if isinstance(layer, KDAState)]
     (shape,) = {",".join(map(str, state.shape)) for state in states}
     text = program.as_text()
@@ -82,20 +77,23 @@ def test_both_layouts_decode_the_same_bits_and_leave_the_others_alone():
             pages[slot, :2] = 2 * slot, 2 * slot + 1
             tokens = jnp.asarray(np.arange(16)[None] + slot + 3, jnp.int32)
             row = Rows(jnp.asarray([slot], jnp.int32), jnp.asarray(pages[slot : slot + 1]))
-            inputs = tokens, jnp.asarray([9], jnp.int32), jnp.asarray([True]), runner.pool, runner.execution
-            _, pool = prefill(runner.model, row, *inputs)
-            done, until = pool.done.at[slot].set(False), pool.until.at[slot].set(40)
-            runner.pool = type(pool)(pool.layers, pool.length, pool.token, until, done, pool.sampling)
+            contents = dataclasses.replace(runner._empty_contents(), until=jnp.asarray(40, jnp.int32))
+            pool = swap_in(jnp.asarray(slot, jnp.int32), contents, runner.pool)
+            batch = Batch(row, tokens, jnp.asarray([9], jnp.int32))
+            _, runner.pool = extend(runner.model, batch, pool, runner.execution)
         return pages, jax.tree.map(np.asarray, runner.pool)
+
+    def steps(rows):
+        return Batch(rows, jnp.zeros((4, 0), jnp.int32), jnp.full(4, 4, jnp.int32))
 
     pages, before = prepared()
     own = [4, 1, 4, 3]
     in_place = Rows(jnp.asarray(own, jnp.int32), jnp.asarray(np.where(np.equal(own, 4)[:, None], 8, pages)), True)
-    choice, pool = decode(runner.model, in_place, jnp.asarray(4, jnp.int32), runner.pool, runner.execution)
+    choice, pool = decode(runner.model, steps(in_place), runner.pool, runner.execution)
     tokens, after = np.asarray(choice.token), jax.tree.map(np.asarray, pool)
     prepared()
     some = Rows(jnp.asarray([3, 1, 4, 4], jnp.int32), jnp.asarray(pages[[3, 1, 2, 2]]))
-    choice, pool = decode(runner.model, some, jnp.asarray(4, jnp.int32), runner.pool, runner.execution)
+    choice, pool = decode(runner.model, steps(some), runner.pool, runner.execution)
     assert tokens[[3, 1]].tolist() == np.asarray(choice.token)[:2].tolist() and tokens.max() >= 0
     assert (tokens[[0, 2]] == -1).all()
     jax.tree.map(np.testing.assert_array_equal, after, jax.tree.map(np.asarray, pool))

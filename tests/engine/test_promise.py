@@ -66,11 +66,16 @@ def requests():
     return found
 
 
+def chunked_by(engine, chunk):
+    """From now on the engine's prompts are dealt in chunks of so many tokens."""
+    engine._loop.settings = dataclasses.replace(engine._loop.settings, chunked_prefill_size=chunk)
+
+
 @functools.cache
 def alone(which, chunk):
     """The answers to one request in an engine that serves nothing else."""
     lonely = idle_engine()
-    lonely._loop.dispatcher.chunk = chunk
+    chunked_by(lonely, chunk)
     return answers([requests()[which]], lonely)[0]
 
 
@@ -107,10 +112,11 @@ class Company(RuleBasedStateMachine):
     )
     def begin(self, slots, pages, chunk, snapshots):
         self.engine = busy_engine()
-        self.engine._loop.dispatcher.chunk = self.chunk = chunk
+        self.chunk = chunk
+        chunked_by(self.engine, chunk)
         size, page_size = self.engine._loop.runner.shapes.grid.snapshot, SETTINGS["page_size"]
         grid = Grid(math.lcm(page_size, chunk), size, snapshots * size) if snapshots else None
-        self.engine._loop.dispatcher.scheduler = Scheduler(slots, pages, page_size, grid=grid)
+        self.engine._loop.scheduler = Scheduler(slots, pages, page_size, grid=grid)
         self.before = self.engine.stats()
         self.asked, self.finished, self.aborted = {}, {}, set()
         self.begun, self.first = {}, {}
@@ -249,8 +255,8 @@ def test_constant_preemption_changes_nothing():
         ([5 + i], ling3.SamplingParams(max_tokens=120, temperature=i % 2, seed=i, logprobs=0)) for i in range(12)
     ]
     crowded = busy_engine()
-    crowded._loop.dispatcher.chunk = 32
-    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, FEWEST_PAGES, SETTINGS["page_size"])
+    chunked_by(crowded, 32)
+    crowded._loop.scheduler = Scheduler(SLOTS, FEWEST_PAGES, SETTINGS["page_size"])
     before = crowded.stats().preemptions
     expected = [answers([request], idle_engine())[0] for request in growing]
     assert answers(growing, crowded) == expected
@@ -267,8 +273,8 @@ def poisoned_at(x, places):
 def test_poisoned_pools_change_nothing():
     """NaN in every free page and slot before every step, and in every position that a request has not yet reached."""
     poisoned = busy_engine()
-    poisoned._loop.dispatcher.chunk = 32
-    poisoned._loop.dispatcher.scheduler = Scheduler(SLOTS, 20, SETTINGS["page_size"])
+    chunked_by(poisoned, 32)
+    poisoned._loop.scheduler = Scheduler(SLOTS, 20, SETTINGS["page_size"])
     asked = {poisoned.submit(*request): which for which, request in enumerate(requests())}
     while poisoned.has_work:
         scheduler, runner = poisoned._loop.scheduler, poisoned._loop.runner

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import CONFIG, LONG, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, model
+from small_engine import CONFIG, LONG, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, model, without
 from tiny import widened
 
 import ling3
-from ling3.engine import passes
+from ling3.engine.forward import score
 from ling3.engine.request import NOT_FINITE
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.scheduler import Scheduler
@@ -48,12 +48,12 @@ def test_they_are_the_log_softmax_of_the_models_logits(alone):
         all_scores = np.asarray(jax.nn.log_softmax(wide(jnp.asarray(rows, jnp.int32))))
         for prompt, expected, found in zip(TEXTS, all_scores, alone, strict=True):
             assert found[0] is None and len(found) == len(prompt)
-            for token, row, score in zip(prompt[1:], expected, found[1:]):
-                values = list(score.top.values())
-                assert score.token_id == token and values == sorted(values, reverse=True)
+            for token, row, one in zip(prompt[1:], expected, found[1:]):
+                values = list(one.top.values())
+                assert one.token_id == token and values == sorted(values, reverse=True)
                 errors += [
-                    score.logprob - row[token],
-                    *(values - row[list(score.top)]),
+                    one.logprob - row[token],
+                    *(values - row[list(one.top)]),
                     *(values - np.sort(row)[::-1][:3]),
                 ]
     assert np.abs(errors).max() <= WORST and np.median(np.abs(errors)) <= MEDIAN
@@ -128,7 +128,7 @@ def test_others_go_on_from_what_such_a_prompt_left(served):
 
 def test_preemption_and_waiting_change_nothing(alone):
     crowded = engine()
-    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
+    crowded._loop.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
     params = [LONG, LONG, *[SamplingParams(max_tokens=60, prompt_logprobs=3, ignore_eos=True)] * len(TEXTS)]
     outputs = crowded.generate([*PROMPTS[:2], *TEXTS], params)
     assert [output.prompt_logprobs for output in outputs[2:]] == alone
@@ -144,8 +144,8 @@ def test_without_an_answer_it_ends_at_once(served):
         assert (output.text, output.token_ids, output.finish_reason, output.error) == ("", (), "length", None)
         assert output.logprobs is None
     assert after.decode_calls == before.decode_calls and after.output_tokens == before.output_tokens
-    assert after.prefill_calls - before.prefill_calls == len(TEXTS[-1]) // 32
-    assert after.prompt_tokens - before.prompt_tokens == len(TEXTS[3]) + len(TEXTS[-1])
+    assert after.prefill_calls - before.prefill_calls == 1 + 4
+    assert after.prompt_tokens - before.prompt_tokens == 31 + 99  # nothing comes after the last token
     assert idle(served)
 
 
@@ -153,7 +153,7 @@ def test_a_prompt_may_fill_the_engine(served):
     room = served.max_model_len
     whole = [9] * room
     (found,) = scores(served, [whole])
-    assert len(found) == room and all(math.isfinite(score.logprob) for score in found[1:])
+    assert len(found) == room and all(math.isfinite(one.logprob) for one in found[1:])
     with pytest.raises(ValueError, match=f"prompt has {room + 1} tokens and max_tokens is 0"):
         served.submit([*whole, 9], SCORES)
 
@@ -182,7 +182,7 @@ def test_logits_that_are_no_numbers_end_it_in_error():
         ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
         ({"prompt_logprobs": True}, "prompt_logprobs is True"),
         ({"max_tokens": 0}, "max_tokens is 0, expected a whole number >= 1"),
-        ({"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens is -1, expected a whole number >= 1"),
+        ({"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens is -1, expected a whole number >= 0"),
         ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, "n is 2, which needs max_tokens >= 1"),
         ({"max_tokens": 0, "prompt_logprobs": 0, "min_tokens": 1}, "min_tokens is 1, expected at most max_tokens"),
     ],
@@ -192,9 +192,8 @@ def test_senseless_values_are_refused(values, message):
         SamplingParams(**values)
 
 
-def test_passes_without_scores_refuse_them():
-    other = engine()
-    other._intake.prompt_logprobs = False  # as `Passes(…, score=None)` makes it
+def test_programs_without_targets_refuse_them():
+    other = without("targets")
     with pytest.raises(ValueError, match="prompt_logprobs is not None, and the forward passes of this engine"):
         other.submit(PROMPTS[0], SCORES)
 
@@ -205,7 +204,7 @@ def test_blocks_of_logits_are_the_whole(seq):
     draw = np.random.default_rng(seq)
     hidden = jnp.asarray(draw.normal(size=(2, seq, CONFIG.hidden_size)), jnp.float32)
     targets = jnp.asarray(draw.integers(0, CONFIG.vocab_size, (2, seq)), jnp.int32)
-    found = jax.jit(passes.scores, static_argnums=4)(model(), hidden, targets, jnp.ones(2, bool), PLAIN)
+    found = jax.jit(score, static_argnums=4)(model(), hidden, targets, jnp.asarray(True), PLAIN)
     expected = np.asarray(jax.nn.log_softmax(model().logits(hidden, PLAIN)))
     assert found.logprob.shape == (2, seq) and found.top_ids.shape == (2, seq, 20)
     np.testing.assert_allclose(

@@ -3,6 +3,7 @@
 import dataclasses
 import fractions
 import math
+import pickle
 import time
 
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ling3.engine.sampling_params import LARGEST, MAX_STOP_IDS, SamplingParams, check_prompt, check_room
+from ling3.engine.settings import EngineSettings
+from ling3.runtime.parameters import ParameterError, meanings, parameter, parameters
 
 NAN, INF = math.nan, math.inf
 
@@ -88,9 +91,48 @@ def test_senseless_values_are_refused(values, message):
 
 def test_every_problem_is_named_at_once():
     with pytest.raises(
-        ValueError, match=r"temperature is nan.*min_p is 7.*top_k is 0.*seed is -1.*stop is.*logit_bias is"
-    ):
+        ParameterError, match=r"temperature is nan.*top_k is 0.*min_p is 7.*seed is -1.*stop is.*logit_bias is"
+    ) as caught:
         SamplingParams(temperature=NAN, min_p=7, top_k=0, seed=-1, stop=[""], logit_bias={1: NAN})
+    error = pickle.loads(pickle.dumps(caught.value))  # as between processes
+    fields = ["temperature", "top_k", "min_p", "seed", "stop", "logit_bias"]
+    assert error.field == "temperature" and [field for field, _ in error.problems] == fields
+    assert str(error) == str(caught.value) == "sampling parameters: " + "; ".join(text for _, text in error.problems)
+    assert all(text.startswith(field) for field, text in error.problems)
+
+
+@pytest.mark.parametrize("problem", [{"min_tokens": 9, "max_tokens": 8}, {"max_tokens": 0}, {"keep": 1}])
+def test_a_single_problem_names_its_field(problem):
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**problem)
+    [(field, _)] = caught.value.problems
+    assert caught.value.field == field == next(iter(problem))
+
+
+@pytest.mark.parametrize("declared", [SamplingParams, EngineSettings])
+def test_every_field_says_what_it_means_and_its_default_is_within_its_bounds(declared):
+    assert set(meanings(declared)) == {field.name for field in dataclasses.fields(declared)}
+    for name, each in parameters(declared).items():
+        assert each.problem(each.default) is None and each.default == getattr(declared(), name)
+
+
+def test_a_message_says_which_bounds_are_out_of_reach():
+    @dataclasses.dataclass(frozen=True)
+    class Declared:
+        share: float = parameter(0.5, gt=0, lt=1e-9)
+        most: float = parameter(0.0, le=-1.5)
+        least: int | None = parameter(None, gt=2)
+        free: bool = parameter(True)
+
+    expected = {
+        "share": "a number in (0, 1e-9)",
+        "most": "a number <= -1.5",
+        "least": "a whole number > 2 or None",
+        "free": "True or False",
+    }
+    for name, each in parameters(Declared).items():
+        assert each.problem("x") == f"is 'x', expected {expected[name]}"
+    assert parameters(Declared)["least"].problem(2) and parameters(Declared)["share"].problem(0)
 
 
 def test_unknown_and_positional_fields_are_refused():

@@ -1,18 +1,19 @@
 """The sizes that programs are compiled for, and how long a decode call is."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 from native_kernels import needs_compiler
+from scripted_runner import scripted
 
 import ling3
-from ling3.engine.dispatch import Dispatcher
+from ling3.engine.plans import StepPlan, common_steps
 from ling3.engine.shapes import FINE_WIDTHS, WIDTHS, settle
 from ling3.execution import PLAIN, Execution
 from ling3.families.llama import LlamaConfig
 from ling3.ops import products_cpu
+from ling3.serve import BESIDE
 
 CONFIG = LlamaConfig.from_dict(
     {
@@ -55,24 +56,41 @@ def test_large_models_are_padded_to_finer_widths(monkeypatch):
     assert settled(llama(), PLAIN)[2] == WIDTHS
 
 
-def steps(lefts, running=()):
+def steps(*lefts):
     """The steps of a decode call of at most eight."""
-    sequences = [SimpleNamespace(left=left, decoding=True, constrained=False) for left in lefts]
-    dispatcher = Dispatcher(None, SimpleNamespace(running=[*sequences, *running]), 16, 8, None)
-    return dispatcher._steps(sequences)
+    return common_steps([StepPlan(min(left, 8)) for left in lefts], 8)
 
 
 def test_a_decode_call_ends_before_many_rows_are_idle():
-    assert steps([20, 8]) == 8
-    assert steps([3, 2]) == 2  # one of six row-steps would be idle
-    assert steps([3] + [20] * 3) == 6  # 3 of 24, and of 28 it would be 4
-    assert steps([1] + [20] * 7) == 8  # 7 of 64
-    assert steps([1, 1]) == 1
+    assert steps(20, 8) == 8
+    assert steps(3, 2) == 2  # one of six row-steps would be idle
+    assert steps(3, *[20] * 3) == 6  # 3 of 24, and of 28 it would be 4
+    assert steps(1, *[20] * 7) == 8  # 7 of 64
+    assert steps(1, 1) == 1
+
+
+def calls(*requests, **changes):
+    """The calls for requests that come at once, and the most steps of each."""
+    served = scripted(decode_steps=8, **changes)
+    served.generate([[7] * tokens for tokens, _ in requests], [params for _, params in requests])
+    return [(program, max(tokens)) for program, tokens in served._loop.runner.calls]
+
+
+PLAIN_ANSWER = ling3.SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+def test_a_first_token_waits_for_no_other():
+    assert calls((20, PLAIN_ANSWER))[:4] == [("extend", 19), ("decode", 1), ("decode", 7), ("decode", 8)]
 
 
 def test_a_decode_call_is_short_while_prompts_wait():
-    assert steps([20, 20], running=[SimpleNamespace(decoding=False)]) == 1
+    """One step for each chunk of the second prompt, and then as many as there can be."""
+    found = calls((1, PLAIN_ANSWER), (97, PLAIN_ANSWER))
+    assert found[:6] == [("extend", 32), ("decode", 1)] * 2 + [("extend", 32), ("decode", 1)]
+    assert found[6:8] == [("decode", 7), ("decode", 8)]
 
 
 def test_a_decode_call_is_shorter_beside_a_grammar():
-    assert steps([20, 20], running=[SimpleNamespace(decoding=True, constrained=True)]) == 4
+    grammar = ling3.SamplingParams(max_tokens=30, structured=ling3.Regex("[a-z]{25}"))
+    found = calls((1, PLAIN_ANSWER), (1, grammar))
+    assert {steps for _, steps in found[3:20]} == {1, BESIDE}

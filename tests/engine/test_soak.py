@@ -44,7 +44,7 @@ def test_an_answer_that_depends_on_company_is_found(monkeypatch):
     take = TokenSequence.take
 
     def taken(self, tokens, *logprobs):
-        return take(self, tokens + 1 if self.slot and tokens.min() > 5 else tokens, *logprobs)
+        return take(self, [token + (token > 5) for token in tokens] if self.slot else tokens, *logprobs)
 
     monkeypatch.setattr(TokenSequence, "take", taken)
     found = short_soak(40)

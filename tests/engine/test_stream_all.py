@@ -4,7 +4,8 @@ import itertools
 import time
 
 import pytest
-from small_engine import answer, engine, idle, reciter
+from scripted_runner import after, scripted
+from small_engine import answer, idle
 
 from ling3 import SamplingParams
 
@@ -14,7 +15,7 @@ PARAMS = [SamplingParams(max_tokens=m, ignore_eos=True, seed=m, temperature=1.0)
 
 @pytest.fixture(scope="module")
 def busy():
-    return engine()
+    return scripted()
 
 
 def outputs(deltas):
@@ -38,7 +39,7 @@ def test_every_prompt_has_its_answer(busy, arrivals):
 
 
 def test_the_queue_may_be_shorter_than_the_list(busy):
-    short = engine(max_queue=1)
+    short = scripted(max_queue=1)
     found = outputs(short.stream_all(PROMPTS, PARAMS))
     assert [output.token_ids for output in found] == [o.token_ids for o in outputs(busy.stream_all(PROMPTS, PARAMS))]
     assert idle(short)
@@ -80,8 +81,7 @@ def test_leaving_aborts_what_is_unfinished(busy, taken):
 
 def test_requests_come_when_they_are_due_and_waiting_takes_no_time_of_the_processor():
     """From a request's arrival, and not from the end of the one before."""
-    said = engine(reciter([7, 8, 9, 5]))
-    said.warmup()
+    said = scripted(after([7, 8, 9, 5]))
     begin, used, seen = time.perf_counter(), time.process_time(), {}
     for index, delta in said.stream_all([[7], [7]], arrivals=[0.0, 0.8]):
         seen.setdefault(index, time.perf_counter() - begin)

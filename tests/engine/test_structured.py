@@ -13,6 +13,7 @@ from small_engine import (
     ALIGNED,
     CONFIG,
     ENDS,
+    PAGES,
     PROMPTS,
     SETTINGS,
     SLOTS,
@@ -22,16 +23,17 @@ from small_engine import (
     idle,
     model,
     tokenizer,
+    without,
 )
 
 import ling3
-from ling3.engine import plans
+from ling3.engine.forward import decode
 from ling3.engine.grammars import LIMITS, Grammars
-from ling3.engine.masks import Masks, bits, masked
-from ling3.engine.pool import constrained
+from ling3.engine.masks import bits, mask_of_step, masked
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.structured import read, written
+from ling3.serve import BESIDE
 
 SCHEMA = {
     "type": "object",
@@ -232,12 +234,12 @@ def test_different_grammars_in_one_batch_and_rows_without(either, alone):
 def test_preemption_changes_nothing(each, alone):
     """Pages for two long sequences; a sequence with a grammar is swapped out and goes on where it was."""
     crowded = engine(each._loop.runner.model)
-    crowded._loop.dispatcher.scheduler = Scheduler(SLOTS, 12, SETTINGS["page_size"])
+    crowded._loop.scheduler = Scheduler(SLOTS, 12, SETTINGS["page_size"])
     long = [(prompt, ling3.SamplingParams(max_tokens=100, ignore_eos=True)) for prompt in PROMPTS[:2]]
     swapped, swap_out = [], crowded._loop.runner.swap_out
 
     def noted(sequence):
-        swapped.append(sequence.constrained and len(sequence.token_ids) > 0)
+        swapped.append(sequence.constraint is not None and len(sequence.token_ids) > 0)
         return swap_out(sequence)
 
     crowded._loop.runner.swap_out = noted
@@ -259,29 +261,22 @@ def test_forced_tokens_are_several_of_a_call(either):
     assert all(own.logprob <= 0 and len(own.top) == 1 for own in output.logprobs)
 
 
-def test_others_go_on_beside_a_grammar(served):
+def test_others_go_on_beside_a_grammar(served, monkeypatch):
     """They are in no call with masks, their calls have several steps, and none waits for the host."""
     seen, runner = [], served._loop.runner
-    decode, masked_decode = runner.decode, runner.constrained
+    decode_them = runner.decode
 
-    def noted(sequences, steps):
-        seen.append(("free", [sequence.constrained for sequence in sequences], steps, sequences[0].ahead))
-        return decode(sequences, steps)
+    def noted(batch, rows, sequences):
+        masked = {sequence.constraint is not None for sequence in sequences}
+        assert masked == {batch.masks is not None}
+        seen.append((*masked, batch.lengths.max(), sequences[0].ahead))
+        return decode_them(batch, rows, sequences)
 
-    def noted_too(sequences, given, steps):
-        seen.append(("masked", [sequence.constrained for sequence in sequences], steps, sequences[0].ahead))
-        return masked_decode(sequences, given, steps)
-
-    runner.decode, runner.constrained = noted, noted_too
-    try:
-        served.generate(PROMPTS[:2], [params("schema"), SamplingParams(max_tokens=60, ignore_eos=True)])
-    finally:
-        runner.decode, runner.constrained = decode, masked_decode
-    free, masked_calls = ([call for call in seen if call[0] == name] for name in ("free", "masked"))
-    assert free and masked_calls
-    assert not any(any(own) for _, own, *_ in free) and all(all(own) for _, own, *_ in masked_calls)
-    assert max(steps for *_, steps, _ in free) == plans.BESIDE
-    assert any(ahead > 0 for *_, ahead in free) and not any(ahead for *_, ahead in masked_calls)
+    monkeypatch.setattr(runner, "decode", noted)
+    served.generate(PROMPTS[:2], [params("schema"), SamplingParams(max_tokens=60, ignore_eos=True)])
+    free, constrained = ([call for call in seen if call[0] is masked] for masked in (False, True))
+    assert max(steps for _, steps, _ in free) == BESIDE
+    assert any(ahead > 0 for *_, ahead in free) and constrained and not any(ahead for *_, ahead in constrained)
 
 
 # Ends.
@@ -526,10 +521,8 @@ def test_a_fault_amid_the_tokens_of_a_row_is_its_own(either, alone, monkeypatch)
 def test_an_engine_without_a_tokenizer_or_masks_refuses_it():
     with pytest.raises(ValueError, match="structured: a grammar needs a tokenizer"):
         engine(text=False).submit(PROMPTS[0], params("regex"))
-    other = engine()
-    other._intake.structured = False  # as `Passes(…, constrained=None)` makes it
     with pytest.raises(ValueError, match="structured is not None, and the forward passes of this engine"):
-        other.submit(PROMPTS[0], params("regex"))
+        without("masks").submit(PROMPTS[0], params("regex"))
 
 
 def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
@@ -602,26 +595,21 @@ def test_masks_have_a_bit_for_each_token():
 
 
 def test_a_forced_token_is_the_only_one_of_its_step():
-    mask = np.full(4, 7, np.uint32)
-    masks = Masks.build(3, 100, [2, 0], [(5, [64, 99], mask), (6, [], mask)])
-    assert masks.count.tolist() == [1, 0, 3] and masks.newest.tolist() == [6, 0, 5]
-    steps = [np.asarray(bits(masks.at(jnp.asarray(i, jnp.int32)), 100)) for i in range(3)]
-    assert [np.flatnonzero(step[2]).tolist() for step in steps[:2]] == [[64], [99]]
-    assert (
-        np.flatnonzero(steps[2][2]).tolist()
-        == np.flatnonzero(steps[0][0]).tolist()
-        == [0, 1, 2, 32, 33, 34, 64, 65, 66, 96, 97, 98]
-    )
-    assert not steps[0][1].any()
+    forced, allowed = jnp.asarray([[-1, -1, -1], [64, 99, -1]], jnp.int32), jnp.full((2, 4), 7, jnp.uint32)
+    steps = [np.asarray(bits(mask_of_step(forced, allowed, jnp.asarray(i, jnp.int32)), 100)) for i in range(3)]
+    mask = [0, 1, 2, 32, 33, 34, 64, 65, 66, 96, 97, 98]
+    assert [[np.flatnonzero(row).tolist() for row in step] for step in steps] == [
+        [mask, [64]],
+        [mask, [99]],
+        [mask] * 2,
+    ]
 
 
 def test_warm_it_compiles_nothing():
-    cold = engine()
-    constrained.clear_cache()
+    cold = engine(num_pages=PAGES + 3)  # shapes that no other test has
     cold.warmup()
-    programs = cold._loop.runner.programs
-    assert constrained._cache_size() == 0
+    programs, decodes = cold._loop.runner.programs, decode._cache_size()
     cold.warmup(also=("structured",))
-    assert constrained._cache_size() == 1 and cold._loop.runner.programs == programs + 1
+    assert decode._cache_size() == decodes + 1 and cold._loop.runner.programs == programs + 1
     cold.generate(PROMPTS[:2], [params("schema"), SamplingParams(max_tokens=5)])
     assert cold._loop.runner.programs == programs + 1

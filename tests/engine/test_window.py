@@ -66,7 +66,7 @@ def served_by(page_size, pages):
     """The engine with an empty pool of so many pages."""
     served = engine(page_size)
     slots = ROWS[page_size]["max_running_requests"]
-    served._loop.dispatcher.scheduler = Scheduler(slots, pages, page_size, WINDOW, MOST[page_size])
+    served._loop.scheduler = Scheduler(slots, pages, page_size, WINDOW, MOST[page_size])
     return served
 
 
@@ -103,7 +103,7 @@ def answers(some, served):
 def expected(page_size):
     """Each request alone, keeping all its pages."""
     lonely = new_engine(page_size, LENGTH // page_size)
-    lonely._loop.dispatcher.scheduler = Scheduler(1, LENGTH // page_size, page_size)
+    lonely._loop.scheduler = Scheduler(1, LENGTH // page_size, page_size)
     return [answers([request], lonely)[0] for request in requests()]
 
 
@@ -169,7 +169,8 @@ def test_preemption_at_any_turn_changes_nothing(page_size):
     for turn in itertools.takewhile(lambda _: served.has_work, itertools.count()):
         if turn % 3 == 2:
             calls, loop.in_flight = loop.in_flight, []
-            loop.read(calls)
+            for call in calls:
+                loop._read(call)
             if running := loop.scheduler.running:
                 some = running[turn % len(running)]
                 loop._preempt(some)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ling3 import cli
 from ling3.cli.eval import Gsm8k, _bar
+from ling3.cli.options import Sampling
 from ling3.engine.settings import EngineSettings
 from ling3.evals.answers import number
 from ling3.evals.nano_files import files
@@ -93,7 +94,7 @@ def test_the_engine_s_settings_are_those_of_the_protocol(prompts, tmp_path, caps
         overlap=False,
     )
     assert asked == [protocol, dataclasses.replace(protocol, overlap=True, max_running_requests=8)]
-    assert MAX_TOKENS == 2000 == Gsm8k.max_tokens and Gsm8k.temperature == 0.0
+    assert MAX_TOKENS == 2000 == Gsm8k.max_tokens and Sampling().temperature == 0.0
 
 
 @pytest.mark.slow
@@ -206,7 +207,7 @@ def test_a_chat(tmp_path, capsys):
 )
 def test_senseless_options(prompts, tmp_path, capsys, monkeypatch, arguments, message):
     """They are refused before any weight is read."""
-    monkeypatch.setattr("ling3.cli.loading.Source.load", lambda *arguments: pytest.fail("the weights are loaded"))
+    monkeypatch.setattr("ling3.cli.loading.ModelSource.load", lambda *arguments: pytest.fail("the weights are loaded"))
     bad = tmp_path / "bad.json"
     bad.write_text('[\n{"prompt": "a"}]')
     filled = [argument.format(prompts=prompts, bad=bad) for argument in arguments]

@@ -54,7 +54,8 @@ def rounding(lm):
     return np.abs(scored(lm.model, ids)[0] - exact).max()
 
 
-def test_loglikelihoods_are_those_of_the_model(lm):
+def test_loglikelihoods_are_those_of_the_model(lm, rounding):
+    """Within 1e-5, or within the rounding of two float32 sums where that is more: a score of -63 has an ulp of 4e-6."""
     problems = exam(6)
     pairs = [(ask(p), f" {p.solution}") for p in problems]
     pairs += [("", "Question: 1"), ("Answer: ", "3 + 4"), (ask(problems[0]), " 5 - 2 = 9. The answer is 9.")]
@@ -63,7 +64,8 @@ def test_loglikelihoods_are_those_of_the_model(lm):
         before = lm.tok_encode(context.rstrip()) or [lm.eot_token_id]
         ids = [*before, *lm.tok_encode(context + continuation)[len(before) if context else 0 :]]
         scores, best = scored(lm.model, ids)
-        assert abs(score - scores[len(before) - 1 :].sum()) < 1e-5, "what is promised"
+        own = scores[len(before) - 1 :]
+        assert abs(score - own.sum()) < max(1e-5, 2 * rounding * len(own)), "what is promised"
         assert greedy == best[len(before) - 1 :].all()
     assert [greedy for _, greedy in found[:6]].count(True) >= 5 and not found[-1][1]
 

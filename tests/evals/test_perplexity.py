@@ -14,7 +14,7 @@ from tiny import TINY, open_model
 
 import ling3
 from ling3 import cli
-from ling3.evals.perplexity import Perplexity, log_likelihoods, perplexity, start_token
+from ling3.evals.perplexity import Likelihood, log_likelihoods, perplexity, start_token
 
 # In float64, up to the rounding of the logits and of their logsumexp to float32 (5e-7 each at size 8).
 CLOSE = {"rtol": 0, "atol": 2e-6}
@@ -100,10 +100,10 @@ def test_weights_that_are_not_finite():
 
 
 def test_units():
-    found = Perplexity(nats=4 * math.log(8), tokens=4, nbytes=6)
+    found = Likelihood(nats=4 * math.log(8), tokens=4, nbytes=6)
     assert math.isclose(found.perplexity, 8) and math.isclose(found.bits_per_byte, 2)
     assert math.isclose(found.nats_per_token, math.log(8))
-    assert Perplexity(nats=1e6, tokens=1, nbytes=1).perplexity == math.inf
+    assert Likelihood(nats=1e6, tokens=1, nbytes=1).perplexity == math.inf
 
 
 TEXT = "Question: Sam has 3 pens. 你好\nAnswer: 3 + 4 = 7."

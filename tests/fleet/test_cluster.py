@@ -42,8 +42,8 @@ def ray(*, nodes=(), fails=False, initialized=False):
 
 def test_without_an_address_ray_is_started_here_with_a_core_for_each_replica():
     started = ray()
-    cluster.connect(started, None, 1000)
-    cluster.connect(started, None, 1)
+    cluster.join_cluster(started, None, 1000)
+    cluster.join_cluster(started, None, 1)
     assert [(address, options["num_cpus"]) for address, options in started.calls] == [
         ("local", 1000),
         ("local", cores()),
@@ -52,14 +52,14 @@ def test_without_an_address_ray_is_started_here_with_a_core_for_each_replica():
 
 def test_a_process_stays_with_its_cluster():
     joined = ray(initialized=True)
-    cluster.connect(joined, "nowhere:1", 1)
+    cluster.join_cluster(joined, "nowhere:1", 1)
     assert not joined.calls
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", ":6379", "host:port", "host:65536", "ray://host:10001", ""])
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(ValueError, match=f"the address of a Ray cluster is '{address}', expected HOST:PORT, or auto"):
-        cluster.connect(ray(), address, 1)
+        cluster.join_cluster(ray(), address, 1)
 
 
 def test_where_nothing_listens_there_is_no_cluster_and_ray_is_not_asked(listening):
@@ -67,17 +67,17 @@ def test_where_nothing_listens_there_is_no_cluster_and_ray_is_not_asked(listenin
         port = server.getsockname()[1]
     asked = ray()
     with pytest.raises(ConnectionError, match=rf"no Ray cluster could be joined at 127\.0\.0\.1:{port}: .*refused"):
-        cluster.connect(asked, f"127.0.0.1:{port}", 1)
+        cluster.join_cluster(asked, f"127.0.0.1:{port}", 1)
     assert not asked.calls
-    cluster.connect(asked, f"127.0.0.1:{listening}", 1)
+    cluster.join_cluster(asked, f"127.0.0.1:{listening}", 1)
     assert [address for address, _ in asked.calls] == [f"127.0.0.1:{listening}"]
 
 
 def test_what_ray_cannot_join_is_told_with_what_to_do(listening):
     with pytest.raises(ConnectionError, match=f"joined at 127.0.0.1:{listening}: .*RAY_AUTH_MODE=token"):
-        cluster.connect(ray(fails=True), f"127.0.0.1:{listening}", 1)
+        cluster.join_cluster(ray(fails=True), f"127.0.0.1:{listening}", 1)
     with pytest.raises(ConnectionError, match=r"joined at auto: start one here \(ray start --head\)"):
-        cluster.connect(ray(fails=True), "auto", 1)
+        cluster.join_cluster(ray(fails=True), "auto", 1)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 
 import ling3
 from ling3.engine.intake import Intake
+from ling3.engine.shapes import Shapes
 from ling3.fleet import places
 from ling3.fleet.places import Lost, Places
 from ling3.fleet.replica import Card, Checkpoint, Plan, Process
@@ -81,11 +82,18 @@ class Ray:
         return {"CPU": 0.5, "memory": 1.0}
 
 
-INTAKE = Intake(tokenizer=None, vocab=1, ends=[], room=1, pages=1, page_size=1, most_pages=1, max_queue=1)
+INTAKE = Intake(
+    tokenizer=None,
+    vocab=1,
+    ends=[],
+    settings=ling3.EngineSettings(max_model_len=1),
+    shapes=Shapes(slots=1, pages=1, page_size=1, columns=1, buckets=(1,), rows=(1,)),
+    parts=frozenset(),
+)
 
 
 def card(**facts):
-    return Card(ling3.EngineSettings(), INTAKE, {"version": "1", **facts}, 1, "float32", "cpu")
+    return Card(ling3.EngineSettings(), INTAKE, {"version": "1", **facts})
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def ray():
         # Replicas import `fleet_models`.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         ray = cluster.library()
-        cluster.connect(ray, None, 4)
+        cluster.join_cluster(ray, None, 4)
         yield
         ray.shutdown()
 

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "parity")]
+sys.path[:0] = [str(HERE.parent / folder) for folder in ("support", "parity")]
 
 import kimi_reference  # noqa: E402
 import torch  # noqa: E402

@@ -13,7 +13,7 @@ from tiny import DEEP, open_model
 
 import ling3
 from ling3 import cli
-from ling3.interpret.ablations import Rows, _right, ablations, compare, solution_perplexity, solution_rows
+from ling3.interpret.ablations import ProblemRows, _right, ablations, compare, solution_perplexity, solution_rows
 from ling3.train.nano.problems import ask, problems
 
 
@@ -45,7 +45,7 @@ def test_a_model_is_cut_only_where_it_has_something():
 def test_every_line_is_a_model_that_differs():
     model = open_model(DEEP)
     tokens = jnp.asarray(jax.random.randint(jax.random.key(0), (2, 9), 0, DEEP.vocab_size), jnp.int32)
-    rows = Rows(tokens, jnp.ones((2, 9), bool), jnp.ones((2, 9), bool))
+    rows = ProblemRows(tokens, jnp.ones((2, 9), bool), jnp.ones((2, 9), bool))
     variants = {ablation.name: ablation.cut(model, rows) for ablation in ablations(model)}
     by_weight = variants.pop("experts: 4 of 8 dropped")
     assert by_weight.config == DEEP and by_weight.model.layers[1].mlp.gate.expert_bias[0] == ling3.ablate.DROPPED
@@ -61,7 +61,7 @@ def test_what_is_cut_already_is_not_cut_again():
     listed = {ablation.name: ablation for ablation in ablations(model)}
     assert not [name for name in listed if "bound" in name or "decay" in name or "softplus" in name]
     tokens = jnp.zeros((1, 4), jnp.int32)
-    held = listed["KDA: gate at its mean"].cut(model, Rows(tokens, tokens == 0, tokens == 0)).config
+    held = listed["KDA: gate at its mean"].cut(model, ProblemRows(tokens, tokens == 0, tokens == 0)).config
     assert [held.at(i).kda_output_gate for i in range(3)] == ["none", "constant", "constant"]
     bare = ling3.ablate.no_output_gate(model)
     assert not [ablation.name for ablation in ablations(bare) if "gate" in ablation.name]

@@ -147,6 +147,6 @@ def test_the_table_for_another_family_is_that_for_ling_3():
 
 
 def test_a_suite_that_a_model_has_nothing_for_says_what_there_is(delta, monkeypatch, capsys):
-    monkeypatch.setattr("ling3.cli.loading.Source.load", lambda *given: delta)
+    monkeypatch.setattr("ling3.cli.loading.ModelSource.load", lambda *given: delta)
     assert cli.main(["ablate", "nano", "--suite", "gates"]) == 2
     assert "--suite gates: nothing that can be cut; what can be: attention in layers [0, 1]" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from ling3.interpret import inspect
 
 
 @pytest.fixture(scope="module")
-def tiny() -> inspect.Report:
+def tiny() -> inspect.ModelReport:
     return inspect.report(Ling3Config.from_dict(TINY))
 
 
@@ -26,7 +26,7 @@ def directory(tmp_path) -> Path:
     return tmp_path / "x"
 
 
-def shown(report: inspect.Report, width: int = 120) -> str:
+def shown(report: inspect.ModelReport, width: int = 120) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(report)
     return out.getvalue()

@@ -24,7 +24,7 @@ import tiny_transformers
 from tiny import FLASH, TINY
 
 import ling3
-from ling3.checkpoint.dequantizing import Quantized
+from ling3.checkpoint.dequantizing import QuantizedTensor
 from ling3.checkpoint.names import leaves, structure
 from ling3.checkpoint.safetensors_file import SafetensorsFile
 from ling3.mesh import MeshError, Rules, place, plan
@@ -170,7 +170,7 @@ def test_any_part_of_a_quantized_matrix(tmp_path):
     safetensors.numpy.save_file(stored, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
     for name, rows, columns in [("a", 200, 300), ("b", 10, 96)]:
-        matrix = Quantized(file, f"{name}.weight", file, f"{name}.scale", columns)
+        matrix = QuantizedTensor(file, f"{name}.weight", file, f"{name}.scale", columns)
         whole = matrix.read(0, rows, 0, columns)
         np.testing.assert_array_equal(whole, deepseek_v4_checkpoint.dequantise(stored)[f"{name}.weight"])
         for _ in range(50):

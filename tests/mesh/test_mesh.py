@@ -9,7 +9,7 @@ from meshes import TOKENS, mesh, model, placed, tolerance
 
 import ling3
 from ling3.evals.predictions import fingerprint
-from ling3.leaves import leaves
+from ling3.leaves import array_leaves
 from ling3.mesh import MeshError, Rules, plan
 
 SETTINGS = {
@@ -119,5 +119,5 @@ def test_a_cut_model_is_identified_as_on_one_device():
 
 def test_a_cut_model_counts_its_own_numbers():
     one, cut = model("tiny"), placed("tiny", 2)
-    assert cut.parameters == one.parameters == sum(leaf.value.size for leaf in leaves(one))
-    assert cut.shapes == one.shapes != tuple(leaf.value.shape for leaf in leaves(cut))
+    assert cut.parameters == one.parameters == sum(leaf.value.size for leaf in array_leaves(one))
+    assert cut.shapes == one.shapes != tuple(leaf.value.shape for leaf in array_leaves(cut))

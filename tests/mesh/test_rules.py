@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from meshes import TOKENS, logits_as_computed, mesh, model, placed, tolerance
 
-from ling3.leaves import leaves
+from ling3.leaves import array_leaves
 from ling3.mesh import MeshError, Rules, place
 from ling3.mesh.rules import Share, share_of
 
@@ -52,7 +52,7 @@ def test_parts_of_a_size_that_does_not_divide_have_every_number_once(size, devic
 
 
 def test_heads_that_do_not_divide_name_what_would_fit():
-    leaf = next(leaf for leaf in leaves(model("tiny")) if leaf.path.endswith("q_proj.weight"))
+    leaf = next(leaf for leaf in array_leaves(model("tiny")) if leaf.path.endswith("q_proj.weight"))
     with pytest.raises(MeshError, match=r"heads are 8, which 5 devices cannot share evenly; 1, 2, 4, 8 can"):
         share_of(leaf, {"tensor": 5}, Rules())
 

@@ -155,7 +155,7 @@ class TestWhereItDoesNotSuit:
         assert CALL not in jax.jit(lambda *x: native_attention(*x, how)).lower(*x).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "target", lambda *_: None)
+        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
         x, _ = case(lengths=[9], rows=4, latent=True)
         q, *rest = x
         assert CALL not in jax.jit(native_latent_attention).lower(q[:, 0], *rest).as_text()

@@ -155,7 +155,7 @@ class TestWhereItDoesNotSuit:
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "target", lambda *_: None)
+        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
         program = jax.jit(lambda *a: native_experts(*a, 0.0))
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
@@ -172,7 +172,7 @@ class TestModel:
         program = jax.jit(lambda m, t: m(t))
         assert "ling3_experts_" in program.lower(model, tokens).as_text()
         seen = program(model, tokens)
-        monkeypatch.setattr(native, "target", lambda *_: None)
+        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
         jax.clear_caches()
         assert "ling3_experts_" not in program.lower(model, tokens).as_text()
         np.testing.assert_allclose(seen, program(model, tokens), atol=2e-5)

@@ -130,6 +130,6 @@ class TestWhereItDoesNotSuit:
         assert CALL not in jax.jit(matmul_transposed).lower(*case(2, 64, 64, jnp.float32)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "target", lambda *_: None)
+        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
         jax.clear_caches()
         assert CALL not in KERNEL.lower(*case(2, 64, 64, jnp.float32)).as_text()

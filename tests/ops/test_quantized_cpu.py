@@ -299,7 +299,7 @@ class TestWhereItDoesNotSuit:
         assert CALL not in PLAIN.lower(jnp.ones((2, 64)), drawn("mxfp4", 8, 64)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "target", lambda *_: None)
+        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
         assert not products_cpu.suits(jnp.ones((2, 64)), *self.arrays(), 64, 0)
 
     @staticmethod

@@ -35,7 +35,7 @@ class Oracle:
 
     def __init__(self, config: Ling3Config, weights: dict[str, np.ndarray], dtype: torch.dtype = torch.float32):
         if config.expert_swiglu_limit_list is not None or config.share_expert_swiglu_limit_list is not None:
-            raise ValueError("transformers' bailing_hybrid has no SwiGLU clamps; compare with tests/reference.py")
+            raise ValueError("transformers' bailing_hybrid has no SwiGLU clamps: use tests/support/reference.py")
         self.model = BailingHybridForCausalLM(transformers_config(config))
         self.model.set_attn_implementation("eager")
         self.model.set_experts_implementation("eager")

@@ -72,7 +72,7 @@ def test_after_preemption(new_engine, tokenizer, alone):
     long = ling3.SamplingParams(max_tokens=48, ignore_eos=True, logprobs=1)
     chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in QUESTIONS[:4]]
     crowded = new_engine(prefix_cache=False)
-    crowded._loop.dispatcher.scheduler = Scheduler(4, 17, 16)
+    crowded._loop.scheduler = Scheduler(4, 17, 16)
     expected = [answer(alone(tuple(ids), long).outputs[0]) for ids in chats]
     assert served(crowded, [(ids, long) for ids in chats]) == expected
     assert crowded.stats().preemptions > 0

@@ -15,7 +15,7 @@ import openai
 
 import ling3
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.service import Service
 from ling3.text.chat_template import ChatTemplate
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -49,7 +49,7 @@ def serve(engine):
     """A client of a server with a tokenizer."""
 
     def client(tokenizer):
-        return http_server.listening(build(Service(engine, tokenizer, "smollm2", 64)))
+        return http_server.listening(build(Service(engine, tokenizer, "smollm2")))
 
     return client
 

@@ -5,7 +5,7 @@ import pytest
 
 import ling3
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +22,9 @@ def nano():
 
 @pytest.fixture(scope="session")
 def nano_app():
-    """An app over an engine, with as many waiting requests."""
+    """An app over an engine."""
 
-    def app(engine, max_queue=1024, keys=()):
+    def app(engine, keys=()):
         return build(Service(engine, engine.tokenizer, "nano", max_queue), keys)
 
     return app

@@ -10,16 +10,18 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
+import ling3
 from ling3 import cli
 from ling3.bench import measure as local
 from ling3.bench.levels import Levels
 from ling3.bench.measure import SampleRequest, random_requests
-from ling3.bench.remote import Server, Stream, events, measure
+from ling3.bench.remote import RemoteServer, Stream, events, measure_server
 
 
 @pytest.fixture(scope="module")
-def url(nano, nano_app, serving):
-    with serving(nano_app(nano, 2, ["secret"])) as address:
+def url(nano_app, serving):
+    engine = ling3.Engine.from_pretrained("nano", max_running_requests=4, max_model_len=512, max_queue=6)
+    with serving(nano_app(engine, ["secret"])) as address:
         yield f"{address}/v1"
 
 
@@ -71,7 +73,7 @@ def test_a_stream_that_is_not_whole_has_failed(body, error):
 def test_the_work_is_that_of_the_engines_own_measurement(nano, url):
     requests = random_requests(7, 600, (3, 20), (2, 12), seed=3)
     mine = local.measure(nano, requests)
-    found = measure(Server(url, api_key="secret"), requests, concurrency=4)
+    found = measure_server(RemoteServer(url, api_key="secret"), requests, concurrency=4)
     for name in ("prompt_tokens", "output_tokens", "finish_reason"):
         assert [getattr(each, name) for each in found.served] == [getattr(each, name) for each in mine.served]
     assert found.completed == 7 and found.errors == {} and found.about["model"] == "nano"
@@ -81,9 +83,9 @@ def test_the_work_is_that_of_the_engines_own_measurement(nano, url):
 
 
 def test_what_is_refused_counts_as_failed(url):
-    """Four slots and a queue of two: of forty at once six are answered at least."""
-    server = Server(url, "nano", "secret")
-    found = measure(server, random_requests(40, 600, (3, 5), (300, 300)))
+    """A queue of six: of forty at once six are answered at least."""
+    server = RemoteServer(url, "nano", "secret")
+    found = measure_server(server, random_requests(40, 600, (3, 5), (300, 300)))
     assert found.errors == {"status 429: the queue is full: try again": found.failed}
     assert 6 <= found.completed < 40 and found.output_tokens == 300 * found.completed
     text = io.StringIO()
@@ -93,9 +95,9 @@ def test_what_is_refused_counts_as_failed(url):
 
 def test_conversations(url):
     requests = [SampleRequest("Sam has 3 pens.", 5)] * 2
-    assert measure(Server(url, api_key="secret", chat=True), requests, request_rate=50).completed == 2
+    assert measure_server(RemoteServer(url, api_key="secret", chat=True), requests, request_rate=50).completed == 2
     with pytest.raises(ValueError, match="a conversation takes texts"):
-        measure(Server(url, api_key="secret", chat=True), random_requests(2, 99, (3, 3), (2, 2)))
+        measure_server(RemoteServer(url, api_key="secret", chat=True), random_requests(2, 99, (3, 3), (2, 2)))
 
 
 def test_other_servers_and_their_faults(serving):
@@ -111,26 +113,26 @@ def test_other_servers_and_their_faults(serving):
     routes = [Route("/v1/completions", completions, methods=["POST"]), Route("/v1/models", models)]
     with serving(Starlette(routes=routes)) as address:
         requests = [SampleRequest("a", 8)] * 2
-        found = measure(Server(f"{address}/v1", "m"), requests, concurrency=1, ignore_eos=False)
+        found = measure_server(RemoteServer(f"{address}/v1", "m"), requests, concurrency=1, ignore_eos=False)
         assert (found.completed, found.errors) == (1, {"the stream ended early": 1})
         with pytest.raises(ValueError, match="lists no model: name it"):
-            measure(Server(f"{address}/v1"), requests)
+            measure_server(RemoteServer(f"{address}/v1"), requests)
         with pytest.raises(ValueError, match=r"status 404; expected the address of /v1"):
-            measure(Server(address), requests)
+            measure_server(RemoteServer(address), requests)
 
 
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        (Server("http://127.0.0.1:9/v1"), "expected the address of /v1"),
-        (Server("http://127.0.0.1:9/v1", "nano"), "127.0.0.1:9"),
-        (Server("nowhere", "nano"), "nowhere: "),
-        (Server("http://[", "nano"), "http"),
+        (RemoteServer("http://127.0.0.1:9/v1"), "expected the address of /v1"),
+        (RemoteServer("http://127.0.0.1:9/v1", "nano"), "127.0.0.1:9"),
+        (RemoteServer("nowhere", "nano"), "nowhere: "),
+        (RemoteServer("http://[", "nano"), "http"),
     ],
 )
 def test_no_server(server, message):
     with pytest.raises(ValueError, match=message):
-        measure(server, [SampleRequest("a", 1)])
+        measure_server(server, [SampleRequest("a", 1)])
 
 
 def run(capsys, *argv):
@@ -204,5 +206,5 @@ def test_many_clients_wait_at_once(serving):
         return PlainTextResponse(sse(chunk("a", "stop"), USAGE))
 
     with serving(Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])) as address:
-        assert measure(Server(f"{address}/v1", "m"), [SampleRequest("a", 8)] * 120).completed == 120
+        assert measure_server(RemoteServer(f"{address}/v1", "m"), [SampleRequest("a", 8)] * 120).completed == 120
     assert most == 120

@@ -19,7 +19,7 @@ import ling3
 from ling3.server.app import build
 from ling3.server.body import parse
 from ling3.server.errors import ApiError
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
 KEY = {"Authorization": "Bearer secret"}
@@ -28,12 +28,12 @@ ASKED = {"model": "nano", "messages": CHAT, "temperature": 0, "max_tokens": 40}
 
 @pytest.fixture(scope="module")
 def engine():
-    return ling3.Engine.from_pretrained("nano", max_running_requests=4, max_model_len=512)
+    return ling3.Engine.from_pretrained("nano", max_running_requests=4, max_model_len=512, max_queue=6)
 
 
 @pytest.fixture(scope="module")
 def url(engine):
-    app = build(Service(engine, engine.tokenizer, "nano", 2), ["other", "secret"])
+    app = build(Service(engine, engine.tokenizer, "nano"), ["other", "secret"])
     config = uvicorn.Config(app, port=0, log_level="warning", ws="none")
     socket, server = config.bind_socket(), uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
@@ -76,7 +76,7 @@ def test_the_answer_is_the_engines_bit_for_bit(engine, url):
         ({"json": {**ASKED, "structured_outputs": {"choice": []}}}, 400, "structured_outputs"),
         ({"json": {**ASKED, "guided_regex": "a", "guided_choice": ["a"]}}, 400, "guided_choice"),
         ({"json": {**ASKED, "stream": True, "messages": [{"role": "user", "content": "a " * 900}]}}, 400, "messages"),
-        ({"json": {**ASKED, "n": 7}}, 429, None),
+        ({"json": {**ASKED, "n": 7}}, 400, "n"),  # more than ever have room in the queue
     ],
 )
 def test_an_error_is_openais_object(url, body, status, param):
@@ -148,7 +148,7 @@ def test_without_max_tokens_an_answer_has_the_pages_that_there_are():
     with pytest.raises(ValueError, match="pages"):
         engine.check(prompt, ling3.SamplingParams(max_tokens=most + 1))
     assert most == 8 * 16 + 1 - len(prompt)
-    service = Service(engine, engine.tokenizer, "nano", 2)
+    service = Service(engine, engine.tokenizer, "nano")
     assert ask(service, {"model": "nano", "messages": CHAT}).status_code == 200
 
 
@@ -167,34 +167,29 @@ def ask(service, body=None, path="/v1/chat/completions", root="", key=None):
 
 @pytest.mark.parametrize("root", ["", "/proxy/nano", "/health"])
 def test_a_key_is_asked_for_wherever_a_proxy_mounts_the_server(engine, root):
-    service = Service(engine, engine.tokenizer, "nano", 2)
+    service = Service(engine, engine.tokenizer, "nano")
     for path, status in (("/v1/models", 401), ("/health/", 401), ("/other", 401), ("/health", 200)):
         assert ask(service, path=path, root=root, key="other").status_code == status
     assert ask(service, path="/v1/models", root=root, key="secret").status_code == 200
 
 
-@pytest.mark.parametrize("where", ["check", "refusal", "first", "later", "error"])
+@pytest.mark.parametrize("where", ["refusal", "first", "later", "error"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_path_and_no_trace_reach_a_client(engine, monkeypatch, where, stream):
-    begin = engine.astream
+    begin = engine.astream_all
 
-    def check(prompt, params, name):
+    async def astream_all(prompts, params, name):
         if where == "refusal":
-            raise ValueError(f"{engine.tokenizer.directory}/secret: no")
-        if where == "check":
-            raise RuntimeError("/secret/path")
-
-    async def astream(prompt, params):
+            raise ling3.ParameterError("messages", f"{engine.tokenizer.directory}/secret: no")
         if where == "first":
             raise RuntimeError("/secret/path")
-        async for delta in begin(prompt, params):
+        async for place, delta in begin(prompts, params, name=name):
             fault = {"finish_reason": "error", "output": None} if where == "error" else {}
-            yield dataclasses.replace(delta, **fault)
+            yield place, dataclasses.replace(delta, **fault)
             raise RuntimeError("/secret/path")
 
-    monkeypatch.setattr(engine, "check", check)
-    monkeypatch.setattr(engine, "astream", astream)
-    answer = ask(Service(engine, engine.tokenizer, "nano", 2), {**ASKED, "stream": stream})
+    monkeypatch.setattr(engine, "astream_all", astream_all)
+    answer = ask(Service(engine, engine.tokenizer, "nano"), {**ASKED, "stream": stream})
     begun = stream and where in ("later", "error")
     assert answer.status_code == (400 if where == "refusal" else 200 if begun else 500)
     assert '"message"' in answer.text and "Traceback" not in answer.text

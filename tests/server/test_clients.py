@@ -24,7 +24,7 @@ from lm_eval.tasks import TaskManager
 from ling3.evals.harness import Ling3LM
 from ling3.serve import Engine
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.service import Service
 from ling3.train.nano.problems import ask, exam
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def lm():
 @pytest.fixture(scope="module")
 def url(lm):
     engine = Engine(lm.model, lm.tokenizer, max_running_requests=4, max_model_len=LENGTH)
-    with http_server.listening(build(Service(engine, lm.tokenizer, "nano", 64))) as address:
+    with http_server.listening(build(Service(engine, lm.tokenizer, "nano"))) as address:
         yield address
 
 

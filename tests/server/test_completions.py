@@ -10,7 +10,7 @@ import pytest
 
 import ling3
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 PROMPTS = [
     f"<role>HUMAN</role>Sam has {n} pens. He gets 4 more pens. How many pens does Sam have?" for n in range(2, 18)
@@ -24,7 +24,7 @@ def engine():
 
 @pytest.fixture
 def client(engine):
-    app = build(Service(engine, engine.tokenizer, "nano", 64))
+    app = build(Service(engine, engine.tokenizer, "nano"))
 
     @contextlib.asynccontextmanager
     async def made():
@@ -153,7 +153,7 @@ def test_answers_in_company_are_those_alone(engine, client):
 
 def test_texts_become_ids_and_ids_texts(engine):
     async def answers():
-        transport = httpx.ASGITransport(build(Service(engine, engine.tokenizer, "nano", 64)), False)
+        transport = httpx.ASGITransport(build(Service(engine, engine.tokenizer, "nano")), False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             chat = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"enable_thinking": True}}
             bodies = ({"prompt": PROMPTS[0]}, chat, {"prompt": "a", **chat})

@@ -7,7 +7,7 @@ import pytest
 from scripted_service import ask, recited
 from tool_templates import TEMPLATES, tokenizer
 
-from ling3.server.running import Service
+from ling3.server.service import Service
 from ling3.text.replies import Reply
 
 INPUT = '*** Begin Patch\n+x = "</arg_value>" # é\\n\n*** End Patch'
@@ -133,7 +133,7 @@ def test_a_grammar_that_cannot_be_held_is_refused_by_name(form):
     ],
 )
 def test_a_format_that_is_none_is_refused_by_name(nano, form, param):
-    service = Service(nano, tokenizer(TEMPLATES["tags"]), "nano", 8)
+    service = Service(nano, tokenizer(TEMPLATES["tags"]), "nano")
 
     async def call(client):
         await client.responses.create(model="nano", input="a", tools=[{"type": "custom", **PATCH, "format": form}])

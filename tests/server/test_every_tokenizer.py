@@ -8,7 +8,7 @@ from tokenizer_engines import engine
 
 from ling3.engine.sampling_params import SamplingParams
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 PROMPTS = ("the cat", "မြမာပ", "你好 😀 ")
 
@@ -18,7 +18,7 @@ def test_streams(name):
     tokenizer, made = load(name), engine(name)
     how = {"model": "m", "max_tokens": 12, "temperature": 1.0}
     with (
-        http_server.listening(build(Service(made, tokenizer, "m", 64))) as address,
+        http_server.listening(build(Service(made, tokenizer, "m"))) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client,
     ):
         for seed, prompt in enumerate(PROMPTS):

@@ -1,6 +1,7 @@
 """Fields of requests: what they do, and what is known of those that do nothing."""
 
 import asyncio
+import dataclasses
 import json
 
 import httpx
@@ -11,9 +12,13 @@ from tool_templates import TEMPLATES, tokenizer
 
 import ling3
 from ling3.cli import main
-from ling3.engine.sampling_params import MAX_SEED
+from ling3.cli import options as cli_options
+from ling3.cli.conversation import SETTABLE
+from ling3.engine.sampling_params import MAX_SEED, SamplingParams
+from ling3.runtime.parameters import meanings, parameters
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.fields import COMMON, Completion
+from ling3.server.service import Service
 
 CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
 VAGUE = {"messages": [{"role": "user", "content": "Tell me more."}]}
@@ -28,7 +33,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def nano(engine):
-    return Service(engine, engine.tokenizer, "nano", 64)
+    return Service(engine, engine.tokenizer, "nano")
 
 
 def create(**fields):
@@ -105,6 +110,20 @@ def test_what_clients_add_to_messages_changes_nothing_but_a_name_reaches_the_tem
     with pytest.raises(openai.BadRequestError) as caught:
         ask(service, create(messages=[{**CHAT[0], "name": 5}]))
     assert caught.value.param == "messages[0].name"
+
+
+def test_the_parameters_of_the_engine_are_fields_options_and_settings_of_a_chat():
+    """Each that is declared for all of them, by its name alone."""
+    options = {each.name: each for each in dataclasses.fields(cli_options.Sampling)}
+    for name, each in parameters(SamplingParams).items():
+        assert each.common == (name in options) == (name in COMMON)
+        if each.common:
+            assert (
+                Completion.model_fields[name].description == meanings(SamplingParams)[name]
+                and SETTABLE[name] == each.noun
+            )
+            assert options[name].default == each.default
+    assert cli_options.Sampling().params() == SamplingParams()
 
 
 def test_no_tools_are_none(nano):

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import ling3
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 PATH = "/v1/completions"
 ASKED = {"model": "nano", "prompt": list(range(20, 60)), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -35,7 +35,7 @@ async def scraped(client):
 
 @contextlib.asynccontextmanager
 async def serving(engine):
-    service = Service(engine, engine.tokenizer, "nano", 64)
+    service = Service(engine, engine.tokenizer, "nano")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(build(service)), base_url="http://test") as client:
         yield client
 

@@ -13,7 +13,7 @@ from schemathesis.specs.openapi import checks
 import ling3
 from ling3.server.app import build
 from ling3.server.fields import Chat
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 CHECKS = [not_a_server_error, checks.status_code_conformance, checks.content_type_conformance]
 CHECKS.append(checks.response_schema_conformance)
@@ -26,7 +26,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def schema(engine):
-    with http_server.listening(build(Service(engine, engine.tokenizer, "nano", 64))) as url:
+    with http_server.listening(build(Service(engine, engine.tokenizer, "nano"))) as url:
         yield schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 
@@ -48,7 +48,7 @@ def test_what_is_described_is_answered_and_nothing_fails(schema, mode):
 
 def test_the_description_is_made_from_routes_and_models(engine):
     async def asked():
-        transport = httpx.ASGITransport(build(Service(engine, engine.tokenizer, "nano", 64), ["key"]))
+        transport = httpx.ASGITransport(build(Service(engine, engine.tokenizer, "nano"), ["key"]))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.get("/openapi.json", headers={"Authorization": "Bearer key"})
 

@@ -15,7 +15,7 @@ from scripted_service import recited
 
 import ling3
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 KEYS = ["first-key", "second-key"]
 JSON = {"Content-Type": "application/json"}
@@ -96,7 +96,8 @@ def test_every_error_is_openais_object(client):
     assert is_error(client.post(PATH, json={**ASKED, "stop": "a" * 257}), 400)
     assert is_error(client.post(PATH, json={**ASKED, "n": 17}), 400)
     assert is_error(client.post("/v1/completions", json={"model": "nano", "prompt": ["a"] * 129}), 400)
-    full = client.post(PATH, json={**ASKED, "n": 16})
+    assert is_error(client.post(PATH, json={**ASKED, "n": 16}), 400)  # more than ever have room in the queue
+    full = client.post("/v1/completions", json={"model": "nano", "prompt": ["a"] * 9})
     assert is_error(full, 429) and full.headers["retry-after"] == "1"
 
 
@@ -203,7 +204,7 @@ def unhealthy(server):
 
 
 def service(engine):
-    return Service(engine, engine.tokenizer, "nano", 64)
+    return Service(engine, engine.tokenizer, "nano")
 
 
 async def ask(app, method, path, **what):
@@ -225,15 +226,15 @@ def test_an_answer_that_takes_too_long_is_ended(engine, stream):
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "begin", "last"),
+    ("path", "asked", "last"),
     [
-        (PATH, {"messages": CHAT, **USAGE}, 0, ['"finish_reason": "stop"', '"completion_tokens"']),
-        ("/v1/completions", {"prompt": "a", **USAGE}, 0, ['"finish_reason": "stop"', '"completion_tokens"']),
-        ("/v1/responses", {"input": "a"}, 1, ["response.output_text.done", "response.completed"]),
+        (PATH, {"messages": CHAT, **USAGE}, ['"finish_reason": "stop"', '"completion_tokens"']),
+        ("/v1/completions", {"prompt": "a", **USAGE}, ['"finish_reason": "stop"', '"completion_tokens"']),
+        ("/v1/responses", {"input": "a"}, ["response.output_text.done", "response.completed"]),
     ],
 )
-def test_all_events_of_a_delta_are_sent_at_once(engine, path, asked, begin, last):
-    """The beginning with the first, but for a response's, and the usage with the last; then the end of the body."""
+def test_all_events_of_a_delta_are_sent_at_once(engine, path, asked, last):
+    """The beginning with the first, and the usage with the last; then the end of the body."""
     said, sent = "one two three", []
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
     scope["headers"] = [(b"content-type", b"application/json")]
@@ -248,7 +249,7 @@ def test_all_events_of_a_delta_are_sent_at_once(engine, path, asked, begin, last
 
     asyncio.run(build(recited(engine.tokenizer, said))(scope, receive, send))
     bodies = [message["body"].decode() for message in sent[1:]]
-    assert len(bodies) == begin + len(engine.tokenizer.encode(said)) + 1
+    assert len(bodies) == len(engine.tokenizer.encode(said)) + 1
     assert all(each in bodies[-2] for each in last)
     assert not any(each in body for each in last for body in bodies[:-2])
 
@@ -277,9 +278,9 @@ def test_an_engine_that_compiles_is_healthy_for_a_while(engine, monkeypatch):
     served, go = service(engine), threading.Event()
     app, deaf = build(served), threading.Thread(target=engine._actor.call, args=(lambda loop: go.wait(),))
     deaf.start()
-    monkeypatch.setattr("ling3.server.running.ANSWER", 0.05)
+    monkeypatch.setattr("ling3.server.service.ANSWER", 0.05)
     assert asyncio.run(ask(app, "GET", "/health")).status_code == 200
-    monkeypatch.setattr("ling3.server.running.PATIENCE", 0.01)
+    monkeypatch.setattr("ling3.server.service.PATIENCE", 0.01)
     assert is_error(asyncio.run(ask(app, "GET", "/health")), 503)
     go.set()
     deaf.join()

@@ -11,7 +11,7 @@ import pytest
 
 from ling3.server.app import build
 from ling3.server.origins import Hosts
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 ASKED = json.dumps({"model": "nano", "prompt": "Sam", "max_tokens": 2})
 JSON = {"Content-Type": "application/json"}
@@ -111,14 +111,14 @@ def answered(app, path, **headers):
 
 
 def test_an_app_in_another_server_has_any_name_and_no_other_origin(nano):
-    app = build(Service(nano, nano.tokenizer, "nano", 8))
+    app = build(Service(nano, nano.tokenizer, "nano"))
     assert answered(app, "/v1/models").status_code == 200
     assert answered(app, "/v1/models", Origin="https://test").status_code == 200
     assert answered(app, "/v1/models", Origin="http://evil.example").status_code == 403
 
 
 def test_two_hosts_are_refused(nano):
-    app = build(Service(nano, nano.tokenizer, "nano", 8), hosts=Hosts.of("127.0.0.1"))
+    app = build(Service(nano, nano.tokenizer, "nano"), hosts=Hosts.of("127.0.0.1"))
     sent, got = [], {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b""}
     got["headers"] = [(b"host", b"localhost"), (b"host", b"evil.example")]
 
@@ -130,7 +130,7 @@ def test_two_hosts_are_refused(nano):
 
 
 def test_a_key_needs_its_scheme(nano):
-    app = build(Service(nano, nano.tokenizer, "nano", 8), ["key"])
+    app = build(Service(nano, nano.tokenizer, "nano"), ["key"])
     for given, status in (("Bearer key", 200), ("bearer key", 200), ("key", 401), ("Basic key", 401), ("Bearer", 401)):
         assert answered(app, "/v1/models", Authorization=given).status_code == status
 
@@ -138,7 +138,7 @@ def test_a_key_needs_its_scheme(nano):
 @pytest.mark.parametrize("key", ["", " ", "\t\n"])
 def test_a_blank_key_is_refused_at_the_start(nano, key):
     with pytest.raises(ValueError, match="blank"):
-        build(Service(nano, nano.tokenizer, "nano", 8), ["key", key])
+        build(Service(nano, nano.tokenizer, "nano"), ["key", key])
     command = [sys.executable, "-m", "ling3", "serve", "nano", "--port", "0", "--api-key", key]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2 and "--api-key is blank" in run.stderr

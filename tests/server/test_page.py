@@ -149,15 +149,15 @@ def test_an_answer_streams_and_is_the_engines(nano, url, browser):
 @in_a_browser
 @pytest.mark.parametrize("how", ["button", "escape", "new chat", "leave"])
 def test_stopping_frees_the_slot(nano, url, browser, monkeypatch, how):
-    begin, before = nano.astream, nano.stats().finished["abort"]
+    begin, before = nano.astream_all, nano.stats().finished["abort"]
 
-    async def slowly(ids, params):
-        async with contextlib.aclosing(begin(ids, dataclasses.replace(params, ignore_eos=True))) as deltas:
-            async for delta in deltas:
-                yield delta
+    async def slowly(prompts, params, name):
+        async with contextlib.aclosing(begin(prompts, dataclasses.replace(params, ignore_eos=True))) as deltas:
+            async for item in deltas:
+                yield item
                 await asyncio.sleep(0.1)
 
-    monkeypatch.setattr(nano, "astream", slowly)
+    monkeypatch.setattr(nano, "astream_all", slowly)
     shown = Page(browser, url)
     shown.ask(QUESTION)
     shown.wait(lambda: shown.all(".assistant .text")[0].text)

@@ -197,14 +197,13 @@ LARK = 'start: "*** Begin Patch\\n" line+ "*** End Patch"\nline: "+" /[^\\n]*/ "
 def test_a_custom_tools_input_has_its_grammar(special, syntax):
     definition = LARK if syntax == "lark" else r"\*{3} Begin Patch(\n|.)*/ End Patch"
     grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
-    tool = Custom.model_validate({"name": "patch", "description": "Edits.", "format": grammar}).offered()
+    tool = Custom.model_validate({"name": "patch", "description": "Edits.", "format": grammar}).callable
     assert isinstance(tool.form, Grammar if syntax == "lark" else Regex)
-    assert definition in tool.function.description
+    assert definition in tool.shown["description"]
     made = tokenizer(TEMPLATES["tags"], special)
-    function = Callable(tool.name, tool.function.parameters, False, tool.form)
-    held = calls([function], "tags", made, False, False)
+    held = calls([tool], "tags", made, False, False)
     good = "*** Begin Patch\n+x\n*** End Patch" if syntax == "lark" else "*** Begin Patch\n\n+x / End Patch"
     assert passes(made, held, f"<tool_call>patch{argument('input', good)}</tool_call>")
     assert not passes(made, held, f"<tool_call>patch{argument('input', 'x')}</tool_call>")
     with pytest.raises(ValueError, match="patch: a grammar cannot be held"):
-        calls([function], "json", made, False, False)
+        calls([tool], "json", made, False, False)

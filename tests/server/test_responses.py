@@ -11,7 +11,7 @@ from scripted_service import ask, recited
 from tool_templates import TEMPLATES, tokenizer
 
 import ling3
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 QUESTION = "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
 ASKED = {"model": "nano", "input": QUESTION, "temperature": 0, "max_output_tokens": 200}
@@ -37,7 +37,7 @@ def create(**fields):
 
 
 def test_the_answer_is_the_engines(engine):
-    service = Service(engine, engine.tokenizer, "nano", 8)
+    service = Service(engine, engine.tokenizer, "nano")
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
     expected = engine.generate(chat, ling3.SamplingParams(max_tokens=200))[0]
     for given in (QUESTION, [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]):
@@ -109,7 +109,7 @@ class Answer(pydantic.BaseModel):
 
 @pytest.mark.parametrize("think", [False, True])
 def test_answers_are_parsed_into_pydantic_models(engine, think):
-    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano", 8)
+    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano")
     effort = {"effort": "low" if think else "none"}
 
     async def call(client):
@@ -129,7 +129,7 @@ class Sum(pydantic.BaseModel):
 
 
 def test_a_call_that_has_to_come_and_its_result(engine):
-    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano", 8)
+    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano")
 
     async def turns(client):
         how = {**ASKED, "tools": [openai.pydantic_function_tool(Sum)], "parallel_tool_calls": False}
@@ -205,7 +205,7 @@ def test_items_of_one_turn_are_one_message():
     ],
 )
 def test_what_is_refused_is_named(engine, fields, param):
-    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano", 8)
+    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano")
     with pytest.raises(openai.BadRequestError) as caught:
         ask(service, create(**fields))
     assert caught.value.param == param and "messages" not in caught.value.message
@@ -213,14 +213,14 @@ def test_what_is_refused_is_named(engine, fields, param):
 
 def test_a_failure_amid_a_stream_is_an_event(engine, monkeypatch):
     service = recited(engine.tokenizer, "one two three")
-    whole = service.engine.astream
+    whole = service.engine.astream_all
 
-    async def broken(prompt, params):
-        async for delta in whole(prompt, params):
-            yield delta
+    async def broken(prompts, params, name):
+        async for item in whole(prompts, params, name):
+            yield item
             raise RuntimeError("/secret/path")
 
-    monkeypatch.setattr(service.engine, "astream", broken)
+    monkeypatch.setattr(service.engine, "astream_all", broken)
     events = ask(service, create(stream=True))
     assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
     assert events[-1].sequence_number == len(events) - 1 and "secret" not in str(events[-1])
@@ -230,14 +230,14 @@ def test_a_failure_amid_a_stream_is_an_event(engine, monkeypatch):
 
 def test_a_stream_that_takes_too_long_ends_in_a_failed_response(engine, monkeypatch):
     service = recited(engine.tokenizer, "one two three")
-    whole = service.engine.astream
+    whole = service.engine.astream_all
 
-    async def slow(prompt, params):
-        async for delta in whole(prompt, params):
-            yield delta
+    async def slow(prompts, params, name):
+        async for item in whole(prompts, params, name):
+            yield item
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(service.engine, "astream", slow)
+    monkeypatch.setattr(service.engine, "astream_all", slow)
     events = ask(service, create(stream=True), timeout=0.5)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events].count("response.output_text.delta") == 1

@@ -27,7 +27,7 @@ def test_a_run_of_the_server_leaks_nothing():
 def test_five_hundred_streams_are_open_at_once(nano, nano_app, serving, slots):
     """All are under way before the first ends; with four slots, they wait without a byte."""
     engine = ling3.Engine(
-        nano._loop.runner.model, nano.tokenizer, max_running_requests=slots, max_model_len=64, page_size=16
+        nano.loop.runner.model, nano.tokenizer, max_running_requests=slots, max_model_len=64, page_size=16
     )
     tokens = 40 if slots == STREAMS else 4
     expected = nano.generate([[5, 6, 7]], ling3.SamplingParams(max_tokens=tokens, ignore_eos=True))[0].text

@@ -16,7 +16,7 @@ from scripted_service import ask
 
 import ling3
 from ling3.server.reply_grammars import after_thinking
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
 ASKED = {"model": "nano", "messages": CHAT, "temperature": 0, "max_tokens": 120}
@@ -37,7 +37,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def service(engine):
-    return Service(engine, engine.tokenizer, "nano", 8)
+    return Service(engine, engine.tokenizer, "nano")
 
 
 def said(service, stream=False, **fields):

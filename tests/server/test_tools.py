@@ -15,7 +15,7 @@ from tool_templates import TEMPLATES, tokenizer
 
 import ling3
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 CHAT = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
 ASKED = {"model": "nano", "messages": CHAT, "temperature": 0, "max_tokens": 200}
@@ -110,7 +110,7 @@ def test_without_tools_tags_are_text():
 @pytest.mark.parametrize("think", [False, True])
 def test_a_call_that_has_to_come_is_held_to_its_schema(engine, form, think):
     """Nano knows no tools: the grammar alone makes it call them."""
-    service = Service(engine, tokenizer(TEMPLATES[form]), "nano", 8)
+    service = Service(engine, tokenizer(TEMPLATES[form]), "nano")
     how = {"tools": [ADD, SAY], "extra_body": {"chat_template_kwargs": {"enable_thinking": think}}}
     how["tool_choice"] = {"type": "function", "function": {"name": "add"}}
     how["logit_bias"] = {"5": 20}  # else nano never ends its thinking by `</think>`
@@ -124,7 +124,7 @@ def test_a_call_that_has_to_come_is_held_to_its_schema(engine, form, think):
 
 
 def test_several_calls_may_have_to_come(engine):
-    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano", 8)
+    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano")
     ends = dict.fromkeys(map(str, engine.tokenizer.eos_token_ids), -1e9)
     choice = ask(service, create(tools=[ADD], tool_choice="required", logit_bias=ends)).choices[0]
     assert len(choice.message.tool_calls) > 1 and choice.finish_reason == "length"
@@ -133,7 +133,7 @@ def test_several_calls_may_have_to_come(engine):
 
 
 def test_a_strict_tool_leaves_the_model_its_text(engine):
-    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano", 8)
+    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano")
     choice = ask(service, create(tools=[ADD])).choices[0]
     assert choice.finish_reason == "stop" and choice.message.tool_calls is None and choice.message.content
     held = {"tools": [ADD], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required"}}}
@@ -154,7 +154,7 @@ class Reply(pydantic.BaseModel):
 
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_tools_and_answers_are_parsed_into_pydantic_models(engine, form):
-    service = Service(engine, tokenizer(TEMPLATES[form]), "nano", 8)
+    service = Service(engine, tokenizer(TEMPLATES[form]), "nano")
     tool = openai.pydantic_function_tool(Sum)
 
     def parse(**fields):
@@ -183,7 +183,7 @@ def test_a_result_goes_back_to_the_model(form):
 
 def test_a_round_trip_over_a_socket_in_both_clients(engine):
     """As scripts have it: a call that the grammar holds, its result, and the answer, which is the engine's."""
-    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano", 8)
+    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano")
     config = uvicorn.Config(build(service), port=0, log_level="warning", ws="none")
     socket, server = config.bind_socket(), uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
@@ -261,14 +261,14 @@ def with_schema(**schema):
     ],
 )
 def test_what_is_refused_is_named(engine, fields, param):
-    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano", 8)
+    service = Service(engine, tokenizer(TEMPLATES["tags"]), "nano")
     with pytest.raises(openai.BadRequestError) as caught:
         ask(service, create(**fields))
     assert caught.value.param == param
 
 
 def test_a_model_without_tools_refuses_them(engine):
-    service = Service(engine, engine.tokenizer, "nano", 8)
+    service = Service(engine, engine.tokenizer, "nano")
     for fields, param in (({"tools": [SAY]}, "tools"), (broken(), "messages")):
         with pytest.raises(openai.BadRequestError, match="template has no tools") as caught:
             ask(service, create(**fields))

@@ -6,7 +6,17 @@ import re
 
 import pytest
 
-from ling3.train.nano.problems import HELD_OUT_SHARE, LIMIT, MOST_STEPS, Problem, Step, ask, draw, last_number, problems
+from ling3.train.nano.problems import (
+    HELD_OUT_SHARE,
+    LIMIT,
+    MOST_STEPS,
+    Problem,
+    Step,
+    ask,
+    draw,
+    last_integer,
+    problems,
+)
 
 WORDS = {"twice": 2, "doubles": 2, "three times": 3, "triples": 3, "four times": 4}
 
@@ -87,4 +97,4 @@ def test_prompts():
     ("text", "number"), [("3 + 4 = 7. The answer is 7.", 7), ("12, then 5", 5), ("none", None), ("", None)]
 )
 def test_last_number(text, number):
-    assert last_number(text) == number
+    assert last_integer(text) == number

@@ -16,7 +16,7 @@ from ling3.cache import Span
 from ling3.families import init
 from ling3.layers.kda import KDA
 from ling3.train.__main__ import main
-from ling3.train.nano.mixture import DRILLS, TEXTS, Rows, corpus
+from ling3.train.nano.mixture import DRILLS, TEXTS, BatchShape, corpus
 from ling3.train.nano.recipe import (
     BEGINNING,
     LASTING,
@@ -133,7 +133,7 @@ def test_states_forget_at_first_by_the_same_rates_whatever_the_bound(without, to
 
 @pytest.mark.slow
 def test_two_steps_write_a_checkpoint_a_record_and_a_curve(tmp_path, capsys):
-    cycle = (Rows(2, 128, {"recall": 0.5, "facts": 0.5}),)
+    cycle = (BatchShape(2, 128, {"recall": 0.5, "facts": 0.5}),)
     out = tmp_path / "made"
     main(out, Recipe(steps=2, warmup=1, beginning=1, cycle=cycle, changes=TINY), questions=8, every=1)
     record = json.loads((out / "training.json").read_text())

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import ling3
-from ling3.train.nano.mixture import DRILLS, Rows, corpus, packed
+from ling3.train.nano.mixture import DRILLS, BatchShape, corpus, packed
 from ling3.train.nano.problems import SYSTEM_TURN
 from ling3.train.nano.skills import SKILLS, encode
 from ling3.train.nano.skills.copying import COPYING
@@ -205,7 +205,7 @@ def test_a_seed_gives_the_same_texts(name):
 
 def test_rows_are_full_and_have_the_skills_in_their_shares(tokenizer):
     shares = {"recall": 0.3, "facts": 0.2, "copying": 0.2, DRILLS: 0.3}
-    rows = list(itertools.islice(packed(tokenizer, Rows(4, 256, shares), seed=0), 100))
+    rows = list(itertools.islice(packed(tokenizer, BatchShape(4, 256, shares), seed=0), 100))
     counts = dict.fromkeys(shares, 0)
     end = tokenizer.token_to_id(END_OF_TEXT)
     for tokens, weights in rows:
@@ -219,11 +219,11 @@ def test_rows_are_full_and_have_the_skills_in_their_shares(tokenizer):
         assert any(closing) or not re.search("Recall|About|Copy", text)
     for name, share in shares.items():
         assert math.isclose(counts[name] / sum(counts.values()), share, abs_tol=0.03), counts
-    assert rows == list(itertools.islice(packed(tokenizer, Rows(4, 256, shares), seed=0), 100))
+    assert rows == list(itertools.islice(packed(tokenizer, BatchShape(4, 256, shares), seed=0), 100))
 
 
 def test_a_text_longer_than_a_row_is_left_out(tokenizer):
-    rows = itertools.islice(packed(tokenizer, Rows(1, 24, {"recall": 0.9, DRILLS: 0.1}), seed=0), 20)
+    rows = itertools.islice(packed(tokenizer, BatchShape(1, 24, {"recall": 0.9, DRILLS: 0.1}), seed=0), 20)
     lengths = {len(tokens) for tokens, _ in rows}
     assert lengths == {24}
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 STYLES = ("-", "--", ":", "-.")
 
 
-def draw(curve: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_curve(curve: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Writes a PNG: the loss (log scale) and each skill's share of right held-out answers, over training tokens."""
     millions = [point["tokens"] / 1e6 for point in curve]
     figure = Figure(figsize=(8, 6), layout="constrained")

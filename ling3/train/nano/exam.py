@@ -7,7 +7,7 @@ import numpy as np
 from ling3.generate import generate
 from ling3.model import CausalLM
 from ling3.text.tokenizer import Tokenizer
-from ling3.train.nano.problems import ask, chat_prompt, exam, last_number, worked_examples
+from ling3.train.nano.problems import ask, chat_prompt, exam, last_integer, worked_examples
 
 
 def exact_answers(
@@ -18,7 +18,7 @@ def exact_answers(
     for first in range(0, len(prompts), batch):
         ids = [tokenizer.encode(prompt) for prompt in prompts[first : first + batch]]
         replies = generate(model, ids, max_tokens=64, temperature=0.0)
-        given += [last_number(tokenizer.decode(reply)) for reply in replies]
+        given += [last_integer(tokenizer.decode(reply)) for reply in replies]
     return [number == answer for number, answer in zip(given, answers, strict=True)]
 
 

@@ -27,7 +27,7 @@ DRILLS = "drills"
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class BatchShape:
     """One shape of batches: `count` rows of `length` tokens, and each skill's share of their tokens."""
 
     count: int
@@ -42,7 +42,7 @@ def encoded(tokenizer: Tokenizer, name: str, seed: int) -> Iterator[Row]:
         yield encode(tokenizer, (*text.segments, (skill.end, True)))
 
 
-def packed(tokenizer: Tokenizer, rows: Rows, seed: int) -> Iterator[Row]:
+def packed(tokenizer: Tokenizer, rows: BatchShape, seed: int) -> Iterator[Row]:
     """Rows of exactly `rows.length` tokens. A text that is longer than a row is left out."""
     rng, equations = np.random.default_rng(seed), single_steps(seed)
     shares = {name: share for name, share in rows.shares.items() if share > 0}
@@ -74,7 +74,7 @@ def packed(tokenizer: Tokenizer, rows: Rows, seed: int) -> Iterator[Row]:
         yield [t for i in order for t in texts[i][0]], [w for i in order for w in texts[i][1]]
 
 
-def batches(tokenizer: Tokenizer, cycle: Sequence[Rows], seed: int) -> Iterator[Batch]:
+def batches(tokenizer: Tokenizer, cycle: Sequence[BatchShape], seed: int) -> Iterator[Batch]:
     """The training stream: a batch of each of the `cycle`, over and over."""
     streams = [packed(tokenizer, rows, seed + i) for i, rows in enumerate(cycle)]
     for i in itertools.cycle(range(len(cycle))):

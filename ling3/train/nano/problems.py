@@ -293,7 +293,7 @@ def chat_prompt(problem: Problem) -> str:
     return f"{SYSTEM_TURN}<role>HUMAN</role>{problem.question}<|role_end|><role>ASSISTANT</role>\n<think></think>"
 
 
-def last_number(text: str) -> int | None:
+def last_integer(text: str) -> int | None:
     """The answer that `text` gives: its last number, or None if it has none."""
     numbers = re.findall(r"\d+", text)
     return int(numbers[-1]) if numbers else None

@@ -31,15 +31,15 @@ from ling3.layers.moe import MoE
 from ling3.model import CausalLM
 from ling3.text.tokenizer import load_tokenizer
 from ling3.train.loop import Optimization, Progress, train
-from ling3.train.nano.mixture import TEXTS, Rows, batches, corpus
+from ling3.train.nano.mixture import TEXTS, BatchShape, batches, corpus
 from ling3.train.nano.skills.exam import right_answers
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
-BEGINNING = Rows(count=12, length=256, shares={"recall of many": 0.4, "copying": 0.3, "positions": 0.3})
+BEGINNING = BatchShape(count=12, length=256, shares={"recall of many": 0.4, "copying": 0.3, "positions": 0.3})
 """What is learned first: answers that stand in the text. Two runs with easier recall or none in it had an MLA layer
 that did nothing (`experiments/README.md`)."""
 
-SHORT = Rows(
+SHORT = BatchShape(
     count=12,
     length=256,
     shares={
@@ -54,7 +54,7 @@ SHORT = Rows(
         "positions": 0.10,
     },
 )
-LONG = Rows(count=2, length=1536, shares={"long_recall": 0.75, "examples": 0.25})
+LONG = BatchShape(count=2, length=1536, shares={"long_recall": 0.75, "examples": 0.25})
 
 WITHOUT: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -92,10 +92,10 @@ class Recipe:
     beginning: int = 800
     """The steps on `first` alone that come first: a training of its own, whose rate ends at zero."""
     beginning_rate: float = 0.012
-    first: Annotated[Rows, tyro.conf.Fixed] = BEGINNING
+    first: Annotated[BatchShape, tyro.conf.Fixed] = BEGINNING
     quiet: bool = True
     """Whether the model begins as `quieted` has it."""
-    cycle: Annotated[tuple[Rows, ...], tyro.conf.Fixed] = (SHORT, SHORT, SHORT, LONG)
+    cycle: Annotated[tuple[BatchShape, ...], tyro.conf.Fixed] = (SHORT, SHORT, SHORT, LONG)
     """The kinds of batches, over and over."""
     changes: Annotated[Mapping[str, Any], tyro.conf.Fixed] = dataclasses.field(default_factory=dict)
     """Other values of the config's fields, for a model of another size."""
@@ -104,7 +104,7 @@ class Recipe:
         if self.without not in WITHOUT:
             raise ValueError(f"without is {self.without!r}, expected one of {', '.join(WITHOUT)}")
 
-    def trainings(self) -> list[tuple[Optimization, tuple[Rows, ...]]]:
+    def trainings(self) -> list[tuple[Optimization, tuple[BatchShape, ...]]]:
         """The beginning, if there is one, and the training on the cycle, with the rows of each."""
 
         def optimization(steps: int, rate: float) -> Optimization:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from tiny import TINY, open_model
 
 import ling3
+from ling3.engine.forward import Programs
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
 CONFIG = dataclasses.replace(TINY, vocab_size=400, max_position_embeddings=256, eos_token_id=(5,))
@@ -65,6 +66,11 @@ def engine(served=None, text=True, **changes):
     """An engine of the shapes above; `changes` to page or slot counts compile anew."""
     served = model() if served is None else served
     return ling3.Engine(served, tokenizer() if text else None, **{**SETTINGS, **changes})
+
+
+def without(*parts):
+    """An engine of programs that take no such parts of a batch."""
+    return engine(programs=Programs(parts=Programs().parts - {*parts}))
 
 
 def reciter(*scripts):

@@ -1,8 +1,8 @@
 """A discrete-event simulation of the handshake, in which the operators' own schedulers decide who runs next.
 
-Sessions and cards take the times of `ling3.afd.cost`; the order of events is not the simulation's. Each card has an
-`FfnArea` and each session an `AttentionArea`, without payload (one token, with one slot for each card). A message
-raises a flag when it arrives, and a worker that is idle asks its scheduler.
+Sessions and cards take the times of a `Stage`. Each card has an `FfnArea` and each session an `AttentionArea`, without
+payload (one token, with one slot for each card). A message raises a flag when it arrives, and an idle worker asks its
+scheduler.
 """
 
 import collections
@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, no_type_check
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
 
-from ling3.afd.attention_worker import attention_worker_scheduler
-from ling3.afd.ffn_worker import ffn_worker_scheduler
-from ling3.afd.layouts import Stage
-from ling3.afd.windows import AttentionArea, FfnArea
+from ling3.afd.cost.deployment import Stage
+from ling3.afd.operators.batching import ffn_worker_scheduler
+from ling3.afd.operators.limits import ALIGNMENT
+from ling3.afd.operators.returning import attention_worker_scheduler
+from ling3.afd.operators.windows import AttentionArea, FfnArea
 
-SLOT = 512
-"""Bytes of a slot in the windows, the fewest that there may be; nothing is written there."""
+_session_turn = jax.jit(attention_worker_scheduler)
+_card_turn = jax.jit(ffn_worker_scheduler, static_argnames="sync_group_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +104,9 @@ def simulate(
     )
 
 
-Message = tuple[int, int, int]
+_Message = tuple[int, int, int]
 """Step, layer and micro-batch."""
-Taken = list[tuple[int, Message]]
+_Taken = list[tuple[int, _Message]]
 """Messages with their sessions."""
 
 
@@ -122,18 +121,16 @@ class _Session:
         self.number, self.name, self.waits = number, f"session {number}", True
         # Every micro-batch begins as one whose rows are back.
         self.flags = np.ones((micro_batches, 1, cards), np.int32)
-        self.micro_batch_id = np.int32(micro_batches - 1)
-        self.next: list[Message] = [(0, 0, m) for m in range(micro_batches)]
+        self.area = AttentionArea.empty(micro_batches, 1, cards, ALIGNMENT)
+        self.next: list[_Message] = [(0, 0, m) for m in range(micro_batches)]
         self.sent, self.returned = 0.0, [0.0] * cards  # until when the link is taken
 
-    def take(self) -> Taken:
-        flags, micro_batch_id, ready = _session_turn(self.flags, self.micro_batch_id)
-        if not ready:
-            return []
-        self.flags, self.micro_batch_id = np.array(flags), np.asarray(micro_batch_id)
-        return [(self.number, self.next[int(micro_batch_id)])]
+    def take(self) -> _Taken:
+        self.area, ready = _session_turn(dataclasses.replace(self.area, token_info=self.flags))
+        self.flags = np.array(self.area.token_info)
+        return [(self.number, self.next[int(self.area.micro_batch_id)])] if ready else []
 
-    def seconds(self, stages: Sequence[Stage], taken: Taken) -> float:
+    def seconds(self, stages: Sequence[Stage], taken: _Taken) -> float:
         return float(stages[taken[0][1][1]].attention)
 
 
@@ -144,22 +141,21 @@ class _Card:
     def __init__(self, number: int, sessions: int, micro_batches: int, cards: int, group: int | None) -> None:
         self.number, self.name, self.waits, self.group = number, f"card {number}", True, group
         self.info = np.zeros((sessions, micro_batches, 2 + cards), np.int32)
-        self.polling_index = np.int32(0)
-        self.messages: dict[tuple[int, int], Message] = {}
+        self.area = FfnArea.empty(sessions, micro_batches, 1, cards, ALIGNMENT)
+        self.messages: dict[tuple[int, int], _Message] = {}
 
-    def take(self) -> Taken:
-        info, polling_index, ids, number = _card_turn(self.info, self.polling_index, self.group)
-        if not number:
-            return []
-        self.info, self.polling_index = np.array(info), np.asarray(polling_index)
+    def take(self) -> _Taken:
+        self.area = area = _card_turn(dataclasses.replace(self.area, token_info=self.info), self.group)
+        self.info, number = np.array(area.token_info), int(area.out_num)
+        ids = (np.asarray(part)[:number].tolist() for part in (area.layer_ids, area.session_ids, area.micro_batch_ids))
         taken = []
-        for layer, session, micro_batch in np.asarray(ids)[: int(number)].tolist():
+        for layer, session, micro_batch in zip(*ids, strict=True):
             message = self.messages.pop((session, micro_batch))
             assert message[1:] == (layer, micro_batch), "the window has another message"
             taken.append((session, message))
         return taken
 
-    def seconds(self, stages: Sequence[Stage], taken: Taken) -> float:
+    def seconds(self, stages: Sequence[Stage], taken: _Taken) -> float:
         layers = collections.Counter(layer for _, (_, layer, _) in taken)
         return float(sum(stages[layer].experts[served - 1] for layer, served in layers.items()))
 
@@ -208,7 +204,7 @@ class _Run:
         self.timeline.append(Interval(worker.name, self.now, end, *taken[0][1], sessions=served))
         self.plan(end, self.answered if isinstance(worker, _Card) else self.attended, worker, taken)
 
-    def attended(self, session: _Session, taken: Taken) -> None:
+    def attended(self, session: _Session, taken: _Taken) -> None:
         """A session's rows go over its link to all cards."""
         _, message = taken[0]
         stage = self.stages[message[1]]
@@ -218,7 +214,7 @@ class _Run:
         session.waits = True
         self.turn(session)
 
-    def received(self, card: _Card, session: int, message: Message) -> None:
+    def received(self, card: _Card, session: int, message: _Message) -> None:
         """Data before flag; expert w lies on card w."""
         _, layer, micro_batch = message
         assert card.info[session, micro_batch, 0] == 0, "a message that was not taken is overwritten"
@@ -226,7 +222,7 @@ class _Run:
         card.info[session, micro_batch] = [1, layer, *range(len(self.cards))]
         self.turn(card)
 
-    def answered(self, card: _Card, taken: Taken) -> None:
+    def answered(self, card: _Card, taken: _Taken) -> None:
         """A card's rows go back, to each session over its own link."""
         for number, message in taken:
             session, stage = self.sessions[number], self.stages[message[1]]
@@ -235,7 +231,7 @@ class _Run:
         card.waits = True
         self.turn(card)
 
-    def returned(self, session: _Session, card: int, message: Message) -> None:
+    def returned(self, session: _Session, card: int, message: _Message) -> None:
         step, layer, micro_batch = message
         session.flags[micro_batch, 0, card] = 1
         if not session.flags[micro_batch].all():
@@ -255,30 +251,3 @@ def _factors(jitter: float, seed: int) -> Iterator[float]:
     draws = np.random.default_rng(seed)
     while True:
         yield from (draws.gamma(jitter**-2, jitter**2, 1024) if jitter else np.ones(1024)).tolist()
-
-
-@jax.jit
-def _session_turn(
-    flags: Int32[Array, "micro_batches tokens slots"], micro_batch_id: Int32[Array, ""]
-) -> tuple[Int32[Array, "micro_batches tokens slots"], Int32[Array, ""], Bool[Array, ""]]:
-    attn = AttentionArea(flags, jnp.zeros((*flags.shape, SLOT), jnp.uint8), micro_batch_id)
-    attn, ready = attention_worker_scheduler(attn)
-    return attn.token_info, attn.micro_batch_id, ready
-
-
-@functools.partial(jax.jit, static_argnames="group")
-def _card_turn(
-    info: Int32[Array, "sessions micro_batches info"], polling_index: Int32[Array, ""], group: int | None
-) -> tuple[
-    Int32[Array, "sessions micro_batches info"],
-    Int32[Array, ""],
-    Int32[Array, "sessions 3"],
-    Int32[Array, ""],
-]:
-    """The window and polling_index after a turn; layer, session and micro-batch of each message; how many there are."""
-    sessions, micro_batches, width = info.shape
-    area = FfnArea.empty(sessions, micro_batches, 1, width - 2, SLOT)
-    area = dataclasses.replace(area, token_info=info, polling_index=polling_index)
-    area = ffn_worker_scheduler(area, group)
-    ids = jnp.stack([area.layer_ids, area.session_ids, area.micro_batch_ids], axis=1)
-    return area.token_info, area.polling_index, ids, area.out_num

@@ -9,7 +9,7 @@ import openai
 import ling3
 from ling3.engine.outputs import Completion, Delta, RequestOutput, Timings
 from ling3.server.app import build
-from ling3.server.running import Service
+from ling3.server.service import Service
 
 
 class Reciter(ling3.Engine):
@@ -25,11 +25,9 @@ class Reciter(ling3.Engine):
     def left(self, tokens):
         return self.max_model_len - tokens
 
-    def check(self, prompt, params, name):
-        pass
-
-    async def astream(self, prompt, params):
+    async def astream_all(self, prompts, params, name):
         """Deltas of `size` tokens."""
+        [prompt] = prompts
         self.prompts.append(self.tokenizer.decode(prompt, skip_special_tokens=False))
         self.params.append(params)
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
@@ -42,13 +40,13 @@ class Reciter(ling3.Engine):
                 timings = Timings(0.0, 0.0, None, 0.0, 0)
                 completion = Completion(0, said, ids, None, self.reason, None, None, 0, timings)
                 output = RequestOutput(0, None, prompt, [completion])
-            yield Delta(0, 0, new, part, None, self.reason if last else None, output)
+            yield 0, Delta(0, 0, new, part, None, self.reason if last else None, output)
             await asyncio.sleep(0)
 
 
 def recited(tokenizer, *texts, **how):
     """A service with such an engine."""
-    return Service(Reciter(tokenizer, *texts, **how), tokenizer, "nano", 8)
+    return Service(Reciter(tokenizer, *texts, **how), tokenizer, "nano")
 
 
 def client(service, **how):

@@ -25,7 +25,7 @@ from ling3.layers.moe import MoE
 from ling3.model import CausalLM, DecoderLayer, Mixer
 
 Number = float | np.ndarray
-"""One, or as many as there are batches in a `Work`."""
+"""One, or as many as there are batches in a `DecodeStep`."""
 
 
 # What a search calls thousands of times is not checked each time.

@@ -2,10 +2,11 @@
 
 import dataclasses
 import itertools
+import math
 import random
 from typing import Any
 
-from ling3.engine.radix import RadixStats, RadixTree
+from ling3.engine.radix import RadixTree
 
 
 @dataclasses.dataclass(eq=False)
@@ -16,137 +17,96 @@ class Snapshot:
 
 @dataclasses.dataclass
 class Cell:
-    """The last page of a prefix. With snapshots, `shadow` is the one after it."""
+    """The last page of a prefix, with its shadow or None."""
 
     slot: int
     shadow: Any
+    touched: int = 0
+    uses: float = 0
     used: int = 0
+    is_end: bool = False
 
 
 class FlatCache:
-    """`cells[prefix]` for every cached prefix (a tuple of pages), and the prefixes at which nodes end."""
+    """`cells[prefix]` for every cached prefix, a tuple of pages."""
 
     def __init__(self, page_size, window, snapshots):
-        self.page_size, self.window, self.snapshots = page_size, window, snapshots
-        self.cells, self.ends, self.locks = {}, set(), {}
+        self.needed = 1 if snapshots else -(-window // page_size)
+        self.snapshots = snapshots
+        self.cells, self.locks = {}, {}
         self.freed, self.freed_shadows, self.clock = [], [], itertools.count(1)
+        self.now, self.patience, self.ended = 0, 32.0, [None, None]
 
-    def parts(self, end):
-        """The prefixes that end inside the node with this end."""
-        start = max((n for n in range(len(end)) if end[:n] in self.ends), default=0)
-        return [end[:n] for n in range(start + 1, len(end) + 1)]
+    def live(self, prefix):
+        return self.cells[prefix].shadow is not None
 
-    def live(self, end):
-        return self.cells[end].shadow is not None
-
-    def node_is_live(self, prefix):
-        """True if the node has a shadow that the prefix ends in."""
-        return self.live(min((end for end in self.ends if end[: len(prefix)] == prefix), key=len))
-
-    def leaf(self, end):
-        return not any(len(other) > len(end) and other[: len(end)] == end for other in self.cells)
+    def leaf(self, prefix):
+        return not any(len(other) > len(prefix) and other[: len(prefix)] == prefix for other in self.cells)
 
     def full_lock(self, prefix):
         return sum(end[: len(prefix)] == prefix for end, _ in self.locks.values())
 
-    def shadow_lock(self, end):
-        return sum(end in needed for _, needed in self.locks.values())
+    def shadow_lock(self, prefix):
+        return sum(prefix in needed for _, needed in self.locks.values())
 
-    def size(self, end):
-        if not self.live(end):
-            return 0
-        return self.cells[end].shadow.nbytes if self.snapshots else len(self.parts(end)) if self.window else 0
+    def size(self, prefix):
+        return 0 if not self.live(prefix) else self.cells[prefix].shadow.nbytes if self.snapshots else 1
 
     def state(self):
-        """What a walk over the tree must find: slots, shadows and locks of each node."""
-        found = {}
-        for end in self.ends:
-            cells = [self.cells[part] for part in self.parts(end)]
-            shadow = cells[-1].shadow if self.snapshots else [cell.shadow for cell in cells]
-            if not self.live(end):
-                shadow = None
-            elif not self.snapshots and not self.window:
-                shadow = []
-            found[end] = ([cell.slot for cell in cells], shadow, self.full_lock(end), self.shadow_lock(end))
-        return found
+        """What a walk over the tree must find: the slot, the shadow and the locks of each node."""
+        return {
+            prefix: (cell.slot, cell.shadow, self.full_lock(prefix), self.shadow_lock(prefix))
+            for prefix, cell in self.cells.items()
+        }
 
     def stats(self):
         pages, shadows = [0, 0], [0, 0]
-        for end in self.ends:
-            pages[self.full_lock(end) > 0] += len(self.parts(end))
-            shadows[self.shadow_lock(end) > 0] += self.size(end)
-        return RadixStats(*pages, *shadows)
+        for prefix in self.cells:
+            pages[self.full_lock(prefix) > 0] += 1
+            shadows[self.shadow_lock(prefix) > 0] += self.size(prefix)
+        return pages, shadows
 
-    def known(self, pages):
-        shared = max(n for n in range(len(pages) + 1) if n == 0 or pages[:n] in self.cells)
-        if shared:
-            self.ends.add(pages[:shared])
-        return shared
+    def shared(self, pages):
+        return max(n for n in range(len(pages) + 1) if n == 0 or pages[:n] in self.cells)
 
     def touch(self, prefix):
         for n in range(1, len(prefix) + 1):
-            self.cells[prefix[:n]].used = next(self.clock)
+            self.cells[prefix[:n]].touched = next(self.clock)
 
-    def valid(self, prefix):
-        """True if the prefix can be continued."""
-        if self.snapshots:
-            return not prefix or self.live(prefix)
-        tokens = len(prefix) * self.page_size
-        seen = [n for n in range(1, len(prefix) + 1) if n * self.page_size > tokens - self.window]
-        return all(self.live(prefix[:n]) for n in seen)
+    def tail(self, prefix):
+        """The prefixes whose shadows are needed to continue this one."""
+        return [prefix[:n] for n in range(max(len(prefix) - self.needed, 0) + 1, len(prefix) + 1)]
 
     def match(self, pages):
-        shared = self.known(pages)
-        length = max(n for n in range(shared + 1) if self.valid(pages[:n]))
+        shared = self.shared(pages)
+        length = max(n for n in range(shared + 1) if all(map(self.live, self.tail(pages[:n]))))
         self.touch(pages[:length])
         return length, shared
 
-    def offered(self, pages, known, shadows, prev):
-        """The pages for which a sequence brings a shadow, as parts of the nodes that they are in."""
-        if not self.snapshots:
-            return [i for i in range(prev, len(pages)) if shadows[i] is not None]
-        if not pages or shadows[-1] is None:
-            return []
-        return range(len(pages) - len(self.parts(pages)) if known == len(pages) else known, len(pages))
-
     def insert(self, pages, slots, shadows, prev):
-        """`shadows[i]`: page i's shadow or None; with snapshots all but the last are None. `prev` in pages."""
-        end, known = len(pages), self.known(pages)
-        offered = self.offered(pages, known, shadows, prev)
-        first = offered[0] if offered else end
-        if not self.snapshots and 0 < first < known and not self.live(pages[: first + 1]):
-            self.ends.add(pages[:first])
-        live = [self.node_is_live(pages[: i + 1]) for i in range(known)]
-        for i in range(known):
-            cell, revived = self.cells[pages[: i + 1]], i in offered and not live[i]
-            if i >= prev:
-                if revived and not self.full_lock(pages[: i + 1]):
-                    cell.slot, slots[i] = slots[i], cell.slot
-                self.freed.append(slots[i])
-            if i in offered and shadows[i] is not None:
-                if revived:
-                    cell.shadow = shadows[i]
-                elif self.window or self.snapshots:
-                    self.freed_shadows.append(shadows[i])
-        if known < end and not offered:
-            self.freed.extend(slots[known:])
-            end = known
-        for i in range(known, end):
-            self.cells[pages[: i + 1]] = Cell(slots[i], shadows[i])
-        if known < end:
-            self.ends.update({pages, pages[: max(first, known)]} - {()})
-        self.touch(pages[:end])
+        """`shadows[i]`: page i's shadow or None. `prev` in pages."""
+        known, added = self.shared(pages), len(pages)
+        if self.needed and all(shadow is None for shadow in shadows):
+            added = known
+            self.freed.extend(slots[added:])
+        for i in range(prev, added):
+            prefix, slot, shadow = pages[: i + 1], slots[i], shadows[i]
+            if i >= known:
+                self.cells[prefix] = Cell(slot, shadow)
+                continue
+            cell = self.cells[prefix]
+            if shadow is not None and cell.shadow is None:
+                if not self.full_lock(prefix):
+                    cell.slot, slot = slot, cell.slot
+                cell.shadow = shadow
+            elif shadow is not None:
+                self.freed_shadows.append(shadow)
+            self.freed.append(slot)
+        self.touch(pages[:added])
         return known
 
     def lock(self, name, prefix):
-        needed, tokens, end = [], 0, prefix
-        if self.snapshots:
-            needed = [prefix] if prefix else []
-        while not self.snapshots and end and tokens < self.window:
-            parts = self.parts(end)
-            needed.extend(parts)
-            tokens, end = tokens + len(parts) * self.page_size, parts[0][:-1]
-        self.locks[name] = (prefix, needed)
+        self.locks[name] = (prefix, self.tail(prefix))
 
     def unlock(self, name):
         prefix, _ = self.locks.pop(name)
@@ -158,46 +118,71 @@ class FlatCache:
         if needed and not self.snapshots and self.leaf(prefix) and not self.shadow_lock(prefix):
             self.bury(prefix)
 
-    def bury(self, end):
-        for part in self.parts(end):
-            cell = self.cells[part]
-            if cell.shadow is not None and (self.window or self.snapshots):
-                self.freed_shadows.append(cell.shadow)
-            cell.shadow = None
+    def bury(self, prefix):
+        if self.live(prefix):
+            self.freed_shadows.append(self.cells[prefix].shadow)
+        self.cells[prefix].shadow = None
 
-    def delete(self, end):
+    def delete(self, prefix):
         """Deletes a leaf; returns the number of pages, with those of useless parents."""
-        self.bury(end)
-        parts = self.parts(end)
-        self.freed.extend(self.cells.pop(part).slot for part in parts)
-        self.ends.remove(end)
-        return len(parts) + self.drop_useless(parts[0][:-1])
+        self.bury(prefix)
+        self.freed.append(self.cells.pop(prefix).slot)
+        return 1 + self.drop_useless(prefix[:-1])
 
-    def drop_useless(self, end):
-        if not end or self.live(end) or not self.leaf(end) or self.full_lock(end):
-            return 0
-        return self.delete(end)
+    def drop_useless(self, prefix):
+        useless = self.needed and prefix and not self.live(prefix) and self.leaf(prefix) and not self.full_lock(prefix)
+        return self.delete(prefix) if useless else 0
 
     def forget(self, prefix):
-        for end in sorted((e for e in self.ends if e == prefix[: len(e)]), key=len, reverse=True):
-            if end in self.ends:
-                if not self.leaf(end) or self.full_lock(end):
+        for n in range(len(prefix), 0, -1):
+            if prefix[:n] in self.cells:
+                if not self.leaf(prefix[:n]) or self.full_lock(prefix[:n]):
                     return
-                self.delete(end)
+                self.delete(prefix[:n])
 
-    def oldest(self, ends):
-        return min(ends, key=lambda end: self.cells[end].used)
+    def touched(self, prefix):
+        return self.cells[prefix].touched
+
+    def use(self, prefix):
+        """A sequence goes on from the snapshot after a prefix."""
+        self.now += 1
+        cell = self.cells[prefix]
+        if cell.is_end:
+            self.patience += (1.5 * (self.now - cell.used) - self.patience) / 8
+        else:
+            cell.uses = self.uses(cell) + 1
+        cell.used = self.now
+
+    def add_use(self, prefix, is_end):
+        """A sequence ends or parts there."""
+        self.now += 1
+        cell = self.cells[prefix]
+        if is_end:
+            above = [self.cells[prefix[:n]] for n in range(1, len(prefix)) if self.cells[prefix[:n]].uses]
+            if above and above[-1].is_end:
+                above[-1].uses, above[-1].is_end = 0, False
+            self.ended = [self.ended[1], cell]
+        cell.uses, cell.used = self.uses(cell) + (1 if is_end else 2), self.now
+        cell.is_end |= is_end
+
+    def uses(self, cell):
+        return cell.uses / (1 + (self.now - cell.used) / self.patience)
+
+    def worth(self, prefix):
+        cell, live = self.cells[prefix], [0, *(n for n in range(1, len(prefix)) if self.live(prefix[:n]))]
+        factor = math.inf if cell is self.ended[1] else 0.5 if cell is self.ended[0] else 1
+        return (self.uses(cell) * (len(prefix) - live[-1]) * factor if self.snapshots else 0), cell.touched
 
     def evict(self, needed):
         freed = 0
-        while freed < needed and (ends := [e for e in self.ends if self.leaf(e) and not self.full_lock(e)]):
-            freed += self.delete(self.oldest(ends))
+        while freed < needed and (ends := [e for e in self.cells if self.leaf(e) and not self.full_lock(e)]):
+            freed += self.delete(min(ends, key=self.touched))
         return freed
 
     def evict_shadow(self, needed):
         freed = 0
-        while freed < needed and (ends := [e for e in self.ends if self.size(e) and not self.shadow_lock(e)]):
-            end = self.oldest(ends)
+        while freed < needed and (ends := [e for e in self.cells if self.live(e) and not self.shadow_lock(e)]):
+            end = min(ends, key=self.worth)
             freed += self.size(end)
             if self.leaf(end) and not self.full_lock(end):
                 self.delete(end)
@@ -220,7 +205,7 @@ class World:
 
     OPERATIONS = (
         *("match", "insert", "begin", "go_on", "finish", "abandon", "release"),
-        *("evict", "evict_shadow", "trim", "forget"),
+        *("evict", "evict_shadow", "forget", "use", "add_use"),
     )
 
     def __init__(self, page_size, window=0, snapshots=False, alphabet=2):
@@ -268,21 +253,15 @@ class World:
         pages = self.paged(tokens)
         end, shared = len(pages), prev // self.page_size
         slots = matched + self.slots(end - shared)
-        shadows = [None] * end
-        if self.snapshots:
-            shadow = Snapshot(len(self.issued_shadows), rng.randint(1, 9)) if end and rng.random() < 0.7 else None
-            if shadow is not None:
-                self.issued_shadows.add(shadow)
-                shadows[-1] = shadow
+        offered = []
+        if self.snapshots and end > shared and rng.random() < 0.7:
+            offered = [Snapshot(len(self.issued_shadows), rng.randint(1, 9))]
+            self.issued_shadows.update(offered)
         elif self.window:
             freed = rng.choice([shared, rng.randint(shared, end), rng.randint(shared, end)])
-            shadow = self.shadow_slots(end - freed)
-            shadows[freed:] = shadow
-            if freed == shared and rng.random() < 0.5:
-                shadow = [10**9] * shared + shadow  # those of the match, which are the tree's, are not looked at
-        else:
-            shadow, shadows = None, [0] * end
-        known = self.tree.insert(tokens, slots, shadow, prev)
+            offered = self.shadow_slots(end - freed)
+        shadows = [None] * (end - len(offered)) + offered
+        known = self.tree.insert(tokens, slots, offered, prev)
         assert known == self.flat.insert(pages, list(slots), shadows, shared) * self.page_size
 
     def find(self, tokens):
@@ -291,11 +270,8 @@ class World:
         assert (match.length // size, match.shared // size) == self.flat.match(pages)
         cells = [self.flat.cells[pages[: n + 1]] for n in range(match.length // size)]
         assert match.slots == [cell.slot for cell in cells]
-        if self.snapshots:
-            assert match.shadow is (cells[-1].shadow if cells else None)
-        else:
-            needed = [c.shadow for n, c in enumerate(cells) if (n + 1) * size > match.length - self.window]
-            assert match.shadow == needed
+        needed = cells[max(len(cells) - self.flat.needed, 0) :]
+        assert match.shadows == [cell.shadow for cell in needed]
         return match
 
     def hold(self, tokens):
@@ -357,21 +333,27 @@ class World:
         self.tree.forget(match.node)
         self.flat.forget(self.paged(tokens)[: match.length // self.page_size])
 
-    def trim(self, rng):
-        stats = self.flat.stats()
-        budget = rng.randint(20, 80)
-        over = max(stats.shadow_evictable + stats.shadow_protected - budget, 0)
-        assert self.tree.trim_shadow(budget) == self.flat.evict_shadow(over)
+    def use(self, rng):
+        tokens = self.draw(rng)
+        if (match := self.find(tokens)).length:
+            self.tree.use(match.node)
+            self.flat.use(self.paged(tokens)[: match.length // self.page_size])
+
+    def add_use(self, rng):
+        tokens, is_end = self.draw(rng), rng.random() < 0.7
+        if (match := self.find(tokens)).length:
+            self.tree.add_use(match.node, is_end)
+            self.flat.add_use(self.paged(tokens)[: match.length // self.page_size], is_end)
 
     def compare(self):
         """Raises AssertionError unless both have the same, and all that was issued is in the tree or freed once."""
         self.tree.check()
-        prefixes, found = {}, {}
+        found = {}
         for node in self.tree.nodes():
-            prefix = prefixes[node] = (*prefixes.get(node.parent, ()), *node.key)
-            found[prefix] = (node.slots, node.shadow, node.full_lock, node.shadow_lock)
+            prefix = tuple(each.key for each in reversed(list(self.tree._upwards(node))))
+            found[prefix] = (node.slot, node.shadow, node.full_lock, node.shadow_lock)
         assert found == self.flat.state()
-        assert self.tree.stats() == self.flat.stats()
+        assert (self.tree.pages, self.tree.shadows) == self.flat.stats()
         for mine, theirs, returned in (
             (self.freed, self.flat.freed, self.returned),
             (self.freed_shadows, self.flat.freed_shadows, self.returned_shadows),
@@ -381,9 +363,8 @@ class World:
             returned.update(mine)
             mine.clear()
             theirs.clear()
-        held = {slot for slots, *_ in found.values() for slot in slots}
-        shadows = [shadow for _, shadow, *_ in found.values() if shadow is not None]
-        kept = set(shadows) if self.snapshots else {slot for shadow in shadows for slot in shadow}
+        held = {slot for slot, *_ in found.values()}
+        kept = {shadow for _, shadow, *_ in found.values() if shadow is not None}
         assert self.issued == held | self.returned and held.isdisjoint(self.returned), "slots leaked"
         assert self.issued_shadows == kept | self.returned_shadows, "shadows leaked"
         assert kept.isdisjoint(self.returned_shadows), "a freed shadow is in the tree"
@@ -402,7 +383,7 @@ class World:
 def rehearse(operations, seed, **world):
     """Runs random operations from a seed, and then ends everything; returns how often match found something."""
     rng, world = random.Random(seed), World(**world)
-    weights = [4, 4, 6, 4, 4, 1, 2, 3, 2, 1, 1]
+    weights = [4, 4, 6, 4, 4, 1, 2, 3, 3, 1, 3, 3]
     for name in rng.choices(World.OPERATIONS, weights, k=operations):
         world.step(name, rng)
     world.finish_all()

@@ -16,7 +16,7 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
-BUILD = pathlib.Path(__file__).parent.parent / "build" / "real"
+BUILD = pathlib.Path(__file__).parents[2] / "build" / "real"
 LAYERS, HIDDEN, HEADS, KV_HEADS = 30, 576, 9, 3
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

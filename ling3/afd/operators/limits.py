@@ -32,13 +32,12 @@ def integer(name, value, least, most=LARGEST) -> int:
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} is traced, expected a static int: name it in jax.jit's static_argnames")
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} is {_shown(value)}, expected an int") from None
-    if not least <= number <= most:
-        raise ValueError(f"{name} is {number}, expected {least} to {most}")
+        number = None
+    if number is None or not least <= number <= most:
+        found = _shown(value) if number is None else number
+        raise ValueError(f"{name} is {found}, expected a whole number in [{least}, {most}]")
     return number
 
 
@@ -57,25 +56,23 @@ def scalar(name, value, least=-LARGEST - 1, most=LARGEST) -> jax.Array | np.ndar
 
 @no_type_check
 def array(name, value, dtype, shape: Sequence[int | str], why: str = "") -> jax.Array | np.ndarray | np.generic:
-    """An array of this dtype, or of any of a tuple of them; a str in the shape is the name of a free dimension."""
-    dtypes = [jnp.dtype(one) for one in (dtype if isinstance(dtype, tuple) else (dtype,))]
+    """An array of this dtype, of any of a tuple of them, or (None) of any floating one of whole bytes.
+
+    A str in the shape is the name of a free dimension.
+    """
     axes = ", ".join(map(str, shape))
-    expected = f"{' or '.join(one.name for one in dtypes)} [{axes}]"
+    dtypes = () if dtype is None else tuple(map(jnp.dtype, dtype if isinstance(dtype, tuple) else (dtype,)))
+    expected = f"{' or '.join(one.name for one in dtypes) or 'floating numbers'} [{axes}]"
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise ValueError(f"{name} is {_shown(value)}, expected an array, {expected}")
-    if value.dtype not in dtypes:
+    if not dtypes:
+        float_dtype(name, value.dtype)
+    elif value.dtype not in dtypes:
         raise ValueError(f"{name} has the dtype {value.dtype}, expected {expected}")
-    _check_shape(name, value, shape, axes, why)
-    return value
-
-
-@no_type_check
-def floats(name, value, shape: Sequence[int | str], why: str = "") -> jax.Array | np.ndarray | np.generic:
-    """An array of any floating dtype of whole bytes."""
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
-        raise ValueError(f"{name} is {_shown(value)}, expected an array of floating numbers")
-    float_dtype(name, value.dtype)
-    _check_shape(name, value, shape, ", ".join(map(str, shape)), why)
+    if len(value.shape) != len(shape) or any(
+        found != size for found, size in zip(value.shape, shape) if not isinstance(size, str)
+    ):
+        raise ValueError(f"{name} has the shape {tuple(value.shape)}, expected [{axes}]{why}")
     return value
 
 
@@ -93,22 +90,6 @@ def float_dtype(name, dtype) -> np.dtype:
             f"{name} has the dtype {found}, which needs 64-bit mode: jax.config.update('jax_enable_x64', True)"
         )
     return found
-
-
-@no_type_check
-def size(name, what: str, value: int, most: int) -> None:
-    """Raises a ValueError unless a dimension of the field `name` is in [1, most]."""
-    if not 1 <= value <= most:
-        raise ValueError(f"{name} has {value} {what}, expected 1 to {most}")
-
-
-@no_type_check
-def _check_shape(name, value, shape, axes, why) -> None:
-    matches = len(value.shape) == len(shape) and all(
-        isinstance(expected, str) or found == expected for found, expected in zip(value.shape, shape)
-    )
-    if not matches:
-        raise ValueError(f"{name} has the shape {tuple(value.shape)}, expected [{axes}]{why}")
 
 
 def _shown(value: Any) -> str:

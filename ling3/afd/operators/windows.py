@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Shaped, UInt8
 
-from ling3.afd import limits
+from ling3.afd.operators import limits
 
 EMPTY = 2**31 - 1
 """The id of no expert, and any other id that was not written yet."""
@@ -27,9 +27,17 @@ TOKEN_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.i
 SCALE = 4
 """Bytes of the scale of int8 numbers."""
 
+# The dimensions of `token_data`; a session's has no `sessions`.
+_MOST = {
+    "sessions": limits.SESSIONS,
+    "micro_batches": limits.MICRO_BATCHES,
+    "tokens": limits.LARGEST,
+    "slots": limits.SLOTS,
+    "slot_bytes": limits.LARGEST,
+}
 
-# Areas are checked where they are used, by `checked_ffn_area` and `checked_attention_area`: JAX builds them of other
-# things than arrays too.
+
+# Areas are checked where they are used, by `checked`: JAX builds them of other things than arrays too.
 
 
 @no_type_check
@@ -61,24 +69,11 @@ class FfnArea:
     @staticmethod
     def empty(sessions: int, micro_batches: int, tokens: int, slots: int, slot_bytes: int) -> "FfnArea":
         """An area before the first message: flags 0, ids `EMPTY`. ValueError for a size beyond the limits."""
-        shape = _sizes(
-            sessions=sessions, micro_batches=micro_batches, tokens=tokens, slots=slots, slot_bytes=slot_bytes
-        )
-        sessions, micro_batches, tokens, slots, _ = shape
-
-        def ids(*shape):  # every field has an array of its own, so that an area can be donated
-            return jnp.full(shape, EMPTY, jnp.int32)
-
-        return FfnArea(
-            token_info=ids(sessions, micro_batches, 2 + tokens * slots).at[:, :, 0].set(0),
-            token_data=jnp.zeros(shape, jnp.uint8),
-            polling_index=jnp.zeros((), jnp.int32),
-            layer_ids=ids(sessions),
-            session_ids=ids(sessions),
-            micro_batch_ids=ids(sessions),
-            expert_ids=ids(sessions, tokens, slots),
-            out_num=jnp.zeros((), jnp.int32),
-        )
+        shape = _checked_sizes((sessions, micro_batches, tokens, slots, slot_bytes))
+        # Every field has an array of its own, so that an area can be donated.
+        fields = {name: jnp.full(own, EMPTY if own else 0, jnp.int32) for name, own in _ffn_shapes(*shape).items()}
+        fields["token_info"] = fields["token_info"].at[:, :, 0].set(0)
+        return FfnArea(token_data=jnp.zeros(shape, jnp.uint8), **fields)
 
 
 @no_type_check
@@ -97,7 +92,7 @@ class AttentionArea:
     @staticmethod
     def empty(micro_batches: int, tokens: int, slots: int, slot_bytes: int) -> "AttentionArea":
         """An area before the first message: flags 0, micro_batch_id M-1. ValueError for a size beyond the limits."""
-        shape = _sizes(micro_batches=micro_batches, tokens=tokens, slots=slots, slot_bytes=slot_bytes)
+        shape = _checked_sizes((micro_batches, tokens, slots, slot_bytes))
         last = jnp.asarray(shape[0] - 1, jnp.int32)
         return AttentionArea(jnp.zeros(shape[:3], jnp.int32), jnp.zeros(shape, jnp.uint8), last)
 
@@ -127,27 +122,22 @@ def from_bytes(data: UInt8[Array, "*batch bytes"], dtype: jnp.dtype) -> Shaped[A
 
 
 @no_type_check
-def checked_ffn_area(area: FfnArea) -> FfnArea:
-    """The area with scalars as int32. ValueError for a field outside the limits."""
-    if not isinstance(area, FfnArea):
-        raise ValueError(f"area is a {type(area).__name__}, expected an FfnArea")
-    data = limits.array("token_data", area.token_data, jnp.uint8, ("A", "M", "BS", "K1", "HS"))
-    sessions, micro_batches, tokens, slots, _ = data.shape
-    limits.size("token_data", "sessions", sessions, limits.SESSIONS)
-    _check_slots(data.shape[1:])
-    shapes = {"token_info": (sessions, micro_batches, 2 + tokens * slots), "expert_ids": (sessions, tokens, slots)}
-    shapes |= dict.fromkeys(("layer_ids", "session_ids", "micro_batch_ids"), (sessions,))
-    return _checked_fields(area, data, shapes, ("polling_index", "out_num"))
-
-
-@no_type_check
-def checked_attention_area(attn: AttentionArea) -> AttentionArea:
-    """The same for a session's area."""
-    if not isinstance(attn, AttentionArea):
-        raise ValueError(f"attn is a {type(attn).__name__}, expected an AttentionArea")
-    data = limits.array("token_data", attn.token_data, jnp.uint8, ("M", "BS", "K1", "HS"))
-    _check_slots(data.shape)
-    return _checked_fields(attn, data, {"token_info": data.shape[:3]}, ("micro_batch_id",))
+def checked(area, kind: type, name: str):
+    """The area of this kind with scalars as int32. ValueError for another type and for a field outside the limits."""
+    if not isinstance(area, kind):
+        raise ValueError(f"{name} is a {type(area).__name__}, expected an {kind.__name__}")
+    axes = ("A", "M", "BS", "K1", "HS")
+    data = limits.array("token_data", area.token_data, jnp.uint8, axes if kind is FfnArea else axes[1:])
+    _checked_sizes(data.shape, "token_data: ")
+    shapes = _ffn_shapes(*data.shape) if kind is FfnArea else {"token_info": data.shape[:-1], "micro_batch_id": ()}
+    fields = {}
+    for field, shape in shapes.items():
+        value = getattr(area, field)
+        # Of a NumPy scalar the dtype counts, as under jit; only Python's int has none.
+        if shape or isinstance(value, np.generic):
+            limits.array(field, value, jnp.int32, shape, f" with token_data of shape {data.shape}")
+        fields[field] = value if shape else limits.scalar(field, value)
+    return dataclasses.replace(area, token_data=data, **fields)
 
 
 @no_type_check
@@ -159,32 +149,18 @@ def check_holds(area, size: int, what: str) -> None:
 
 
 @no_type_check
-def _checked_fields(area, data, shapes, scalars):
-    why = f" with token_data of shape {data.shape}"
-    fields = {name: limits.array(name, getattr(area, name), jnp.int32, shape, why) for name, shape in shapes.items()}
-    for name in scalars:
-        value = getattr(area, name)
-        # Of a NumPy scalar the dtype counts, as under jit; only Python's int has none.
-        if isinstance(value, np.generic):
-            limits.array(name, value, jnp.int32, ())
-        fields[name] = limits.scalar(name, value)
-    return dataclasses.replace(area, token_data=data, **fields)
+def _ffn_shapes(sessions, micro_batches, tokens, slots, _):
+    """The shapes of the int32 fields of a card's area."""
+    shapes = {"token_info": (sessions, micro_batches, 2 + tokens * slots), "expert_ids": (sessions, tokens, slots)}
+    shapes |= dict.fromkeys(("layer_ids", "session_ids", "micro_batch_ids"), (sessions,))
+    return shapes | dict.fromkeys(("polling_index", "out_num"), ())
 
 
 @no_type_check
-def _check_slots(shape) -> None:
-    micro_batches, tokens, slots, size = shape
-    limits.size("token_data", "micro-batches", micro_batches, limits.MICRO_BATCHES)
-    limits.size("token_data", "tokens", tokens, limits.LARGEST)
-    limits.size("token_data", "slots of a token", slots, limits.SLOTS)
-    if size < 1 or size % limits.ALIGNMENT:
-        raise ValueError(f"token_data has slots of {size} bytes, expected a multiple of {limits.ALIGNMENT}")
-
-
-@no_type_check
-def _sizes(**sizes) -> tuple[int, ...]:
-    most = {"sessions": limits.SESSIONS, "micro_batches": limits.MICRO_BATCHES, "slots": limits.SLOTS}
-    found = tuple(limits.integer(name, size, 1, most.get(name, limits.LARGEST)) for name, size in sizes.items())
-    if found[-1] % limits.ALIGNMENT:
-        raise ValueError(f"slot_bytes is {found[-1]}, expected a multiple of {limits.ALIGNMENT}")
-    return found
+def _checked_sizes(shape, of: str = "") -> tuple[int, ...]:
+    """The shape of `token_data`. ValueError for a dimension beyond the limits."""
+    names = list(_MOST)[-len(shape) :]
+    shape = tuple(limits.integer(of + name, size, 1, _MOST[name]) for name, size in zip(names, shape))
+    if shape[-1] % limits.ALIGNMENT:
+        raise ValueError(f"{of}slot_bytes is {shape[-1]}, expected a multiple of {limits.ALIGNMENT}")
+    return shape

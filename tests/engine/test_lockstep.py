@@ -1,4 +1,4 @@
-"""An engine in several processes: the loops of all take the same steps. Here the processes are engines side by side."""
+"""An engine in several processes: the loops of all do the same turns. Here the processes are engines side by side."""
 
 import queue
 
@@ -8,10 +8,11 @@ import pytest
 from small_engine import LONG, PROMPTS, SHORT, Fault, answer, engine, idle
 
 import ling3
-from ling3.engine.journal import Journal, follow, shared
+from ling3.engine.forward import Batch
+from ling3.engine.lockstep import Leader, follow, shared
 from ling3.runtime.processes import Wire
 
-STEPS = ("swap_in", "snapshot", "swap_out", "scrub", "prefill", "decode", "score", "constrained")
+STEPS = ("swap_in", "state_of", "swap_out", "scrub", "extend", "decode")
 
 
 class Line(Wire):
@@ -29,8 +30,8 @@ def noted(served, patch):
     def told(arg):
         if isinstance(arg, ling3.engine.request.TokenSequence):
             return arg.request.request_id, arg.index, arg.slot, tuple(arg.pages), arg.held, arg.saved is None
-        if isinstance(arg, np.ndarray):  # a mask
-            return tuple(arg.tolist())
+        if isinstance(arg, Batch):
+            return [leaf.tolist() for leaf in jax.tree.leaves(arg)]
         return tuple(map(told, arg)) if isinstance(arg, (list, tuple)) else arg
 
     def note(name):
@@ -49,14 +50,14 @@ def noted(served, patch):
 
 @pytest.fixture
 def pair(monkeypatch):
-    """An engine with a journal, what its runner is asked, and what has another engine follow it and gives the same."""
+    """An engine that leads, what its runner is asked, and what has another engine follow it and gives the same."""
     leader, wire = engine(), Line()
-    leader._loop.journal = journal = Journal(wire)
+    leader._actor._loop, leader._actor._between_turns = (led := Leader(leader._loop, wire)), True
     asked = noted(leader, monkeypatch)
 
     def followed():
-        journal.close()
-        journal.close()  # the end is told once
+        led.close()
+        led.close()  # the end is told once
         other = engine()
         own = noted(other, monkeypatch)
         follow(other._loop, other._intake, wire)
@@ -113,8 +114,7 @@ def test_grammars_and_scores_of_prompts(pair):
     assert all(output.error is None for output in outputs) and len(outputs[3].prompt_logprobs) == len(PROMPTS[3])
     assert idle(leader)
     other, own = followed()
-    names = {name for name, *_ in asked}
-    assert {"constrained", "score"} <= names and own == asked
+    assert own == asked
     assert other.stats().finished == leader.stats().finished
     assert all(np.array_equal(a, b) for a, b in zip(contents(leader), contents(other), strict=True))
 
@@ -153,11 +153,11 @@ def test_a_warm_up_is_one_of_all(pair):
     assert other._loop.runner.programs == leader._loop.runner.programs
 
 
-def test_settings_are_those_of_the_first_process():
+def test_settings_are_those_of_the_first_process(monkeypatch):
     wire, given = Line(), ling3.EngineSettings(max_running_requests=3, token_paddings=(16, 512))
-    assert shared(given, wire, leads=True) is given
-    found = shared(ling3.EngineSettings(), wire, leads=False)
-    assert found == given
+    assert shared(given, wire) is given
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert shared(ling3.EngineSettings(), wire) == given
 
 
 def test_after_a_fault_the_engine_is_of_no_use(pair, monkeypatch):

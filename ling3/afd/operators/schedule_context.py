@@ -5,35 +5,23 @@ FfnWorkerBatching, so that reading and writing changes no byte. Addresses (`…_
 """
 
 import dataclasses
-import operator
 import struct
 from typing import Any, no_type_check
 
+from ling3.afd.operators import limits
+
 SIZE = 1024
-_BITS = {"I": (0, 2**32 - 1), "i": (-(2**31), 2**31 - 1), "Q": (0, 2**64 - 1)}
 
 
 # The package's type checker would look at `__init__` before `__post_init__` and raise another error.
 
 
 @no_type_check
-def _u32() -> Any:
-    return dataclasses.field(default=0, metadata={"format": "I"})
-
-
-@no_type_check
-def _i32() -> Any:
-    return dataclasses.field(default=0, metadata={"format": "i"})
-
-
-@no_type_check
-def _u64() -> Any:
-    return dataclasses.field(default=0, metadata={"format": "Q"})
-
-
-@no_type_check
-def _reserve(size: int) -> Any:
-    return dataclasses.field(default=bytes(size), metadata={"format": f"{size}s"}, repr=False)
+def _field(form: str) -> Any:
+    """A field in the notation of `struct`: I and i for 32 bits, Q for 64, `96s` for so many reserved bytes."""
+    reserved = form.endswith("s")
+    default = bytes(struct.calcsize(form)) if reserved else 0
+    return dataclasses.field(default=default, metadata={"format": form}, repr=not reserved)
 
 
 @no_type_check
@@ -59,23 +47,23 @@ class _Area:
 class CommonArea(_Area):
     """Sizes that sessions and cards share, in bytes [0, 128)."""
 
-    session_num: int = _u32()
+    session_num: int = _field("I")
     """A."""
-    micro_batch_num: int = _u32()
+    micro_batch_num: int = _field("I")
     """M."""
-    micro_batch_size: int = _u32()
+    micro_batch_size: int = _field("I")
     """BS."""
-    selected_expert_num: int = _u32()
+    selected_expert_num: int = _field("I")
     """K1: the top-k and the shared experts."""
-    expert_num: int = _u32()
+    expert_num: int = _field("I")
     """Of a layer."""
-    attn_to_ffn_token_size: int = _u32()
+    attn_to_ffn_token_size: int = _field("I")
     """Bytes of a slot in a card's window, a multiple of 512."""
-    ffn_to_attn_token_size: int = _u32()
+    ffn_to_attn_token_size: int = _field("I")
     """Bytes of a slot in a session's window, a multiple of 512."""
-    schedule_mode: int = _i32()
+    schedule_mode: int = _field("i")
     """0 for cards, 1 for sessions, 2 for both."""
-    reserve0: bytes = _reserve(96)
+    reserve0: bytes = _field("96s")
 
 
 @no_type_check
@@ -83,9 +71,9 @@ class CommonArea(_Area):
 class ControlArea(_Area):
     """What stops the loops, in bytes [128, 256)."""
 
-    run_flag: int = _i32()
+    run_flag: int = _field("i")
     """1 while workers run; at 0 every loop that waits ends."""
-    reserve1: bytes = _reserve(124)
+    reserve1: bytes = _field("124s")
 
 
 @no_type_check
@@ -93,13 +81,13 @@ class ControlArea(_Area):
 class AttentionContext(_Area):
     """A session's window and progress, in bytes [256, 384)."""
 
-    token_info_buf: int = _u64()
-    token_info_buf_size: int = _u64()
-    token_data_buf: int = _u64()
-    token_data_buf_size: int = _u64()
-    micro_batch_id: int = _u32()
+    token_info_buf: int = _field("Q")
+    token_info_buf_size: int = _field("Q")
+    token_data_buf: int = _field("Q")
+    token_data_buf_size: int = _field("Q")
+    micro_batch_id: int = _field("I")
     """The micro-batch that was combined last; M-1 at first."""
-    reserve5: bytes = _reserve(92)
+    reserve5: bytes = _field("92s")
 
 
 @no_type_check
@@ -107,24 +95,24 @@ class AttentionContext(_Area):
 class FfnContext(_Area):
     """A card's window, progress and what it took last, in bytes [384, 640)."""
 
-    token_info_buf: int = _u64()
-    token_info_buf_size: int = _u64()
-    token_data_buf: int = _u64()
-    token_data_buf_size: int = _u64()
-    polling_index: int = _u64()
+    token_info_buf: int = _field("Q")
+    token_info_buf_size: int = _field("Q")
+    token_data_buf: int = _field("Q")
+    token_data_buf_size: int = _field("Q")
+    polling_index: int = _field("Q")
     """The micro-batch that is scheduled next."""
-    reserve3: bytes = _reserve(88)
-    layer_ids_buf: int = _u64()
-    layer_ids_buf_size: int = _u64()
-    session_ids_buf: int = _u64()
-    session_ids_buf_size: int = _u64()
-    micro_batch_ids_buf: int = _u64()
-    micro_batch_ids_buf_size: int = _u64()
-    expert_ids_buf: int = _u64()
-    expert_ids_buf_size: int = _u64()
-    out_num: int = _u32()
+    reserve3: bytes = _field("88s")
+    layer_ids_buf: int = _field("Q")
+    layer_ids_buf_size: int = _field("Q")
+    session_ids_buf: int = _field("Q")
+    session_ids_buf_size: int = _field("Q")
+    micro_batch_ids_buf: int = _field("Q")
+    micro_batch_ids_buf_size: int = _field("Q")
+    expert_ids_buf: int = _field("Q")
+    expert_ids_buf_size: int = _field("Q")
+    out_num: int = _field("I")
     """How many sessions were taken."""
-    reserve4: bytes = _reserve(60)
+    reserve4: bytes = _field("60s")
 
 
 @no_type_check
@@ -139,7 +127,7 @@ class ScheduleContext:
     control: ControlArea = dataclasses.field(default_factory=ControlArea)
     attention: AttentionContext = dataclasses.field(default_factory=AttentionContext)
     ffn: FfnContext = dataclasses.field(default_factory=FfnContext)
-    reserve6: bytes = _reserve(384)
+    reserve6: bytes = _field("384s")
 
     def __post_init__(self) -> None:
         for name, kind in _PARTS.items():
@@ -173,18 +161,10 @@ _PARTS = {"common": CommonArea, "control": ControlArea, "attention": AttentionCo
 @no_type_check
 def _checked(name: str, value: Any, form: str) -> int | bytes:
     """A field's value, as an int or as bytes."""
+    size = struct.calcsize("<" + form)
     if form.endswith("s"):
-        size = int(form[:-1])
         if not isinstance(value, bytes | bytearray) or len(value) != size:
             raise ValueError(f"{name} is {value!r}, expected {size} bytes")
         return bytes(value)
-    least, most = _BITS[form]
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}, expected an int") from None
-    if not least <= number <= most:
-        raise ValueError(f"{name} is {number}, expected {least} to {most}")
-    return number
+    least = -(2 ** (8 * size - 1)) if form.islower() else 0
+    return limits.integer(name, value, least, least + 2 ** (8 * size) - 1)

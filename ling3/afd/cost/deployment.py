@@ -1,4 +1,4 @@
-"""How a model lies on devices, divided or not: the stages of a decode step, its time, and the best layout."""
+"""How a model lies on devices, divided or not: the stages of a decode step, its time, and the best deployment."""
 
 import dataclasses
 import math
@@ -7,12 +7,12 @@ from typing import no_type_check
 
 import numpy as np
 
-from ling3.afd.cost import Hardware, ModelCost, Number, at_least, distinct
-from ling3.afd.windows import slot_bytes
+from ling3.afd.cost.model import Hardware, ModelCost, Number, at_least, distinct
+from ling3.afd.operators.windows import slot_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Deployment:
     """How a model lies on devices.
 
     Divided: A attention workers hold everything but the routed experts, and W other devices hold these. Undivided (the
@@ -33,9 +33,9 @@ class Layout:
             raise ValueError(f"ffn_workers is {self.ffn_workers}, expected the attention workers themselves: undivided")
 
     @staticmethod
-    def undivided(devices: int, hardware: Hardware) -> "Layout":
+    def undivided(devices: int, hardware: Hardware) -> "Deployment":
         """The peer, on so many devices."""
-        return Layout(devices, devices, hardware, hardware, divided=False)
+        return Deployment(devices, devices, hardware, hardware, divided=False)
 
     @property
     def devices(self) -> int:
@@ -57,7 +57,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class DecodeStep:
     """One decode step: M micro-batches of `batch` sequences on each attention worker, with `context` tokens each.
 
     `batch` may be an array; times are then arrays too. `once_per_card`: a card gets a token's row once for all its
@@ -118,7 +118,7 @@ class Stage:
         return np.maximum(micro_batches * busy, self.round_trip)
 
 
-def stages(model: ModelCost, work: Work, layout: Layout) -> tuple[Stage, ...]:
+def stages(model: ModelCost, work: DecodeStep, deployment: Deployment) -> tuple[Stage, ...]:
     """The times of a micro-batch in each block, in order: what the simulation takes.
 
     A card has the share s = ⌈E/W⌉/E of the experts. Of T tokens it gets s·k·T rows, and touches s·distinct(T) experts:
@@ -126,50 +126,50 @@ def stages(model: ModelCost, work: Work, layout: Layout) -> tuple[Stage, ...]:
     a card's A·B·r/W, where r is k, or with `once_per_card` the W·(1 - (1 - 1/W)^k) cards that a token is for. Of the
     undivided system's rows, one in N stays where it is.
     """
-    known = dict(zip((block for block, _ in model.kinds), _stages(model, work, layout, 1)))
+    known = dict(zip((block for block, _ in model.kinds), _stages(model, work, deployment, 1)))
     return tuple(known[block] for block in model.blocks)
 
 
-def step_time(model: ModelCost, work: Work, layout: Layout) -> Number:
+def step_time(model: ModelCost, work: DecodeStep, deployment: Deployment) -> Number:
     """Seconds from one token of a sequence to its next: Σ over the blocks of their `Stage.period`."""
-    found = _stages(model, work, layout, layout.attention_workers)
-    periods = (stage.period(work.micro_batches, layout.divided) for stage in found)
+    found = _stages(model, work, deployment, deployment.attention_workers)
+    periods = (stage.period(work.micro_batches, deployment.divided) for stage in found)
     return sum(count * period for (_, count), period in zip(model.kinds, periods))
 
 
-def _stages(model: ModelCost, work: Work, layout: Layout, least: int) -> list[Stage]:
+def _stages(model: ModelCost, work: DecodeStep, deployment: Deployment, least: int) -> list[Stage]:
     """Those of the model's kinds of blocks, with the times of cards that serve `least` sessions or more."""
-    sessions, cards = layout.attention_workers, layout.ffn_workers
+    sessions, cards = deployment.attention_workers, deployment.ffn_workers
     share = math.ceil(model.experts / cards) / model.experts
     experts = []
     for o in range(least, sessions + 1):
         touched = share * distinct(model.experts, model.top_k, o * work.batch)
         rows = share * model.top_k * o * work.batch
-        experts.append(layout.ffn_hardware.time(touched * model.expert_bytes, rows * model.expert_flops))
+        experts.append(deployment.ffn_hardware.time(touched * model.expert_bytes, rows * model.expert_flops))
     rows = work.batch * (distinct(cards, 1, model.top_k) if work.once_per_card else model.top_k)
-    rows = rows * (1.0 if layout.divided else 1.0 - 1.0 / cards)
-    slowest = max(1 / layout.hardware.link_bandwidth, sessions / cards / layout.ffn_hardware.link_bandwidth)
+    rows = rows * (1.0 if deployment.divided else 1.0 - 1.0 / cards)
+    slowest = max(1 / deployment.hardware.link_bandwidth, sessions / cards / deployment.ffn_hardware.link_bandwidth)
     out, back = (rows * slot_bytes(model.hidden, dtype) * slowest for dtype in (work.token_dtype, 1))
-    latency = max(layout.hardware.link_latency, layout.ffn_hardware.link_latency)
+    latency = max(deployment.hardware.link_latency, deployment.ffn_hardware.link_latency)
     return [
-        Stage(block.time(layout.hardware, work.batch, work.context), tuple(experts), out, back, latency)
+        Stage(block.time(deployment.hardware, work.batch, work.context), tuple(experts), out, back, latency)
         for block, _ in model.kinds
     ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """A layout and the work that fills it."""
+    """A deployment and the work that fills it."""
 
-    layout: Layout
-    work: Work
+    deployment: Deployment
+    work: DecodeStep
     step_time: float
     """Seconds per output token of a sequence."""
     throughput: float
     """Output tokens per second, by the price of the devices."""
 
 
-def fullest(model: ModelCost, work: Work, layout: Layout, limit: float = math.inf) -> Filled | None:
+def fullest(model: ModelCost, work: DecodeStep, deployment: Deployment, limit: float = math.inf) -> Filled | None:
     """`work` with the largest micro-batches whose caches fit and whose step takes at most `limit` seconds, if any do.
 
     More sequences never lower the throughput: every part of a step is the time of a bandwidth or of the peak, and grows
@@ -177,27 +177,33 @@ def fullest(model: ModelCost, work: Work, layout: Layout, limit: float = math.in
     """
     if not limit > 0:
         raise ValueError(f"limit is {limit}, expected a number of seconds above 0")
-    low, high = 0, int(max(layout.room(model), 0.0) / model.sequence(work.context)) // work.micro_batches
+    low, high = 0, int(max(deployment.room(model), 0.0) / model.sequence(work.context)) // work.micro_batches
     while low < high:
         tried = np.unique(np.linspace(low + 1, high, 64).astype(int))
-        fits = step_time(model, dataclasses.replace(work, batch=tried), layout) <= limit
+        fits = step_time(model, dataclasses.replace(work, batch=tried), deployment) <= limit
         found = int(np.sum(fits))  # a longer step for a larger batch: the first ones fit
         low, high = (int(tried[found - 1]) if found else low), (int(tried[found]) - 1 if found < len(tried) else low)
         high = max(low, high)
     if not low:
         return None
     work = dataclasses.replace(work, batch=low)
-    seconds = float(step_time(model, work, layout))
-    return Filled(layout, work, seconds, low * work.micro_batches * layout.attention_workers / seconds / layout.price)
+    seconds = float(step_time(model, work, deployment))
+    return Filled(
+        deployment, work, seconds, low * work.micro_batches * deployment.attention_workers / seconds / deployment.price
+    )
 
 
 def best(
-    model: ModelCost, work: Work, layouts: Iterable[Layout], limit: float = math.inf, most_micro_batches: int = 4
+    model: ModelCost,
+    work: DecodeStep,
+    deployments: Iterable[Deployment],
+    limit: float = math.inf,
+    most_micro_batches: int = 4,
 ) -> Filled | None:
-    """The fullest plan of most throughput among the layouts, with 1 to `most_micro_batches`. None if nothing fits."""
-    plans = (
-        fullest(model, dataclasses.replace(work, micro_batches=m), layout, limit)
-        for layout in layouts
+    """The `fullest` of most throughput among the deployments, with 1 to `most_micro_batches`. None if nothing fits."""
+    filled = (
+        fullest(model, dataclasses.replace(work, micro_batches=m), deployment, limit)
+        for deployment in deployments
         for m in range(1, most_micro_batches + 1)
     )
-    return max((plan for plan in plans if plan is not None), key=lambda plan: plan.throughput, default=None)
+    return max((one for one in filled if one is not None), key=lambda one: one.throughput, default=None)

@@ -1,0 +1,27 @@
+"""What attention-FFN disaggregation costs and when it pays: `model` has the bytes and operations of a decode step,
+`deployment` the times of its stages on devices, and `simulation` those of the operators' own schedulers."""
+
+from ling3.afd.cost.deployment import DecodeStep, Deployment, Filled, Stage, best, fullest, stages, step_time
+from ling3.afd.cost.model import H200, NIC, Block, Hardware, ModelCost, Reads, distinct
+from ling3.afd.cost.simulation import Interval, Outcome, simulate
+
+__all__ = [
+    "H200",
+    "NIC",
+    "Block",
+    "DecodeStep",
+    "Deployment",
+    "Filled",
+    "Hardware",
+    "Interval",
+    "ModelCost",
+    "Outcome",
+    "Reads",
+    "Stage",
+    "best",
+    "distinct",
+    "fullest",
+    "simulate",
+    "stages",
+    "step_time",
+]

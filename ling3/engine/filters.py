@@ -1,0 +1,83 @@
+"""Filters of logits that a user gives to an engine or to `generate`, checked to be pure functions of one row."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from ling3.runtime.parameters import ParameterError
+from ling3.runtime.quoting import printable, shown
+
+Filter = Callable[..., Any]
+"""`filter(logits, so_far)`: the logits [vocab] of one row and a `SoFar`, to the logits that take their place."""
+
+ROWS = 4
+"""Rows that a filter is tried with."""
+
+
+class SoFar(eqx.Module):
+    """What a filter knows of its row besides the logits."""
+
+    length: Int32[Array, "*rows"]
+    """The number of tokens before the one to be chosen, prompt and output together."""
+    counts: Int32[Array, "*rows vocab"]
+    """How often the output has each token; their sum is the number of new tokens."""
+    in_prompt: Bool[Array, "*rows vocab"]
+    """True for each token of the prompt."""
+
+
+def checked(filters: Any, vocab: int) -> tuple[Filter, ...]:
+    """The filters, each tried with random rows.
+
+    Raises ParameterError for one that cannot be traced, that changes the shape or the dtype, whose result for a row
+    depends on the other rows of a batch, or whose second call has another result than the first.
+    """
+    if not isinstance(filters, (list, tuple)):
+        raise ParameterError("filters", f"filters are {shown(filters)}, expected a list of functions f(logits, so_far)")
+    for i, each in enumerate(filters):
+        if (problem := _problem(each, vocab)) is not None:
+            name = printable(getattr(each, "__name__", type(each).__name__), 80)
+            raise ParameterError("filters", f"filters[{i}] ({name}) {problem}")
+    return tuple(filters)
+
+
+def _problem(each: Any, vocab: int) -> str | None:
+    """Why a filter is refused; None for one that is not."""
+    rows = _rows(0, vocab)
+    try:
+        hash(each)  # programs are compiled for it
+        found = jax.eval_shape(each, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows))
+        if getattr(found, "shape", None) != (vocab,) or found.dtype != jnp.float32:
+            what = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", found)
+            return f"gives {shown(what)} for one row's logits, expected float32[{vocab}]"
+        # Functions of their own, so that the second call traces the filter again.
+        first, second = (jax.jit(jax.vmap(lambda *row: each(*row))) for _ in range(2))  # noqa: PLW0108
+        expected, repeated = np.asarray(first(*rows)), np.asarray(second(*rows))
+        poison = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan if x.dtype == jnp.float32 else 1), rows)
+        # One program throughout, as another number of rows may round otherwise.
+        beside = [
+            (row, np.asarray(first(*jax.tree.map(lambda x, y: y.at[row].set(x[row]), rows, others)))[row])  # noqa: B023
+            for others in (_rows(1, vocab), poison)
+            for row in range(ROWS)
+        ]
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"fails with the logits [vocab] of one row: {printable(lines[0], 300)}"
+    if expected.tobytes() != repeated.tobytes():
+        return "has another result when it is called again: it may depend on its arguments alone"
+    if any(found.tobytes() != expected[row].tobytes() for row, found in beside):
+        return "has another result for a row beside other rows: it may depend on its own row alone"
+    return None
+
+
+def _rows(seed: int, vocab: int) -> tuple[Float32[Array, "rows vocab"], SoFar]:
+    """Random arguments of a filter, for several rows."""
+    draw = np.random.default_rng(seed)
+    counts, in_prompt = draw.poisson(0.2, (ROWS, vocab)).astype(np.int32), draw.random((ROWS, vocab)) < 0.1
+    length = (counts.sum(axis=1) + in_prompt.sum(axis=1)).astype(np.int32)
+    logits = draw.normal(0, 3, (ROWS, vocab)).astype(np.float32)
+    return jnp.asarray(logits), SoFar(*map(jnp.asarray, (length, counts, in_prompt)))

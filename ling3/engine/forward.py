@@ -1,0 +1,188 @@
+"""The two forward programs of an engine: `extend` puts prompt tokens into the caches, `decode` samples new ones.
+
+Prefill fills, decode samples. `extend` stops one token before a prompt's end, and `decode` begins with that token. So
+the state of a sequence never depends on how its next token is chosen, and a prompt whose states are kept, scored or
+watched runs through the same program as any other. What a call is given is one `Batch`; a part that is absent is None
+and specialises the compiled program.
+
+Both are compiled by `jax.jit`: Equinox's `filter_jit` would wait for each call's end before the next is dispatched.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from ling3.cache import Span
+from ling3.engine.arrays import AnyArray
+from ling3.engine.masks import mask_of_step
+from ling3.engine.pool import Pool, Rows
+from ling3.engine.sampling import Choice, choose_active, log_sum_exp, scored
+from ling3.engine.settings import DECODE_STEPS
+from ling3.execution import Execution
+from ling3.intervention import Intervention, recorder
+from ling3.model import CausalLM
+from ling3.placement import everyones
+
+SCORED = 16
+"""Tokens whose logits exist at once while a prompt is scored: those of a whole chunk would be gigabytes."""
+
+
+class Batch(eqx.Module):
+    """The input of one call: a row for each sequence, and unused rows, whose slots are out of range.
+
+    `extend` puts the first `lengths[b]` of `tokens[b]` into row b's caches; what follows them is padding. `decode`
+    gives row b at most `lengths[b]` tokens: in step i the token `tokens[b, i]` if the call has such a column and it is
+    not -1, else one that is sampled, with `masks` among the tokens that row b's mask allows.
+    """
+
+    rows: Rows
+    tokens: Int32[AnyArray, "rows seq"]
+    lengths: Int32[AnyArray, " rows"]
+    masks: UInt32[AnyArray, "rows words"] | None = None
+    targets: Int32[AnyArray, "rows seq"] | None = (
+        None  # of `extend`: the tokens to score, each after the one at its place
+    )
+    interventions: tuple[Intervention, ...] = ()  # each row's own, `stacked`
+    want: tuple[str, ...] = eqx.field(static=True, default=())  # of `extend`: the recorder's paths to return
+
+
+class Extension(eqx.Module):
+    """What `extend` returns for each row."""
+
+    length: Int32[Array, " rows"]  # tokens in its caches
+    scores: Choice | None  # of the batch's targets, [rows, seq]
+    seen: dict[str, Any]  # the arrays that the batch wants, by path, [rows, seq, …]
+
+
+@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
+def extend(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
+    """Adds each row's next `lengths` prompt tokens to its caches, and samples nothing.
+
+    With `targets` it returns log softmax(z)_target of the logits z after each token, and the likeliest tokens there if
+    a row's sampling reports alternatives. The caches have the same bits with and without.
+    """
+    return _on_every_device(functools.partial(_extend, execution=execution), model, batch, pool)
+
+
+def _extend(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
+    view = pool.take(batch.rows, execution.lowering)
+    watcher = recorder(batch.interventions, watch=bool(batch.want))
+    span = Span(view.length, batch.lengths, batch.rows.table, execution, watcher)
+    hidden, layers = model.model(batch.tokens, view.layers, span)
+    after = dataclasses.replace(view, layers=layers, length=view.length + batch.lengths)
+    scores = None
+    if batch.targets is not None:
+        scores = score(model, hidden, batch.targets, jnp.any(view.sampling.alternatives), execution)
+
+    def by_row(path: str) -> Any:
+        if ".mlp." in path:  # experts take the tokens of all rows together
+            return jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), watcher.values[path])
+        return watcher.values[path]
+
+    seen = {path: by_row(path) for path in batch.want}
+    return Extension(after.length, scores, seen), pool.put(batch.rows, after)
+
+
+def score(
+    model: CausalLM,
+    hidden: Float[Array, "rows seq hidden"],
+    targets: Int32[Array, "rows seq"],
+    alternatives: Bool[Array, ""],
+    execution: Execution,
+) -> Choice:
+    """log softmax(z)_target of each token's logits z, and the likeliest tokens with `alternatives`."""
+    batch, seq = targets.shape
+    block = min(SCORED, seq)
+    padding = ((0, 0), (0, -seq % block))
+    hidden = jnp.pad(hidden, (*padding, (0, 0)))
+    blocks = hidden.reshape(batch, -1, block, hidden.shape[-1])
+    targets = jnp.pad(targets, padding).reshape(batch, -1, block)
+
+    def of_block(block: tuple[Float[Array, "rows block hidden"], Int32[Array, "rows block"]]) -> Choice:
+        x, token = block
+        logits = model.logits(x, execution).reshape(token.size, -1)
+        return scored(logits, log_sum_exp(logits), token.reshape(-1), alternatives)
+
+    def joined(x: Array) -> Array:
+        x = jnp.moveaxis(x.reshape(x.shape[0], batch, block, *x.shape[2:]), 0, 1)
+        return x.reshape(batch, -1, *x.shape[3:])[:, :seq]
+
+    return jax.tree.map(joined, lax.map(of_block, (jnp.moveaxis(blocks, 1, 0), jnp.moveaxis(targets, 1, 0))))
+
+
+@functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
+def decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
+    """Up to `lengths` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none.
+
+    A row's first step puts its newest token into the caches: the last one of its prompt, or the last one sampled.
+    """
+    return _on_every_device(functools.partial(_decode, execution=execution), model, batch, pool)
+
+
+Carry = tuple[Int32[Array, ""], Bool[Array, ""], Choice, Pool]
+"""Steps so far, whether rows are left, the tokens so far, and the pool of the rows."""
+
+
+def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
+    rows, view = batch.rows, pool.take(batch.rows, execution.lowering)
+    how = {"interventions": batch.interventions} if batch.interventions else {}
+
+    def active(step: Int32[Array, ""], view: Pool) -> Bool[Array, " rows"]:
+        return ~view.done & (step < batch.lengths)
+
+    def any_active(step: Int32[Array, ""], view: Pool) -> Bool[Array, ""]:
+        left = jnp.any(active(step, view))
+        # Devices that share experts step together, also when the rows of one have ended.
+        return left if rows.beside is None else lax.psum(left.astype(jnp.int32), rows.beside) > 0
+
+    def one_step(carry: Carry) -> Carry:
+        i, _, out, view = carry
+        chosen = active(i, view)
+        lengths, allowed = chosen.astype(jnp.int32), None
+        if batch.masks is not None:
+            allowed = mask_of_step(batch.tokens, batch.masks, i)
+        logits, cache = model.step(view.token[:, None], view.cache(rows.table), lengths, execution=execution, **how)
+        choice = choose_active(logits[:, 0], view.sampling, cache.length, chosen, execution.lowering, allowed)
+        view = view.after(cache, choice.token, chosen)
+        choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(chosen, choice.token, -1))
+        out = jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice)
+        return i + 1, any_active(i + 1, view), out, view
+
+    out = Choice.none((view.token.shape[0], DECODE_STEPS), model.config.vocab_size)
+    first = jnp.zeros((), jnp.int32)
+    *_, out, view = lax.while_loop(lambda carry: carry[1], one_step, (first, any_active(first, view), out, view))
+    return out, pool.put(rows, view)
+
+
+def _on_every_device(
+    run: Callable[..., tuple[Any, Pool]], model: CausalLM, batch: Batch, pool: Pool
+) -> tuple[Any, Pool]:
+    """A forward pass on every device of the pool's mesh, each with its own rows; all get every row's results."""
+    if pool.placement is None:
+        return run(model, batch, pool)
+    axis = pool.axis
+
+    def on_a_device(part: CausalLM, batch: Batch, pool: Pool) -> tuple[Any, Pool]:
+        batch = dataclasses.replace(batch, rows=batch.rows.here(pool, axis))
+        results, pool = run(part, batch, pool)
+        return jax.tree.map(lambda x: everyones(x, axis), results), pool
+
+    where, out = (PartitionSpec(axis), pool.specs), (PartitionSpec(), pool.specs)
+    results, after = pool.placement.run(on_a_device, (batch, pool.part), where, out, model.part)
+    return results, dataclasses.replace(after, placement=pool.placement)
+
+
+class Programs(NamedTuple):
+    """An engine's two programs, or what takes their place, and which optional parts of a `Batch` they take."""
+
+    extend: Callable[[CausalLM, Batch, Pool, Execution], tuple[Extension, Pool]] = extend
+    decode: Callable[[CausalLM, Batch, Pool, Execution], tuple[Choice, Pool]] = decode
+    parts: frozenset[str] = frozenset({"masks", "targets", "interventions", "want"})

@@ -1,0 +1,397 @@
+"""What surrounds an engine's loop: requests come in from scripts, threads and asyncio, and answers go out."""
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import itertools
+import math
+import queue
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+
+from ling3.engine import lockstep
+from ling3.engine.actor import Actor, Reader, result
+from ling3.engine.intake import Intake, Truncate, listed
+from ling3.engine.outputs import Delta, RequestOutput, Stats
+from ling3.engine.request import Request, TokenSequence
+from ling3.engine.requests import Requests
+from ling3.engine.runner import Extra
+from ling3.engine.sampling_params import SamplingParams
+from ling3.engine.settings import EngineSettings
+from ling3.runtime.entry_checks import refuse_fork
+from ling3.runtime.processes import Wire
+from ling3.runtime.progress import progress
+from ling3.runtime.quoting import shown
+from ling3.text.tokenizer import Tokenizer
+
+SHORT = 4096
+"""Tokens or characters up to which checking prompts takes less than handing them to another thread and back."""
+
+
+@runtime_checkable
+class Server(Protocol):
+    """What answers many prompts: an engine, or a fleet of them."""
+
+    @property
+    def settings(self) -> EngineSettings:
+        """What it runs with, every None replaced by its number."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """What it runs on, as JAX names it."""
+        ...
+
+    def warmup(self, first_token: bool = False) -> None:
+        """Compiles what is needed, or what a first token needs."""
+        ...
+
+    def stream_all(
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        truncate: Truncate = None,
+    ) -> Generator[tuple[int, Delta], None, None]:
+        """What is new of the answers as it comes, each with the index of its prompt."""
+        ...
+
+    def stats(self) -> Stats:
+        """The counts at this moment."""
+        ...
+
+
+class Front:
+    """An engine's methods, over a loop that a thread of the engine's runs. `ling3.Engine` says what they promise."""
+
+    def __init__(
+        self, settings: EngineSettings, tokenizer: Tokenizer | None, intake: Intake, loop: Requests, wire: Wire | None
+    ):
+        assert settings.max_model_len is not None, "settled"
+        self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, settings.max_model_len
+        self.device_kind = jax.devices()[0].device_kind
+        self._intake, self._loop, self._wire, self._leads = intake, loop, wire, lockstep.leads(wire)
+        led = loop
+        if wire is not None and self._leads:
+            led = lockstep.Leader(loop, wire)
+            weakref.finalize(self, led.close).atexit = False
+            atexit.register(led.close)  # before JAX's own end, which waits for the others
+        self._actor = Actor(led, owner=self, between_turns=wire is not None)
+        self._ids = itertools.count()
+        self._outbox: deque[Delta] = deque()
+
+    def check(
+        self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None, name: str = "prompt"
+    ) -> None:
+        """Raises ValueError where `submit` would, calling the prompt by its `name`; nothing is queued."""
+        refuse_fork()
+        self._check_leads()
+        self._intake.check(prompt, params, truncate, name)
+
+    def left(self, tokens: int) -> int:
+        """The largest `max_tokens` that a prompt of so many tokens may have; less than 1 if it is too long."""
+        return self._intake.left(tokens)
+
+    def submit(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        truncate: Truncate = None,
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> int:
+        """Puts a request in the queue and returns its id; `step` moves it on and returns its deltas.
+
+        `prompt` is a text, a list of token ids, a list of chat messages (dicts with `role` and `content`), or a
+        `ling3.Snapshot` of an earlier request, also with something appended (`Snapshot.then`). With `on_delta` the
+        deltas go there instead, in the engine's thread; if it raises, the request ends in `error`.
+        Raises QueueFull, and ValueError for what can never be answered.
+        """
+        (request,) = self._requests([prompt], params, truncate, "prompt")
+        request.report = self._outbox.append
+        request.deliver = request.report if on_delta is None else on_delta
+        withdraw = self._actor.last_message(lambda loop: loop.abort(request))
+        try:
+            self._actor.call(lambda loop: loop.enqueue(request))
+        except BaseException:
+            withdraw()
+            raise
+        return request.request_id
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        truncate: Truncate = None,
+        on_delta: Callable[[Delta], None] | None = None,
+        on_interrupt: Literal["raise", "return"] = "raise",
+    ) -> list[RequestOutput]:
+        """The answers to prompts, in their order, with a progress bar once it takes over two seconds.
+
+        `prompts` is a list of what `submit` takes, or just one of them; `params` are for all, or one for each. All are
+        checked before the first runs, and as many wait at once as the queue holds. `on_delta` is called with each
+        delta, in the caller's thread; if it raises, that request ends in `error`. On Ctrl-C every slot is freed;
+        `on_interrupt="return"` then returns what there is, with `abort` for what was not finished.
+        """
+        requests = self._requests(listed(prompts), params, truncate)
+        failed = set()
+        with progress("generating", sum(request.params.n for request in requests)) as advance:
+            deltas = self._deltas(requests, itertools.repeat(0.0), whole=on_delta is None)
+            try:
+                try:
+                    for i, delta in deltas:
+                        advance(int(delta.finish_reason is not None))
+                        if on_delta is None or i in failed:
+                            continue
+                        try:
+                            on_delta(delta)
+                        except Exception as error:
+                            failed.add(i)
+                            self._give_up(requests[i].sequences[delta.index], error)
+                finally:
+                    deltas.close()
+            except KeyboardInterrupt:
+                if on_interrupt == "raise":
+                    raise
+                self.stats()  # an answer: what was sent before, the end of these requests, has been done
+        return [output for request in requests if (output := request.output()) is not None]
+
+    def stream(
+        self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
+    ) -> Iterator[Delta]:
+        """A request's deltas as they come; leaving the iterator aborts it. Checked and queued when this is called."""
+        (request,) = self._requests([prompt], params, truncate, "prompt")
+        deltas = self._deltas([request], (), queued=True)
+        next(deltas)  # a generator that was never begun would not notice that it is dropped
+        self._actor.call(lambda loop: loop.enqueue(request))
+        return (delta for _, delta in deltas)
+
+    def stream_all(
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        arrivals: Sequence[float] | None = None,
+        truncate: Truncate = None,
+    ) -> Generator[tuple[int, Delta], None, None]:
+        """The deltas of many requests as they come, each with the index of its prompt.
+
+        `prompts`, `params` and `truncate` are as for `generate`, but for a single prompt, which goes into a list. A
+        request's last delta has its output. `arrivals`, ascending, are the times at which the requests are submitted,
+        in seconds after the first delta is asked for; by default that is at once for all. Leaving the iterator aborts
+        what is unfinished.
+        """
+        requests = self._requests(list(prompts), params, truncate)
+        times = [0.0] * len(requests) if arrivals is None else [float(time) for time in arrivals]
+        if len(times) != len(requests) or times != sorted(times) or not all(map(math.isfinite, times)):
+            raise ValueError(
+                f"arrivals are {shown(arrivals)}, expected a time for each of {len(requests)} prompts, ascending"
+            )
+        return self._deltas(requests, times)
+
+    async def astream(
+        self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
+    ) -> AsyncIterator[Delta]:
+        """`stream` for asyncio, any number of them at once. Checked and queued when the first delta is asked for."""
+        async with contextlib.aclosing(self.astream_all([prompt], params, truncate=truncate, name="prompt")) as deltas:
+            async for _, delta in deltas:
+                yield delta
+
+    async def astream_all(
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        truncate: Truncate = None,
+        name: str = "prompt {}",
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """`stream_all` for asyncio, any number of them at once. Checked and queued when the first delta is asked for.
+
+        Errors call a prompt by its `name`, formatted with its index. Raises QueueFull, and aborts all of the requests,
+        if there is no room in the queue for one of them.
+        """
+        events, news = asyncio.get_running_loop(), asyncio.Queue()
+        prompts, each = list(prompts), params if isinstance(params, Sequence) else (params,)
+        asked = (prompts, params, truncate, name)
+        slow = any(isinstance(one, SamplingParams) and one.structured is not None for one in each)  # up to seconds
+        if slow or sum(len(prompt) for prompt in prompts if isinstance(prompt, Sequence)) > SHORT:
+            requests = await asyncio.to_thread(self._requests, *asked)
+        else:
+            requests = self._requests(*asked)
+
+        def enqueue(loop: Requests) -> None:
+            for request in requests:  # after QueueFull, those that were queued before are left
+                loop.enqueue(request)
+
+        put = functools.partial(events.call_soon_threadsafe, news.put_nowait)
+        reader = Reader(requests, put)
+        leave = self._actor.last_message(reader.leave)
+        try:
+            self._actor.send(put, enqueue)
+            result(await news.get())
+            while reader.unfinished:
+                if news.empty():
+                    self._actor.wait(reader)
+                yield reader.take(await news.get())
+            if reader.fault is not None:
+                raise reader.fault
+        finally:
+            leave()
+
+    def abort(self, request_id: int) -> bool:
+        """Ends a request with `abort`, wherever it is; False if there is none of this id (any more)."""
+        return self._actor.call(lambda loop: loop.abort_id(request_id))
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is queued or running work, or `step` has anything to return."""
+        return self._actor.call(lambda loop: loop.has_work) or bool(self._outbox)
+
+    def step(self) -> list[Delta]:
+        """One turn of the loop; returns the deltas of submitted requests that are new since the last step."""
+        self._actor.turn()
+        deltas = []
+        with contextlib.suppress(IndexError):
+            while True:
+                deltas.append(self._outbox.popleft())
+        return deltas
+
+    def warmup(self, first_token: bool = False, *, also: Sequence[Extra] = ()) -> None:
+        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C leaves out those not begun.
+
+        With `first_token` only what a request's first token needs: it comes sooner, and the second waits for the rest.
+        What requests with `structured`, `prompt_logprobs` or snapshots (`keep`) take is compiled here if `also` names
+        it, else with the first of them.
+        """
+        total = self._loop.runner.warmup_size(first_token, also)
+        self._check_leads()
+        self._actor.call(lambda loop: loop.begin_warmup(first_token, also))
+        end = self._actor.last_message(lambda loop: loop.end_warmup())
+        with progress("compiling", total) as advance:
+            try:
+                while self._actor.ask(lambda loop: loop.compile_next()) is not None:
+                    advance(1)
+            finally:
+                end()
+
+    def forget_prefixes(self) -> None:
+        """Frees all known prefixes but those in use: later prompts are computed anew, with the same bits."""
+        self._actor.call(lambda loop: loop.forget_prefixes())
+
+    def follow(self) -> None:
+        """This process's part in what the first one has this engine do, until that one's engine ends.
+
+        For a model over the devices of several processes: all make the same engine, and all but the first then follow.
+        Raises RuntimeError in the first process, and whatever fails here.
+        """
+        if self._wire is None or self._leads:
+            raise RuntimeError("only an engine over several processes is followed, by all of them but the first")
+        lockstep.follow(self._loop, self._intake, self._wire)
+
+    def stats(self) -> Stats:
+        """The counts at this moment."""
+        return self._actor.call(lambda loop: loop.stats())
+
+    async def astats(self) -> Stats:
+        """`stats` for asyncio."""
+        events = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = events.create_future()
+
+        def put(outcome: Any) -> None:
+            if not answer.done():  # nobody waits any more
+                answer.set_result(outcome)
+
+        self._actor.send(functools.partial(events.call_soon_threadsafe, put), lambda loop: loop.stats())
+        return result(await answer)
+
+    @property
+    def alive(self) -> bool:
+        """True while the engine's thread runs, which answers every call."""
+        return self._actor.alive
+
+    @property
+    def intake(self) -> Intake:
+        """The checks of prompts and parameters, which make requests of them."""
+        return self._intake
+
+    @property
+    def loop(self) -> Requests:
+        """The loop, for inspection between two calls of `step`: only the engine's thread may change it."""
+        return self._loop
+
+    def __repr__(self) -> str:
+        # Read as they are, without a message: the engine's thread may be compiling.
+        runner, scheduler = self._loop.runner, self._loop.scheduler
+        size = runner.model.parameters
+        return (
+            f"<Engine: {size:,} parameters, {len(scheduler.running)} of {scheduler.slots} slots running, "
+            f"{scheduler.waiting} waiting, {scheduler.pages - scheduler.free_pages} of {scheduler.pages} pages in use>"
+        )
+
+    def _check_leads(self) -> None:
+        if not self._leads:
+            raise RuntimeError(
+                f"this is process {jax.process_index()} of {jax.process_count()}, and the first one asks the engine: "
+                "call engine.follow() here"
+            )
+
+    def _give_up(self, sequence: TokenSequence, error: Exception) -> None:
+        self._actor.call(lambda loop: loop.give_up(sequence, error))
+
+    def _requests(
+        self,
+        prompts: list[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        truncate: Truncate,
+        name: str = "prompt {}",
+    ) -> list[Request]:
+        """The checked requests, not yet in the queue."""
+        refuse_fork()
+        self._check_leads()
+        return self._intake.requests(self._ids, prompts, params, truncate, name)
+
+    def _deltas(
+        self, requests: Sequence[Request], times: Iterable[float], *, whole: bool = False, queued: bool = False
+    ) -> Generator[Any, None, None]:
+        """The deltas of requests with their indices, with `whole` only the last of each sequence.
+
+        Submits the requests at `times`, unless the caller does: with `queued`, after a first item that is None.
+        """
+        actor, news = self._actor, queue.SimpleQueue()
+        reader = Reader(requests, news.put, whole)
+        leave, coming = actor.last_message(reader.leave), deque(zip(times, requests, strict=False))
+        try:
+            if queued:
+                yield None
+            begin = time.perf_counter()
+            while reader.unfinished:
+                now, due = time.perf_counter() - begin, []
+                while coming and coming[0][0] <= now:
+                    due.append(coming.popleft()[1])
+                if due:
+                    actor.send(None, lambda loop, due=due: loop.enqueue_all(due))
+                try:
+                    item = news.get_nowait()
+                except queue.Empty:
+                    actor.wait(reader)
+                    try:
+                        item = news.get(timeout=coming[0][0] - now if coming else None)
+                    except queue.Empty:
+                        continue
+                yield reader.take(item)
+            if reader.fault is not None:
+                raise reader.fault
+        finally:
+            leave()
