@@ -155,7 +155,7 @@ class Loop(Requests):
         return min(chunk - sequence.prefilled % chunk, sequence.prefill_end - sequence.prefilled)
 
     def _width(self, sequence: TokenSequence) -> int:
-        """What the next chunk is padded to."""
+        """The prefill bucket of the next chunk."""
         return smallest(self.runner.shapes.buckets, self._chunk(sequence))
 
     def _extend_together(self, sequences: list[TokenSequence]) -> Call:

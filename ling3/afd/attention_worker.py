@@ -94,7 +94,7 @@ class AttentionWorker:
 
     @property
     def programs(self) -> Programs:
-        """What an engine runs instead of its own programs; they take no optional part of a batch."""
+        """The programs that an engine runs instead of its own; they take no optional part of a batch."""
         return Programs(self.extend, self.decode, frozenset())
 
     def extend(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
@@ -289,7 +289,7 @@ def begin_extend(pool: Pool, rows: Rows) -> tuple[Int32[Array, " 1"], Int32[Arra
 
 @jax.jit
 def end_extend(rows: Rows, lengths: Int32[Array, " 1"], pool: Pool) -> tuple[Extension, Pool]:
-    """What `extend` returns, and the pool that has counted the chunk."""
+    """The results of `extend`, and the pool that has counted the chunk."""
     view = pool.take(rows)
     after = dataclasses.replace(view, length=view.length + lengths)
     return Extension(after.length, None, {}), pool.put(rows, after)

@@ -1,4 +1,4 @@
-"""What an engine does for a request when one of its sequences ends, before its last delta is handed out.
+"""Work of an engine when a sequence of a request ends, before its last delta is handed out: snapshots and captures.
 
 The loop calls the functions of `Request.at_end`, and knows no more of them.
 """

@@ -1,4 +1,4 @@
-"""A call in flight, and what has come of it for each of its sequences."""
+"""Calls in flight, and the results of each for its sequences."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import Choice
 
 Taken = tuple[TokenSequence, Callable[[], Delta | None]]
-"""A sequence, and what adds to it what has come; that returns its delta, if anything is new."""
+"""A sequence, and a function that adds a call's results to it and returns its delta, if anything is new."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Extended:
         return [0] * len(self.sequences)
 
     def taken(self) -> Iterator[Taken]:
-        """What has come for each unfinished sequence; waits for the device."""
+        """Each unfinished sequence with a function that adds the results to it; waits for the device."""
         scores = None if self.results.scores is None else _on_host(self.results.scores)
         for i, sequence in enumerate(self.sequences):
             if sequence.completion is None:
@@ -65,7 +65,7 @@ class Decoded:
     ahead: Sequence[int]
 
     def taken(self) -> Iterator[Taken]:
-        """What has come for each unfinished sequence; waits for the device."""
+        """Each unfinished sequence with a function that adds the results to it; waits for the device."""
         if all(sequence.completion is not None for sequence in self.sequences):
             return
         choice = _on_host(self.results, any(sequence.params.logprobs for sequence in self.sequences))
@@ -79,7 +79,7 @@ class Decoded:
 
 
 def _on_host(choice: Choice, reported: bool = True) -> Choice:
-    """The same in the host's memory; unless the likeliest tokens are `reported`, those stay on the device."""
+    """The choice in the host's memory; unless the likeliest tokens are `reported`, those stay on the device."""
     tops = (choice.top_ids, choice.top_logprobs)
     none = (*choice.token.shape, 0)
     tops = map(np.asarray, tops) if reported else (np.zeros(none, np.int32), np.zeros(none, np.float32))

@@ -26,7 +26,7 @@ class Capture:
 
     Each field is True for all layers that have such an array, or the numbers of some layers. The answer has the same
     bits with and without: once its tokens are there, prompt and new tokens are computed again, as a prompt is, in
-    chunks, in passes of their own. So the arrays are `ling3.trace`'s for the whole sequence, to rounding. With
+    chunks, by a second request. So the arrays are `ling3.trace`'s for the whole sequence, to rounding. With
     interventions the arrays are those under them.
 
     Raises ValueError naming every senseless field.

@@ -20,7 +20,7 @@ ROWS = 4
 
 
 class SoFar(eqx.Module):
-    """What a filter knows of its row besides the logits."""
+    """The tokens of a filter's row so far."""
 
     length: Int32[Array, "*rows"]
     """The number of tokens before the one to be chosen, prompt and output together."""

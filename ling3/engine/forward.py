@@ -55,7 +55,7 @@ class Batch(eqx.Module):
 
 
 class Extension(eqx.Module):
-    """What `extend` returns for each row."""
+    """The results of `extend` for each row."""
 
     length: Int32[Array, " rows"]  # tokens in its caches
     scores: Choice | None  # of the batch's targets, [rows, seq]

@@ -1,4 +1,4 @@
-"""What surrounds an engine's loop: requests come in from scripts, threads and asyncio, and answers go out."""
+"""The methods of an engine around its loop: requests come in from scripts, threads and asyncio, and answers go out."""
 
 import asyncio
 import atexit
@@ -36,11 +36,11 @@ SHORT = 4096
 
 @runtime_checkable
 class Server(Protocol):
-    """What answers many prompts: an engine, or a fleet of them."""
+    """An engine, or a fleet of engines: answers many prompts."""
 
     @property
     def settings(self) -> EngineSettings:
-        """What it runs with, every None replaced by its number."""
+        """The settings it runs with, every None replaced by its number."""
         ...
 
     @property
@@ -50,11 +50,11 @@ class Server(Protocol):
 
     @property
     def device_kind(self) -> str:
-        """What it runs on, as JAX names it."""
+        """The kind of device it runs on, as JAX names it."""
         ...
 
     def warmup(self, first_token: bool = False) -> None:
-        """Compiles what is needed, or what a first token needs."""
+        """Compiles all programs, or those that a first token needs."""
         ...
 
     def stream_all(
@@ -64,7 +64,7 @@ class Server(Protocol):
         *,
         truncate: Truncate = None,
     ) -> Generator[tuple[int, Delta], None, None]:
-        """What is new of the answers as it comes, each with the index of its prompt."""
+        """The deltas of the answers as they come, each with the index of its prompt."""
         ...
 
     def stats(self) -> Stats:
@@ -271,9 +271,9 @@ class Front:
     def warmup(self, first_token: bool = False, *, also: Sequence[Extra] = ()) -> None:
         """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C leaves out those not begun.
 
-        With `first_token` only what a request's first token needs: it comes sooner, and the second waits for the rest.
-        What requests with `structured`, `prompt_logprobs` or snapshots (`keep`) take is compiled here if `also` names
-        it, else with the first of them.
+        With `first_token` only what a request's first token needs; the other programs are compiled when they are
+        needed. The programs for requests with `structured` or `prompt_logprobs` are compiled here if `also` names them,
+        else with the first such request.
         """
         total = self._loop.runner.warmup_size(first_token, also)
         self._check_leads()

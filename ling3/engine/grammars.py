@@ -99,7 +99,7 @@ class Constraint:
             self.error = _message(self._matcher.get_error())
 
     def plan(self, most: int) -> StepPlan:
-        """What its sequence can get in a call of `most` steps: the forced tokens, and one more that the mask allows."""
+        """The plan of a call of `most` steps: the forced tokens, and one more that the mask allows."""
         forced = list(itertools.islice(self.forced, most))
         sampled = len(forced) < most and len(forced) == len(self.forced) and not self.whole
         return StepPlan(len(forced) + sampled, forced, self.mask)

@@ -46,7 +46,7 @@ class Intake:
     parts: frozenset[str]
     """Which optional parts of a `Batch` the engine's programs take."""
     layout: Layout | None = None
-    """What the engine's snapshots look like; None where it takes none."""
+    """The layout of the engine's snapshots; None where it takes none."""
     origin: Callable[[], Mapping[str, Any]] | None = None
     """What the engine's snapshots belong to; None where it takes none."""
     leads: bool = True
@@ -62,7 +62,7 @@ class Intake:
         first_page: Callable[[int], int],
         leads: bool = True,
     ) -> "Intake":
-        """That of an engine over a runner; `first_page` is the first page that the token at a position needs."""
+        """The intake of an engine over a runner; `first_page` maps a position to the first page it needs."""
         model, shapes, parts = runner.model, runner.shapes, runner.forward.parts
         whole = model.placement is None and len(parts) > 0
         return Intake(
@@ -79,7 +79,7 @@ class Intake:
         )
 
     def portable(self) -> "Intake":
-        """The same for another process, which has a tokenizer of its own and no snapshots."""
+        """This intake for another process, which has a tokenizer of its own and no snapshots."""
         shapes = None if self.sites is None else functools.partial(dict, self.sites())
         return dataclasses.replace(self, tokenizer=None, layout=None, origin=None, sites=shapes)
 

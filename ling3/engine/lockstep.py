@@ -32,7 +32,7 @@ END = "end"
 
 
 def wire_of(model: CausalLM) -> Wire | None:
-    """What connects the processes of a model's mesh; None for a model of one process."""
+    """The connection of the processes of a model's mesh; None for a model of one process."""
     return Wire() if model.placement is not None and model.placement.processes > 1 else None
 
 
@@ -105,7 +105,7 @@ class Leader:
         return unfinished
 
     def abort_id(self, request_id: int) -> bool:
-        """The same for the request of an id; False if there is none (any more)."""
+        """Aborts the request of an id; False if there is none (any more)."""
         request = self.loop.requests.get(request_id)
         return request is not None and self.abort(request)
 
@@ -138,7 +138,7 @@ class Leader:
         return error
 
     def take_raised(self) -> BaseException | None:
-        """What a callback has raised that does not end its request; None if nothing."""
+        """The exception of a callback that does not end its request; None if there is none."""
         return self.loop.take_raised()
 
     def stats(self) -> Any:

@@ -172,4 +172,4 @@ class Stats:
     prefill_calls: int
     decode_calls: int
     compile_seconds: float
-    """Waited in `warmup`, and after one for the first token alone in the first decode call: mostly for compilation."""
+    """Waited in `warmup`, mostly for compilation."""

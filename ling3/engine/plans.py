@@ -1,4 +1,4 @@
-"""What a decode call can bring each of its sequences, and how many steps it has.
+"""Plans of a decode call: the tokens that each of its sequences can get, and its number of steps.
 
 The next mask of a sequence with a grammar follows from its last token, so it is in a call only when the host has read
 all its tokens. Tokens that its grammar forces go in by several steps of one call. Each is a step as if it had been
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What a sequence can get in a decode call."""
+    """The tokens that a sequence can get in a decode call."""
 
     count: int
     """How many tokens, unless it ends before."""

@@ -98,9 +98,9 @@ class TokenSequence:
     stepwise: bool = False
     """Each of its calls has one step."""
     reads_prefixes: bool = True
-    """It may go on from a known prefix."""
+    """True: the sequence may go on from a known prefix."""
     keeps_prefixes: bool = True
-    """What it computes of its prompt may be kept for other prompts."""
+    """True: the caches of its prompt may be kept for other prompts."""
     earlier: Sequence[int] = ()
     """The tokens of the prompt that are the same answer's, which was interrupted."""
 
@@ -134,7 +134,7 @@ class TokenSequence:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprob] = dataclasses.field(default_factory=list)
     seen: list[Any] = dataclasses.field(default_factory=list)
-    """What `want` names, of each chunk so far."""
+    """The arrays that `want` names, of each chunk so far."""
     completion: Completion | None = None
     preemptions: int = 0
     _text: list[str] = dataclasses.field(default_factory=list)
@@ -159,7 +159,7 @@ class TokenSequence:
 
     @property
     def interventions(self) -> tuple[Intervention, ...]:
-        """Those that may hold for a token of its next call; all of them while its prompt is not in the caches."""
+        """Interventions that may hold for a token of the next call; all while the prompt is not in the caches."""
         every = self.request.interventions
         if not self.decoding:
             return every
@@ -219,7 +219,7 @@ class TokenSequence:
         self._admitted = time.perf_counter() if self._admitted is None else self._admitted
 
     def plan(self, most: int) -> StepPlan:
-        """What it can get in a decode call of `most` steps."""
+        """The sequence's plan of a decode call of `most` steps."""
         most = min(most, self.left, 1 if self.stepwise else most)
         return StepPlan(most) if self.constraint is None else self.constraint.plan(most)
 

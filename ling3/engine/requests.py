@@ -127,7 +127,7 @@ class Requests:
         return aborted
 
     def abort_id(self, request_id: int) -> bool:
-        """The same for the request of an id; False if there is none (any more)."""
+        """Aborts the request of an id; False if there is none (any more)."""
         request = self.requests.get(request_id)
         return request is not None and self.abort(request)
 
@@ -191,7 +191,7 @@ class Requests:
         self._programs.close()
 
     def take_raised(self) -> BaseException | None:
-        """What a callback has raised that does not end its request, such as KeyboardInterrupt; None if nothing."""
+        """The exception of a callback that does not end its request, as KeyboardInterrupt; None if there is none."""
         raised, self._raised = self._raised, []
         return raised[0] if raised else None
 

@@ -36,8 +36,8 @@ from ling3.execution import Execution
 from ling3.intervention import stacked
 from ling3.model import CausalLM
 
-Extra = Literal["structured", "prompt_logprobs", "keep"]
-"""What takes programs that few engines run: a warm-up compiles those that are asked for."""
+Extra = Literal["structured", "prompt_logprobs"]
+"""Fields of `SamplingParams` that need further programs, which a warm-up compiles on request."""
 
 # Programs compiled at once. XLA spreads some of the work on one over more cores.
 COMPILED_AT_ONCE = 4
@@ -210,7 +210,7 @@ class Runner:
             yield "read pages", read_pages, (nowhere,)
 
     def _compiler(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> Callable[[], object]:
-        """What compiles a program; passes of several programs are compiled when they are run."""
+        """A function that compiles a program; one that is not jitted compiles its parts when it is run."""
         lower = getattr(function, "lower", None)
         return (lambda: None) if lower is None else lower(*inputs, self.pool, *how).compile
 

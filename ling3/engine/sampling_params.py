@@ -31,7 +31,7 @@ LARGEST = 1e9
 MAX_SEED = 2**31 - 1 - MAX_COMPLETIONS
 """The largest seed: the last completion's is an int32 too."""
 NOT_IN_GENERATE = ("stop", "structured", "n", "logprobs", "prompt_logprobs", "capture", "keep")
-"""What only an engine does, as `ling3.generate` returns token ids alone."""
+"""Fields that only an engine supports, as `ling3.generate` returns token ids alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class SamplingParams:
     are, in chunks, with the logits of 16 tokens at a time: a token that was generated had its log-probability from a
     step of one token, which rounds otherwise, so the same token scored as part of a prompt may differ in the last bits
     of the weights' dtype. The answer has the same bits with and without them. Such a prompt is computed whole, without
-    known prefixes, and all but its last chunk twice."""
+    known prefixes."""
     structured: Structured | None = None
     """What the text may be: a `JSONSchema`, a `JSONObject`, a `Regex`, a `Choice` or a `Grammar`. The model's ends, and
     `stop_token_ids`, are allowed where the text may end (with `ignore_eos` the latter alone), and it ends by itself
@@ -108,9 +108,9 @@ class SamplingParams:
     """Completions of the prompt; the i-th has the seed `seed + i`."""
     keep: bool = parameter(False, common=False)
     """Copy what the request remembers at its end to the host, for later requests to go on from: `Completion.snapshot`.
-    With `max_tokens=0` that is right after the prompt. The answer has the same bits with and without. With strings in
-    `stop`, or a sliding window, the request gets one token per call, in calls of its own: the device must not go past
-    an end that only the host sees, since a state cannot be cut back."""
+    With `max_tokens=0` that is after the prompt. The answer has the same bits with and without. With strings in `stop`,
+    or a sliding window, the request gets one token per call, which the host reads before the next: the device must not
+    go past an end that only the host sees, since a state cannot be cut back."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the class is frozen

@@ -50,7 +50,7 @@ class ParameterError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """What one field may hold."""
+    """The values that one field may hold."""
 
     kind: type
     """float, int or bool."""

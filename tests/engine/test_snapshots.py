@@ -363,7 +363,7 @@ def test_one_that_cannot_be_copied_ends_its_request_in_error(served, monkeypatch
 
 def test_warmup_compiles_what_they_take():
     served = engine(decode_rows=3)
-    served.warmup(also=("keep",))
+    served.warmup()
     programs = served._loop.runner.programs
     context = ask(served, ids(50), KEEP).snapshot
     ask(served, context, params(keep=True, stop="never"))
