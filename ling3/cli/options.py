@@ -84,7 +84,7 @@ class Sampling(_common()):
     """End a text before this string; may be given several times."""
 
     def params(self, **others: Any) -> SamplingParams:
-        """These options and `others` as SamplingParams; ParameterError for senseless values."""
+        """The options and `others` as SamplingParams; ParameterError for senseless values."""
         return SamplingParams(**{**dataclasses.asdict(self), **others})
 
 

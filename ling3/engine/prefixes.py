@@ -70,7 +70,7 @@ class Prefixes:
 
     @property
     def _owned(self) -> list[int]:
-        """Its units that no sequence uses, and those that are locked."""
+        """Units of pages that no sequence uses, and units that are locked."""
         return self.tree.pages if self.window is None else self.tree.shadows
 
     @property
@@ -204,7 +204,7 @@ class Prefixes:
         return pages
 
     def _match(self, sequence: TokenSequence) -> Match:
-        """What is known of a prompt but for its last token, which the sequence computes to get its first new one."""
+        """The longest known prefix of a prompt without its last token, with which decoding begins."""
         return self.tree.match(sequence.prompt[: len(sequence.prompt) - 1])
 
     def _is_last(self, sequence: TokenSequence) -> bool:

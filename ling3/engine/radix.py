@@ -357,7 +357,7 @@ class RadixTree:
         self._count(node, 1)
 
     def _size(self, node: Node) -> int:
-        """What a node takes of the memory for shadows."""
+        """The size of a node's shadow: in pages with a window, in bytes with snapshots."""
         return 0 if node.shadow is None else node.shadow.nbytes if self.snapshots else 1
 
     def _unlock_shadows(self, lock: Lock) -> bool:

@@ -138,5 +138,5 @@ def _reason(reply: TokenReply, said: Delta | Completion) -> str | None:
 
 
 def pieces(reply: TokenReply, said: Delta | Completion) -> list[Piece]:
-    """What is new of a reply, or all of it."""
+    """The new part of a reply, or all of it."""
     return reply.feed(said.text, said.token_ids, said.finish_reason is not None)

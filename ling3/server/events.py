@@ -44,7 +44,7 @@ class Events(Response):
         self._events, self._failed, self._end = events, failed, "data: [DONE]\n\n" if done else ""
 
     def failure(self, error: ApiError) -> str:
-        """What ends the stream in an error."""
+        """The last events of a stream that ends in an error."""
         return event(self._failed(error)) + self._end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

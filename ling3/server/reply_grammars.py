@@ -49,11 +49,11 @@ class Callable(NamedTuple):
     strict: bool
     """Whether every keyword of the schema has to hold."""
     form: Structured | None = None
-    """What the text of a custom tool's only argument may be; None for any text."""
+    """The grammar of a custom tool's only argument; None for any text."""
     custom: bool = False
     """Whether it stands for a custom tool, whose input is its only argument."""
     shown: Mapping[str, Any] = {}
-    """What the chat template gets."""
+    """The tool as the chat template takes it."""
 
 
 def after_thinking(reply: Structured, tokenizer: Tokenizer) -> Grammar:

@@ -1,4 +1,4 @@
-"""What attention-FFN disaggregation costs and when it pays: `model` has the bytes and operations of a decode step,
+"""The cost of attention-FFN disaggregation, and when it pays: `model` has the bytes and operations of a decode step,
 `deployment` the times of its stages on devices, and `simulation` those of the operators' own schedulers."""
 
 from ling3.afd.cost.deployment import DecodeStep, Deployment, Filled, Stage, best, fullest, stages, step_time

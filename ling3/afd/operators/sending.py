@@ -224,7 +224,7 @@ def _routes(
 
 
 def _payload(x: Float[Array, "tokens hidden"], token_dtype: int) -> UInt8[Array, "tokens payload"]:
-    """What a slot begins with."""
+    """The header of a slot."""
     if token_dtype < 2:
         return to_bytes(x)
     q, scale = _quantized(x.astype(jnp.float32))
