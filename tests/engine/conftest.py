@@ -3,7 +3,7 @@
 import gc
 
 import pytest
-from small_engine import engine, idle
+from small_engine import SHORT, answer, engine, idle
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +24,22 @@ def served(warm):
     if warm.has_work:
         gc.collect()  # a stream that was left unread ends with the frames that hold it
     assert idle(warm)
+
+
+@pytest.fixture
+def busy(shared):
+    """The engine of this module; each test leaves it idle."""
+    yield shared
+    shared.step()
+    assert idle(shared)
+
+
+@pytest.fixture(scope="module")
+def alone(shared):
+    """The answers of requests that ran alone."""
+
+    def run(prompt, params=SHORT):
+        (output,) = shared.generate([prompt], params)
+        return [answer(completion) for completion in output.outputs]
+
+    return run

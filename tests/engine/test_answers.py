@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import ENDS, LONG, PAGES, SETTINGS, answer, engine, idle, model, reciter, tokenizer
+from small_engine import ENDS, LONG, PAGES, SETTINGS, answers, engine, idle, model, reciter, tokenizer
 
 import ling3
 from ling3 import SamplingParams
@@ -27,10 +27,6 @@ def served(shared):
     """The engine of this module; each test leaves it idle."""
     yield shared
     assert idle(shared)
-
-
-def answers(outputs):
-    return [[answer(completion) for completion in output.outputs] for output in outputs]
 
 
 def test_the_callers_lists_stay_the_callers(served):

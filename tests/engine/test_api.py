@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from scripted_runner import after, scripted
-from small_engine import ENDS, PAGES, SLOTS, answer, balanced, idle, tokenizer
+from small_engine import ENDS, PAGES, SLOTS, answer, answers, balanced, idle, tokenizer
 
 from ling3 import SamplingParams
 
@@ -26,10 +26,6 @@ def served(shared):
     """The engine of this module; each test leaves it idle."""
     yield shared
     assert idle(shared)
-
-
-def answers(outputs):
-    return [[answer(completion) for completion in output.outputs] for output in outputs]
 
 
 # Prompts

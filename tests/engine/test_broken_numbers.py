@@ -5,36 +5,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import small_engine
-from small_engine import LONG, SHORT, Fault, answer, engine, idle, model, reciter, tokenizer
+from small_engine import LONG, SHORT, Fault, answers, engine, idle, model, reciter, tokenizer
 
 from ling3 import SamplingParams
 
 # An id whose embedding is NaN in `poisoned`.
 POISON = 390
 PROMPTS = small_engine.PROMPTS[:4]
-
-
-@pytest.fixture
-def busy(shared):
-    """The engine of this module; each test leaves it idle."""
-    yield shared
-    shared.step()
-    assert idle(shared)
-
-
-@pytest.fixture(scope="module")
-def alone(shared):
-    """The answers of requests that ran alone."""
-
-    def run(prompt, params=SHORT):
-        (output,) = shared.generate([prompt], params)
-        return [answer(completion) for completion in output.outputs]
-
-    return run
-
-
-def answers(outputs):
-    return [[answer(completion) for completion in output.outputs] for output in outputs]
 
 
 # NaN

@@ -13,7 +13,7 @@ import pytest
 import small_engine
 from jaxtyping import TypeCheckError
 from scripted_runner import scripted
-from small_engine import LONG, SETTINGS, SHORT, Fault, answer, balanced, engine, idle, model
+from small_engine import LONG, SETTINGS, SHORT, Fault, answers, balanced, engine, idle, model
 
 import ling3
 from ling3 import SamplingParams
@@ -27,32 +27,9 @@ def shared():
     return scripted()
 
 
-@pytest.fixture
-def busy(shared):
-    """The engine of this module; each test leaves it idle."""
-    yield shared
-    shared.step()
-    assert idle(shared)
-
-
-@pytest.fixture(scope="module")
-def alone(shared):
-    """The answers of requests that ran alone."""
-
-    def run(prompt, params=SHORT):
-        (output,) = shared.generate([prompt], params)
-        return [answer(completion) for completion in output.outputs]
-
-    return run
-
-
 def limit_queue(patch, served, most):
     for part in (served._intake, served._loop):
         patch.setattr(part, "settings", dataclasses.replace(part.settings, max_queue=most))
-
-
-def answers(outputs):
-    return [[answer(completion) for completion in output.outputs] for output in outputs]
 
 
 # Requests that can never be answered

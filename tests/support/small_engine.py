@@ -91,6 +91,11 @@ def answer(completion):
     return tuple(completion.token_ids), completion.text, completion.logprobs, completion.finish_reason
 
 
+def answers(outputs):
+    """The same of all completions of some requests."""
+    return [[answer(completion) for completion in output.outputs] for output in outputs]
+
+
 def idle(engine):
     """True if nothing waits or runs, no delta is left, and everything is free, once the last calls are read."""
     for _ in range(3):
