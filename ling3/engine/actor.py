@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from ling3.engine import calls
+from ling3.engine.lockstep import AnyLoop
 from ling3.engine.outputs import Delta
 from ling3.engine.request import Request
 from ling3.runtime.entry_checks import refuse_fork
@@ -67,7 +68,7 @@ class Reader:
         self.waits, self._sent = False, self._sent + 1
         self._put(item)
 
-    def leave(self, loop: Any) -> None:
+    def leave(self, loop: AnyLoop) -> None:
         """Ends what is unfinished of the requests with `abort`, in the engine's thread."""
         self.waits = False
         for request in self.requests:
@@ -89,7 +90,7 @@ class Actor:
     `SimpleQueue.get`: Ctrl-C amid the Python code of a Future or a Condition could leave its lock held.
     """
 
-    def __init__(self, loop: Any, owner: object, between_turns: bool = False):
+    def __init__(self, loop: AnyLoop, owner: object, between_turns: bool = False):
         self._between_turns = between_turns
         self._loop, self._inbox = loop, queue.SimpleQueue()
         self._watched = queue.SimpleQueue()
@@ -111,19 +112,19 @@ class Actor:
         """True while the thread runs."""
         return self._thread.is_alive()
 
-    def call(self, method: Callable[[Any], Any]) -> Any:
+    def call(self, method: Callable[[AnyLoop], Any]) -> Any:
         """What a function of the loop returns; a callback for deltas is in the loop's thread already."""
         if threading.get_ident() == self._thread.ident:
             return method(self._loop)
         return self.ask(method)
 
-    def ask(self, method: Callable[[Any], Any]) -> Any:
+    def ask(self, method: Callable[[AnyLoop], Any]) -> Any:
         """The same, but a RuntimeError in a callback."""
         answers = queue.SimpleQueue()
         self.send(answers.put, method)
         return result(answers.get())
 
-    def send(self, reply: Callable[[Any], object] | None, method: Callable[[Any], Any]) -> None:
+    def send(self, reply: Callable[[Any], object] | None, method: Callable[[AnyLoop], Any]) -> None:
         """Has a function of the loop called; `reply` gets what `result` takes, in the engine's thread."""
         self._check()
         self._inbox.put((reply, Actor._on_loop, (method,)))
@@ -142,7 +143,7 @@ class Actor:
         self._check()
         self._inbox.put((None, Actor._wait, (reader, reader._taken)))
 
-    def last_message(self, method: Callable[[Any], Any]) -> Callable[[], None]:
+    def last_message(self, method: Callable[[AnyLoop], Any]) -> Callable[[], None]:
         """A function that has a function of the loop called; it does not wait, and Ctrl-C cannot interrupt it.
 
         It is a single call into C, so a `finally` may call it in any thread, also for the garbage collector.
@@ -181,7 +182,7 @@ class Actor:
             self._scheduled = True
             self._inbox.put((None, Actor._turn, ()))
 
-    def _on_loop(self, method: Callable[[Any], Any]) -> Any:
+    def _on_loop(self, method: Callable[[AnyLoop], Any]) -> Any:
         answer = method(self._loop)
         if (raised := self._loop.take_raised()) is not None:
             raise raised

@@ -6,7 +6,6 @@ The loop calls the functions of `Request.at_end`, and knows no more of them.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,12 @@ import numpy as np
 
 from ling3.engine.outputs import Delta
 from ling3.engine.request import NOT_FINITE, Request, TokenSequence
+from ling3.engine.requests import Requests
 from ling3.engine.sampling_params import MAX_COMPLETIONS, SamplingParams
 from ling3.text.detokenizer import StopStrings
 
 
-def keep_snapshot(loop: Any, sequence: TokenSequence, delta: Delta) -> Delta:
+def keep_snapshot(loop: Requests, sequence: TokenSequence, delta: Delta) -> Delta:
     """The last delta with a snapshot of the sequence; in `error` if it is not finite, or there is no memory for it."""
     if delta.finish_reason not in ("stop", "length"):
         return delta
@@ -33,7 +33,7 @@ def keep_snapshot(loop: Any, sequence: TokenSequence, delta: Delta) -> Delta:
     return dataclasses.replace(delta, output=sequence.request.output())
 
 
-def capture_answer(loop: Any, sequence: TokenSequence, delta: Delta) -> Delta | None:
+def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> Delta | None:
     """Has prompt and answer computed again by a second request, which captures; that one hands out the last delta.
 
     It has the sequence's place in the queue. What ends it otherwise ends the answer too.

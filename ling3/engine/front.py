@@ -231,7 +231,7 @@ class Front:
         else:
             requests = self._requests(*asked)
 
-        def enqueue(loop: Requests) -> None:
+        def enqueue(loop: lockstep.AnyLoop) -> None:
             for request in requests:  # after QueueFull, those that were queued before are left
                 loop.enqueue(request)
 

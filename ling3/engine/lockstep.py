@@ -177,6 +177,10 @@ class Leader:
         request.deliver = guarded
 
 
+AnyLoop = Requests | Leader
+"""The loop that an engine's thread turns."""
+
+
 def follow(loop: Requests, intake: Intake, wire: Wire) -> None:
     """Takes the inboxes of the first process's loop, and does its turns, until that one's engine ends."""
     requests: dict[int, Request] = {}
