@@ -201,8 +201,9 @@ class Loop(Requests):
         """Dispatches calls of at most `steps`, as many as leave one in `idle` of their row-steps without a token."""
         calls = []
         for some in self.scheduler.alike(sequences, self.runner.shapes.rows[-1]):
-            together = common_steps([sequence.plan(steps) for sequence in some], idle)
-            plans = [sequence.plan(together) for sequence in some]
+            plans = [sequence.plan(steps) for sequence in some]
+            if (together := common_steps(plans, idle)) < max(plan.count for plan in plans):
+                plans = [sequence.plan(together) for sequence in some]
             count = smallest(self.runner.shapes.rows, max(Counter(sequence.group for sequence in some).values()))
             where, rows = block_table(some, count, self.runner.shapes)
             results = self.runner.decode(step_batch(where, rows, plans), rows, some)

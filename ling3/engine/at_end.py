@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Shaped
 
 from ling3.engine.outputs import Delta
 from ling3.engine.request import NOT_FINITE, Request, TokenSequence
@@ -77,5 +78,5 @@ def _failed(sequence: TokenSequence, delta: Delta, error: str) -> Delta:
     return dataclasses.replace(delta, finish_reason="error", output=sequence.request.output())
 
 
-def _is_finite(x: np.ndarray) -> bool:
+def _is_finite(x: Shaped[np.ndarray, "..."]) -> bool:
     return not jnp.issubdtype(x.dtype, jnp.floating) or bool(np.isfinite(x).all())

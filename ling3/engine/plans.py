@@ -21,7 +21,7 @@ class StepPlan:
     forced: Sequence[int] = ()
     """The first of them, where they are known."""
     mask: np.ndarray | None = None
-    """Which tokens may follow those, `[words]`; None for any."""
+    """The tokens that may follow those, [words] as in `masks.py`; None for any. `Batch.masks` checks it."""
 
 
 def common_steps(plans: Sequence[StepPlan], idle: int) -> int:
