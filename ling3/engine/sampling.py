@@ -320,7 +320,7 @@ def within_top_k_and_top_p(logits: Logits, sampling: Sampling) -> Logits:
 
 
 def at_least_min_p(logits: Logits, sampling: Sampling) -> Logits:
-    """What is at least `min_p` times as likely as the likeliest."""
+    """-inf for the tokens that are less than `min_p` times as likely as the likeliest."""
     floor = jnp.max(logits, axis=-1) + jnp.log(sampling.min_p)
     return jnp.where(logits >= floor[:, None], logits, -jnp.inf)
 
