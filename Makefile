@@ -18,7 +18,7 @@ APART := --ignore=tests/parity --ignore=tests/real --ignore=tests/site --ignore=
 # Slow tests of many devices, which `make mesh` runs.
 MESH := tests/mesh tests/interpret/test_plan.py tests/train/test_fsdp.py
 
-.PHONY: demo test lint types harness fleet server mesh parity real slow coverage notebooks docs plan clean
+.PHONY: demo test lint types harness fleet server mesh parity real slow exhaustive coverage notebooks docs plan clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
@@ -63,16 +63,21 @@ plan: .venv/installed
 
 parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
-	$(QUICKLY) $(BIN)/python -m pytest -n 2 tests/parity $(TABLES:%=--ignore=%)
+	$(QUICKLY) $(BIN)/python -m pytest -n 2 -m "not exhaustive" tests/parity $(TABLES:%=--ignore=%)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(TABLES)
 
 # A published model, SmolLM2-135M-Instruct, converted once into build/real; and every law of tokenizers on its vocabulary.
 real: .venv/installed-real
-	$(QUICKLY) $(BIN)/python -m pytest --durations=10 tests/real $(wildcard tests/*/test_every_tokenizer.py)
+	$(QUICKLY) $(BIN)/python -m pytest --durations=10 -m "not exhaustive" tests/real $(wildcard tests/*/test_every_tokenizer.py)
 
 slow: .venv/installed-test
-	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized" $(APART) $(MESH:%=--ignore=%)
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" $(APART) $(MESH:%=--ignore=%)
 	$(BIN)/python -m pytest $(WORKERS) -m optimized $(APART) $(MESH:%=--ignore=%)
+
+# The other cases of what `test`, `slow` and `parity` ask, and every benchmark at toy sizes: before a release, and for
+# whoever changes what they are about.
+exhaustive: .venv/installed-real
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m exhaustive $(filter-out %/parity %/real,$(APART)) $(MESH:%=--ignore=%)
 
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART) -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90

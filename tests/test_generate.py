@@ -36,7 +36,9 @@ def likeliest(model, prompts, rows):
     return [line[len(prompt) - 1 :][: len(row)].tolist() for line, prompt, row in zip(best, prompts, rows, strict=True)]
 
 
-@pytest.mark.parametrize("config", [TINY, ALIGNED], ids=lambda config: f"vocabulary of {config.vocab_size}")
+@pytest.mark.parametrize(
+    "config", slowly([TINY, ALIGNED], but=[ALIGNED]), ids=lambda config: f"vocabulary of {config.vocab_size}"
+)
 def test_greedy_is_the_argmax_of_the_whole_forward(config):
     model = open_model(config)
     rows = ling3.generate(model, PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -44,6 +46,7 @@ def test_greedy_is_the_argmax_of_the_whole_forward(config):
     assert rows == likeliest(model, PROMPTS, rows)
 
 
+@pytest.mark.slow
 def test_prompts_longer_than_a_chunk_are_prefilled_in_parts(model):
     prompt = [int(t) for t in np.random.default_rng(0).integers(3, 96, size=700)]
     prompts = [prompt, prompt[:600]]
@@ -138,6 +141,7 @@ def test_ids_may_be_numpys(model):
     assert ling3.generate(model, prompts, max_tokens=np.int32(3), stop_token_ids=np.asarray([2])) == expected
 
 
+@pytest.mark.slow
 def test_logits_that_are_nan_name_their_prompt(model):
     poisoned = eqx.tree_at(lambda m: m.model.word_embeddings.weight, model, replace_fn=lambda w: w.at[50].set(jnp.nan))
     assert ling3.generate(poisoned, [[4]], max_tokens=1) == ling3.generate(model, [[4]], max_tokens=1)
@@ -157,6 +161,7 @@ def compiled(program, model, rows, width, pool):
     return program.lower(model, batch, pool, Execution.default()).compile().memory_analysis()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [[0, 2], *slowly([None])], ids=["some slots", "every slot"])
 def test_the_memory_is_updated_in_place(model, slots):
     """Every byte of the pool, caches and all, is an output that lies in its input's buffer."""
@@ -171,6 +176,7 @@ def test_the_memory_is_updated_in_place(model, slots):
         assert compiled(program, model, rows, width, pool).alias_size_in_bytes == size
 
 
+@pytest.mark.slow
 def test_narrow_weights_are_widened_nowhere():
     """Of none of the large matrices is there a float32 copy, in a loop or before it: one would be 1 MB."""
     config = dataclasses.replace(TINY, vocab_size=8192)

@@ -108,7 +108,7 @@ OTHER_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", slowly(OTHER_WEIGHTS, but=["gates", "decay", "expert", "residual"]))
+@pytest.mark.parametrize("name", slowly(OTHER_WEIGHTS, but=["expert", "residual"]))
 def test_it_is_the_model_with_other_weights(model, plain, name):
     changes, other = OTHER_WEIGHTS[name]
     found = model(TOKENS, interventions=changes)
@@ -133,6 +133,7 @@ def test_no_token_knows_of_a_later_position(model, plain, site):
     assert np.abs(found[:, start] - plain[:, start]).max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [*slowly(range(3)), 3])
 def test_all_residuals_of_another_run_give_its_logits(model, layer):
     theirs = seen(model, THEIRS)[f"layers.{layer}.residual"][0]
@@ -153,6 +154,7 @@ def test_a_patch_holds_at_its_positions_alone(model):
     )
 
 
+@pytest.mark.slow
 def test_an_expert_weighs_what_it_is_told(model):
     plain = ling3.trace(model, TOKENS).moe[1]
     expert = int(plain.chosen[0, 25, 0])
@@ -189,6 +191,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 def test_step_by_step_it_is_the_whole(model):
     """Prompts of unequal length in chunks, then single tokens: positions are absolute, and padding stays padding."""
     lengths = (SEQ - 6, 11)

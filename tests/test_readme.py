@@ -82,6 +82,7 @@ def test_the_map_names_every_file():
             assert name in text, f"{name} is not on the README's map"
 
 
+@pytest.mark.slow
 def test_a_command_needs_what_everyone_installs_or_names_its_extra():
     lines = README.read_text(encoding="utf-8").splitlines()
     found = {name for line in lines if "extra" not in line for name in re.findall(r"python -m ([a-z0-9_.]+)", line)}

@@ -284,6 +284,7 @@ def test_nan_of_a_request_stays_its_own(model, answers):
         assert within(poisoned.generate, asked, max_tokens=5) == greedy
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention_workers", "ffn_workers", "micro_batches", "devices"),
@@ -394,6 +395,7 @@ def test_nano(nano):
     assert close_to(found, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_int8_changes(nano):
     """Greedy answers, and the likeliest token after each beginning of a question, where nano is less sure.

@@ -132,6 +132,7 @@ def test_a_wrong_operator_is_caught(toy, monkeypatch):
     assert record["outcome"] == "wrong" and "values" not in record["sides"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -198,6 +199,7 @@ REPEATED = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("group", sorted({case.group for case in CASES.values()}))
 def test_the_cases_of_a_group_run_at_toy_sizes(tmp_path, group):

@@ -208,6 +208,7 @@ def bare(directory, tmp_path):
     return tmp_path / "bare"
 
 
+@pytest.mark.slow
 def test_random_weights(bare, scripted, capsys):
     script = scripted("x")
     code, _, err = run(capsys, bare, "-p", "hello")

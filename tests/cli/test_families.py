@@ -45,6 +45,7 @@ def run(capsys, *argv):
     return captured.out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_command(directory, tmp_path, capsys, monkeypatch):
     drawn = ["--random-weights", "--dtype", "float32"]

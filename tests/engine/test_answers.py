@@ -240,6 +240,7 @@ def test_a_step_leaves_the_slots_and_pages_of_others_alone(served):
     assert turns > 10
 
 
+@pytest.mark.slow
 def test_from_pretrained_is_one_line():
     nano = ling3.Engine.from_pretrained(
         "nano",
@@ -301,6 +302,7 @@ def test_nothing_is_compiled_after_warmup(caplog):
     assert served._loop.runner.programs == programs
 
 
+@pytest.mark.slow
 def test_a_request_alone_waits_for_no_more_than_a_first_token_takes():
     """After a warmup for a first token, one request compiles nothing; several at once compile a decode of more rows."""
     served = engine(num_pages=PAGES + 2, batch_invariant=False)  # shapes that no other test has

@@ -296,6 +296,7 @@ def test_an_engine_can_be_driven_by_several_hands(served):
     assert [answer(output.outputs[0]) for output in asyncio.run(main())] == expected
 
 
+@pytest.mark.slow
 def test_the_event_loop_stays_awake_while_a_step_is_slow(served, monkeypatch):
     """Though new streams begin and others are left meanwhile, and the engine's thread is busy."""
     decode, slow = served._loop.runner.decode, 0.4

@@ -101,6 +101,7 @@ def test_the_last_residual_has_the_models_logits(alone):
         assert np.argmax(logits, axis=-1).tolist() == list(output.token_ids)
 
 
+@pytest.mark.slow
 def test_an_answer_has_the_same_bits_with_it(served):
     """Greedy and drawn, several completions, stops and grammars, and with the prompt's scores."""
     kinds = [

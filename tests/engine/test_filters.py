@@ -95,6 +95,7 @@ def test_a_request_has_the_same_bits_in_any_company():
     assert [*begun.token_ids, *rest.token_ids] == list(together[0].token_ids)
 
 
+@pytest.mark.slow
 def test_generate_draws_what_the_engine_draws():
     """With penalties too, which its batch counts as the engine's does."""
     fields = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": {7: 2.0}}

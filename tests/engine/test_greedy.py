@@ -38,6 +38,7 @@ def answers(questions):
     return [output.outputs[0] for output in outputs]
 
 
+@pytest.mark.slow
 def test_one_batch_answers_alike(questions, answers):
     """`generate` has one `max_tokens` for all: a shorter answer is the beginning of a longer one."""
     prompts, most = questions

@@ -36,6 +36,7 @@ def alone():
     return [answer(lonely.generate([text], OWN)[0].outputs[0]) for text in TEXTS]
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_of_generate(alone):
     steered = ling3.generate(model(), TEXTS, max_tokens=20, ignore_eos=True, interventions=STEERED)
     plain = ling3.generate(model(), TEXTS, max_tokens=20, ignore_eos=True)
@@ -122,6 +123,7 @@ def test_what_is_captured_is_under_them(served):
         assert np.all(output.captured.gates[0][:, 1] == np.float32(0.2))
 
 
+@pytest.mark.slow
 def test_with_a_grammar(served):
     """Its tokens are chosen under both: the likeliest of those that the grammar allows."""
     grammar = ling3.Choice(["a", "b", "c", "d", "e", "f", "g", "h"])

@@ -28,6 +28,7 @@ def compiled(program, **changes):
     return size, memory.alias_size_in_bytes, memory.temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [decode, *slowly([extend])], ids=["decode", "extend"])
 def test_a_step_touches_what_is_in_use_alone(program):
     """A pool of forty times the slots and pages: in place too, and not a byte more of temporaries per page or slot."""

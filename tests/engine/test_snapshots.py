@@ -269,6 +269,7 @@ def test_texts_and_chats_are_appended(served):
 # Company, memory, other kinds of memory
 
 
+@pytest.mark.slow
 def test_resumed_in_a_crowd_and_preempted():
     """Twelve continuations of three snapshots, each of which grows to most of the pages there are."""
     crowded = engine()

@@ -605,6 +605,7 @@ def test_a_forced_token_is_the_only_one_of_its_step():
     ]
 
 
+@pytest.mark.slow
 def test_warm_it_compiles_nothing():
     cold = engine(num_pages=PAGES + 3)  # shapes that no other test has
     cold.warmup()

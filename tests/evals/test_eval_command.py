@@ -165,6 +165,7 @@ def test_the_public_files_of_gsm8k(tmp_path, capsys):
     assert {tuple(line["settings"]["sampling"]["stop"]) for line in lines(out)} == {("Question:",)}
 
 
+@pytest.mark.slow
 def test_choices_are_counted_too(tmp_path, capsys):
     """Nano, which answers everything by a number, gets none right: the answers are read as choices."""
     prompts, out = tmp_path / "prompts.json", tmp_path / "out.jsonl"
@@ -230,6 +231,7 @@ def test_the_bar_shows_the_accuracy_so_far():
     assert silent.getvalue() == "", "nothing where there is no terminal"
 
 
+@pytest.mark.slow
 def test_an_evaluation_needs_no_extra():
     """Neither what training needs, nor the harness."""
     code = (

@@ -49,6 +49,7 @@ def test_a_text_of_one_window(model, count):
     np.testing.assert_allclose(found, whole(model, ids), **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "stride"), slowly([(16, 8), (16, 16), (150, 40), (1, 1), (64, None), (16, 1)], but=[(16, 8)])
 )

@@ -219,6 +219,7 @@ def test_other_settings_and_prompts_are_refused(ask):
         ask()
 
 
+@pytest.mark.slow
 def test_a_run_under_interventions_is_not_taken_up_with_others(ask):
     def under(*changes):
         return dataclasses.replace(PARAMS, interventions=[Intervention.set(0, "gate", value) for value in changes])

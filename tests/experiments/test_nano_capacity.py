@@ -25,6 +25,7 @@ def model(tokenizer):
     return init(Recipe(changes=config(16)).config(tokenizer), key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_a_new_model_knows_next_to_nothing(model, tokenizer):
     assert known(model, tokenizer, PEOPLE) < 0.1 * PEOPLE * len(ATTRIBUTES) * BITS
 
@@ -52,6 +53,7 @@ def test_more_people_than_names_is_an_error():
         subjects(3841)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_is_stored_once_and_drawn(tmp_path):
     file, picture = tmp_path / "runs.jsonl", tmp_path / "capacity.png"

@@ -89,6 +89,7 @@ def test_loads_balance_themselves_in_training():
     assert point.loss < first[1].loss and point.parts["text"].step == 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_stored_run_begins_again_as_it_did():
     experiment = EXPERIMENTS["segment_reset"]
@@ -101,6 +102,7 @@ def test_a_stored_run_begins_again_as_it_did():
     assert all(abs(point.loss - other.curve[0].loss) > 0.002 for other in others)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_parity_needs_eigenvalues_below_zero(tmp_path):
     """The claim of the notebook in half a minute: 16 bits, one layer, 160 steps."""
@@ -122,6 +124,7 @@ def test_parity_needs_eigenvalues_below_zero(tmp_path):
     assert file.read_bytes() == before  # what is stored is not run again
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_layer_binds_pairs_by_its_convolution_alone():
     task = mqar(length=16, pairs=4, keys=8, values=8)

@@ -358,6 +358,7 @@ def test_logits_are_the_equations(model, saved):
         np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", slowly([1, 3, 4, 5, 7, 8, 9, 16], but=[4, 7]))
 def test_any_split_of_a_prompt_is_the_whole(model, cut):
     """In two padded parts, and then token by token: windows, rings and entries are what one pass makes of them."""
@@ -508,6 +509,7 @@ def test_it_is_traced(model):
     np.testing.assert_array_equal(seen.moe[0].chosen[0], model.model.layers[0].mlp.gate.tid2eid[seen.tokens[0]])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_its_mechanisms_are_cut(model):
     tokens = ids(6, 1, 17)

@@ -138,6 +138,7 @@ def test_a_config_that_does_not_fit_is_refused_by_field(fields, message):
         KimiLinearConfig.from_dict(changed(**fields))
 
 
+@pytest.mark.slow
 def test_it_is_saved_as_it_was(saved, tmp_path):
     stored = safetensors.numpy.load_file(saved / "model.safetensors")
     assert set(stored) == {weight.name for weight in weight_names(CONFIG)}

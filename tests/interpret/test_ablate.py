@@ -92,6 +92,7 @@ def test_an_ablation_is_what_a_weight_can_do(name):
 
 
 # Every ablation compiles three programs of its own: a user's test run takes the one that leaves out most.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slowly(ABLATIONS, but=["several at once"]))
 def test_what_is_left_is_a_model(name, tmp_path):
     model = ablated(name)
@@ -153,6 +154,7 @@ def test_decays_follow_their_law():
     np.testing.assert_allclose(doubled.gate, logits * before[0].gate, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mean_gate_is_the_mean():
     model, after = open_model(TWO), ling3.trace(ablated("gates at their mean"), TOKENS)
     before = ling3.trace(model, TOKENS)

@@ -56,6 +56,7 @@ def test_every_line_is_a_model_that_differs():
     assert not [name for name, v in variants.items() if v.config.layer_overrides and not name.startswith("layer")]
 
 
+@pytest.mark.slow
 def test_what_is_cut_already_is_not_cut_again():
     model = ling3.ablate.no_decay(ling3.ablate.no_output_gate(open_model(DEEP), layers=[0]))
     listed = {ablation.name: ablation for ablation in ablations(model)}
@@ -85,6 +86,7 @@ def test_the_perplexity_is_that_of_the_solutions_alone(nano):
     assert solution_perplexity(model, tokenizer) == pytest.approx(np.exp(-total / count), rel=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_whole_model_answers_and_the_gateless_does_not(report):
     whole, gateless = report.rows

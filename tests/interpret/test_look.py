@@ -82,6 +82,7 @@ def test_kdas_numbers_are_the_traces(shown, traced):
         np.testing.assert_allclose(own["state"], inside.state_norm[0], **DIGITS)
 
 
+@pytest.mark.slow
 def test_maps_and_gates_are_the_traces(shown, traced):
     seq = len(IDS)
     for i, layer in enumerate(traced.layers):
@@ -122,6 +123,7 @@ def test_the_trace_behind_the_page_is_the_models(seen, shown, traced):
     assert repr(seen).startswith("<Look into 17 tokens and 4 layers: a page of ")
 
 
+@pytest.mark.slow
 def test_what_is_written_is_what_the_state_gains(traced):
     """‖S_t - exp(g_t) S_{t-1}‖; the first token writes into an empty state."""
     before = ling3.trace(open_model(FLASH), jnp.asarray([IDS[:-1]]))
@@ -217,6 +219,7 @@ def test_logits_that_are_no_numbers_are_refused():
         ling3.look(broken, None, IDS)
 
 
+@pytest.mark.slow
 def test_a_cut_model_and_one_token_in_bfloat16():
     model = ling3.ablate.no_attention(open_model(FLASH, dtype=jnp.bfloat16), [1])
     model = ling3.ablate.no_decay(ling3.ablate.no_output_gate(model), [0])

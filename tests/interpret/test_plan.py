@@ -75,6 +75,7 @@ def test_programs_are_the_engines(two):
         assert len(program.compiled.collectives) == len(program.collectives)
 
 
+@pytest.mark.slow
 def test_time_is_bounded_by_rates(two):
     decode, _ = two.programs
     chip = Chip("slow", Hardware(1.0, 1e6, 1e9, 1e3, 0.5), group=2)
@@ -116,6 +117,7 @@ def test_what_cannot_be_planned():
         plan.Workload(max_model_len=0)
 
 
+@pytest.mark.slow
 def test_the_command(two, tmp_path, capsys, monkeypatch):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG.to_dict()))

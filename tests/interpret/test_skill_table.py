@@ -44,6 +44,7 @@ def test_it_is_shown_as_table_json_and_picture(tmp_path):
         TABLE.plot(tmp_path / "table.gif")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_nano_solves_problems_with_its_convolutions_alone():
     model, tokenizer = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
@@ -86,6 +87,7 @@ def test_the_command_examines_nano_in_the_skills_it_has(capsys):
     assert found["wilson_95"][0] < found["accuracy"] <= found["wilson_95"][1]
 
 
+@pytest.mark.slow
 def test_scoring_needs_no_extra():
     program = "import sys; sys.modules['optax'] = None; import ling3.evals.skills, ling3.interpret.skill_table"
     subprocess.run([sys.executable, "-c", program], cwd=pathlib.Path(ling3.__file__).parents[1], check=True)

@@ -92,6 +92,7 @@ def test_another_kind_computes_as_its_dense_numbers_do(quantized):
     assert [list(output.token_ids)] == ling3.generate(quantized, [prompt], max_tokens=6)
 
 
+@pytest.mark.slow
 def test_another_kind_is_saved_and_loaded_as_it_is(quantized, tmp_path):
     ling3.save(quantized, tmp_path / "x")
     for dtype in (None, jnp.float32):

@@ -79,6 +79,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "data", "rules", "num_pages"),
     [
@@ -103,6 +104,41 @@ def test_an_engine_answers_as_on_one_device_and_alike_in_any_company(tensor, dat
     assert max(each.timings.preemptions for each in found) > 0 or data > 1
     with pytest.raises(ValueError, match=r"keep is True, and an engine on a mesh .* keeps no snapshots"):
         engine.submit(PROMPTS[0], ling3.SamplingParams(keep=True))
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("tensor", "data", "rules", "num_pages"),
+    [(4, 1, Rules(), 9), (2, 2, Rules(experts=("data", "tensor")), 20)],
+    ids=["tensor", "tensor and data"],
+)
+def test_answers_keep_their_bits_however_requests_arrive(tensor, data, rules, num_pages):
+    """Requests arrive at drawn turns, a few are aborted, and pages run out where all are on one group of devices."""
+    settings = SETTINGS | {"decode_rows": SETTINGS["max_running_requests"] // data, "num_pages": num_pages}
+    engine = ling3.Engine(placed("tiny", tensor, data, rules), **settings)
+    alone = []
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        engine.forget_prefixes()
+        alone.append(engine.generate([prompt], params)[0].outputs[0])
+    found, preempted = 0, 0
+    for seed in range(12):
+        draw, asked, aborted = np.random.default_rng(seed), {}, set()
+        engine.forget_prefixes()
+        left = draw.integers(len(PROMPTS), size=10).tolist()
+        while left or engine.has_work:
+            while left and (not engine.has_work or draw.random() < 0.4):
+                which = left.pop()
+                asked[engine.submit(PROMPTS[which], PARAMS[which])] = which
+            if asked and draw.random() < 0.05:
+                number = int(draw.choice(list(asked)))
+                aborted |= {number} if engine.abort(number) else set()
+            for delta in engine.step():
+                if delta.output is not None and delta.request_id not in aborted:
+                    own, expected = delta.output.outputs[0], alone[asked[delta.request_id]]
+                    assert (own.token_ids, own.logprobs) == (expected.token_ids, expected.logprobs)
+                    found, preempted = found + 1, preempted + delta.output.timings.preemptions
+    assert found > 60 and (preempted > 0 or data > 1)
 
 
 def test_what_cannot_be_cut_is_refused():

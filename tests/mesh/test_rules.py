@@ -57,6 +57,7 @@ def test_heads_that_do_not_divide_name_what_would_fit():
         share_of(leaf, {"tensor": 5}, Rules())
 
 
+@pytest.mark.slow
 def test_everything_else_that_does_not_divide_is_padded():
     """Vocabulary, channels and experts over three devices: the padding is in no logit."""
     rules = Rules(heads=None)

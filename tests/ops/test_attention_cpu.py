@@ -164,6 +164,7 @@ class TestWhereItDoesNotSuit:
 MODELS = {"llama": lambda: tiny_transformers.open_model("llama"), "ling3": tiny.open_model}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slowly(MODELS, but=["ling3"]))
 def test_a_models_decode_steps_are_the_plain_forms(name):
     """What the engine and `generate` run, through the model's own caches."""

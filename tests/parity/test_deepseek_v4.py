@@ -21,6 +21,7 @@ import transformers
 from cases import first_divergence
 from deepseek_v4_cases import CASES, LENGTH, float64_for_float32, in_double, make, open_theirs, stages_of
 from family_cases import distance_on_a_cache, greedy_answers, logits_of
+from slow_cases import slowly
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import ling3
@@ -33,9 +34,11 @@ LOGITS = 1e-4
 Each of 35 misreadings of the equations moves a logit by at least 6e-4 in one of the cases, and most of them by over 1.
 """
 LENGTHS = {"small": (1, 4, 127, 128), "real head sizes": (127, 128)}
+ASKED = [(name, length) for name in CASES for length in (*LENGTHS.get(name, ()), LENGTH)]
 """Beside the whole of each case: around the first entries of 4 and of 128 tokens, and of 128 in windows of 128."""
 
-each_case = pytest.mark.parametrize("name", CASES)
+SOME = ["small", "real head sizes"]
+each_case = pytest.mark.parametrize("name", slowly(CASES, but=SOME))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,9 @@ def test_transformers_agrees_with_the_equations(open_v4, name):
     assert first_divergence(found, truth, tolerance=1e-11) is None
 
 
-@pytest.mark.parametrize(("name", "length"), [(n, x) for n in CASES for x in (*LENGTHS.get(n, ()), LENGTH)])
+@pytest.mark.parametrize(
+    ("name", "length"), slowly(ASKED, but=[(name, length) for name, length in ASKED if name in SOME])
+)
 def test_logits(open_v4, name, length):
     case = open_v4(name)
     expected = logits_of(case.theirs, case.tokens[:length])
@@ -99,7 +104,7 @@ def test_rows_of_unequal_length_on_a_cache(open_v4, name):
     assert distance_on_a_cache(case.theirs, case.ours, rows, following) <= LOGITS
 
 
-@pytest.mark.parametrize("name", ["small", "real head sizes"])
+@pytest.mark.parametrize("name", slowly(["small", "real head sizes"], but=["small"]))
 def test_greedy_continuations(open_v4, name):
     case = open_v4(name)
     expected, generated, served = greedy_answers(

@@ -30,6 +30,7 @@ def test_an_id_without_a_row_is_refused(entry, kind, wrong, place):
         entry(open_model(TINY), ids)
 
 
+@pytest.mark.slow
 def test_ids_under_tracing_are_not_checked():
     model, wrong = open_model(TINY), IDS.at[0, 0].set(-1)
     for entry in ENTRIES.values():
@@ -46,6 +47,7 @@ def test_the_means_of_gates_are_not_taken_over_what_is_no_id():
         ling3.ablate.mean_output_gate(open_model(TINY), IDS.at[0, 0].set(-1))
 
 
+@pytest.mark.slow
 def test_padding_may_be_anything():
     model, lengths = open_model(TINY), jnp.asarray([2, 0], jnp.int32)
     padded = jnp.asarray([[3, 4, -100], [-100, 1000, -1]], jnp.int32)

@@ -75,6 +75,7 @@ def flipped(content):
     return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_damaged_library_is_compiled_again(kept, source, monkeypatch):
     """Loading one that was cut ends the process by SIGBUS."""
@@ -97,6 +98,7 @@ def test_a_damaged_library_is_compiled_again(kept, source, monkeypatch):
     assert len(compiled) == 4
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_is_replaced_and_never_written_to(kept, source):
     """Other processes may have it mapped: they keep the file that they opened."""
@@ -111,6 +113,7 @@ def test_a_library_is_replaced_and_never_written_to(kept, source):
         assert loaded is not None and opened.read() == half
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_of_several_that_want_a_library_one_compiles_it(kept, source, monkeypatch):
     """The lock holds between threads as between processes, as each opens its file anew."""
@@ -126,6 +129,7 @@ def test_of_several_that_want_a_library_one_compiles_it(kept, source, monkeypatc
     assert len(compiled) == 1 and all(library is not None for library, _ in found)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_macro_makes_a_library_of_its_own(kept, source):
     one, other = native.ffi_target(source, "nothing"), native.ffi_target(source, "nothing", "SOME")

@@ -1,14 +1,16 @@
-"""Which cases of a test a user's run leaves to `make slow`."""
+"""Which cases of a law the tests of a change leave to `make exhaustive`."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
+LEFT = (pytest.mark.slow, pytest.mark.exhaustive)
+
 
 def slowly(cases: Iterable[Any], but: Collection[Any] = ()) -> list[Any]:
-    """The cases, for `pytest.mark.parametrize`, of which a user's run takes some; a tuple has several arguments."""
+    """The cases for `pytest.mark.parametrize`, all but those in `but` exhaustive; a tuple has several arguments."""
     return [
-        case if case in but else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        case if case in but else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=LEFT)
         for case in cases
     ]

@@ -63,6 +63,7 @@ def share_of_a_device(tree):
 gradient_of = eqx.filter_jit(loss_and_gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "data", "tensor"),
     [("ling3", 4, 1), ("qwen3", 2, 2), *slowly([("qwen3-moe", 4, 1)])],
@@ -88,6 +89,7 @@ def trained(monkeypatch, name, method, dtype, mesh):
     return result, states[-1], np.asarray([(point.loss, point.imbalance) for point in points])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "dtype"),
     [

@@ -103,6 +103,7 @@ def test_it_answers_held_out_texts_of_its_skills_as_its_record_says(model, token
         assert share == pytest.approx(before, abs=3 / 64), name
 
 
+@pytest.mark.slow
 def test_it_answers_problems_it_has_not_seen(model, tokenizer):
     asked = exam(40)
     right = exact_answers(model, tokenizer, [ask(problem) for problem in asked], [p.answer for p in asked], batch=40)

@@ -96,6 +96,7 @@ def test_a_run_is_two_trainings_the_first_on_answers_that_stand_in_the_text():
     assert len(Recipe(beginning=0).trainings()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "without", ["nothing", *slowly(["KDA", "decay", "bound", "bound -0.1", "beta", "shared expert"])]
 )
@@ -182,6 +183,7 @@ def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):
     assert len(made) == 6 and len((tmp_path / "nano_probes.jsonl").read_text().splitlines()) == 6
 
 
+@pytest.mark.slow
 def test_every_decay_of_every_token_is_in_the_histogram():
     model, tokenizer = ling3.load("nano"), ling3.load_tokenizer("nano")
     counts = nano_probes.decays("nano", ["resets", "problems"], texts=2)
