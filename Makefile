@@ -34,7 +34,7 @@ types: .venv/installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 harness: .venv/installed-evals
-	$(BIN)/python -m pytest tests/evals/test_harness.py
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) tests/evals/test_harness.py
 
 fleet: .venv/installed-fleet
 	$(QUICKLY) $(BIN)/python -m pytest --durations=5 tests/fleet

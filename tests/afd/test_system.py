@@ -321,6 +321,7 @@ def test_a_card_without_rows_may_be_behind(model):
     assert numbers == [0] * 4 + [plan.tokens] * 2 + [2 * plan.tokens] * 2 and flags([worker]) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_nothing_is_compiled_after_a_warmup(model, answers):
     with build(model, 1, 1, 1) as built:
