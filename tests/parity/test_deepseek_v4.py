@@ -34,8 +34,8 @@ LOGITS = 1e-4
 Each of 35 misreadings of the equations moves a logit by at least 6e-4 in one of the cases, and most of them by over 1.
 """
 LENGTHS = {"small": (1, 4, 127, 128), "real head sizes": (127, 128)}
-ASKED = [(name, length) for name in CASES for length in (*LENGTHS.get(name, ()), LENGTH)]
 """Beside the whole of each case: around the first entries of 4 and of 128 tokens, and of 128 in windows of 128."""
+ASKED = [(name, length) for name in CASES for length in (*LENGTHS.get(name, ()), LENGTH)]
 
 SOME = ["small", "real head sizes"]
 each_case = pytest.mark.parametrize("name", slowly(CASES, but=SOME))
