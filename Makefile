@@ -74,8 +74,8 @@ slow: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" $(APART) $(MESH:%=--ignore=%)
 	$(BIN)/python -m pytest $(WORKERS) -m optimized $(APART) $(MESH:%=--ignore=%)
 
-# The other cases of what `test`, `slow` and `parity` ask, and every benchmark at toy sizes: before a release, and for
-# whoever changes what they are about.
+# The other cases of what `test`, `slow`, `parity` and `real` ask, experiments at length, and every benchmark at toy sizes:
+# before a release, and for whoever changes what they are about.
 exhaustive: .venv/installed-real
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m exhaustive $(filter-out %/parity %/real,$(APART)) $(MESH:%=--ignore=%)
 
