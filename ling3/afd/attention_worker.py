@@ -91,6 +91,9 @@ class AttentionWorker:
         self._next = 0  # the number of the micro-batch to send next: they take turns
         self._in_flight = 0  # micro-batches sent and not combined
         self._blank = plan.blank_tokens()
+        # Experts for the padding of a batch without a row: all FFN workers have some of them.
+        spread = np.arange(plan.tokens * plan.top_k) * plan.experts // (plan.tokens * plan.top_k)
+        self._everywhere = committed(jnp.asarray(spread.reshape(plan.tokens, plan.top_k), jnp.int32), model)
 
     @property
     def programs(self) -> Programs:
@@ -107,7 +110,7 @@ class AttentionWorker:
         start, first = begin_extend(small, batch.rows)
         own = [jnp.asarray([min(size, length - i * size)], jnp.int32) for i in range(count)]
         pieces = [MicroBatch(padded[i], start + i * size, own[i], batch.rows.table, first) for i in range(count)]
-        for _ in self._through(pieces, layers, execution):
+        for _ in self._through(pieces, layers, execution, empty=not length):
             pass
         extension, small = end_extend(batch.rows, batch.lengths, small)
         return extension, dataclasses.replace(small, layers=tuple(layers))
@@ -118,14 +121,15 @@ class AttentionWorker:
         count = batch.lengths.shape[0]
         size = count // self.plan.micro_batches
         out = committed(Choice.none((count, DECODE_STEPS), self.model.config.vocab_size), model)
+        empty = not np.asarray(batch.lengths).any()
         for i in range(DECODE_STEPS):
             step = np.int32(i)
             tokens, start, length, unfinished = begin_decode(batch, step, small)
-            if not bool(unfinished) and (i or np.asarray(batch.lengths).any()):  # a batch of no row compiles them
+            if not bool(unfinished) and (i or not empty):  # a batch without a row, of a warm-up, runs one step
                 break
             whole = MicroBatch(tokens, start, length, batch.rows.table, jnp.zeros((), jnp.int32))
             cut = [whole.cut(first, size) for first in range(0, count, size)]
-            hidden = tuple(self._through(cut, layers, execution))
+            hidden = tuple(self._through(cut, layers, execution, empty))
             out, small = end_decode(self._head, hidden, batch, step, out, small, execution)
         return out, dataclasses.replace(small, layers=tuple(layers))
 
@@ -134,18 +138,23 @@ class AttentionWorker:
         self._control(LEAVE)
 
     def _through(
-        self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution
+        self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution, empty: bool
     ) -> Iterator[Float[Array, "rows seq *streams hidden"]]:
-        """The residual of each piece after the last layer; updates `layers`, the memories, in place."""
+        """The residual of each piece after the last layer; updates `layers`, the memories, in place.
+
+        The pieces of an `empty` batch, which a warm-up runs, send their padding to experts: so the FFN workers compile
+        their programs too, and the warm-up waits for their answers. No memory depends on padding.
+        """
         try:
             for begin in range(0, len(pieces), self.plan.micro_batches):
-                yield from self._together(pieces[begin : begin + self.plan.micro_batches], layers, execution)
+                some = pieces[begin : begin + self.plan.micro_batches]
+                yield from self._together(some, layers, execution, empty)
         except BaseException:
             self._abandon()
             raise
 
     def _together(
-        self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution
+        self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution, empty: bool
     ) -> list[Float[Array, "rows seq *streams hidden"]]:
         """`_through` for as many pieces as may be in flight at once."""
         with self.counts.working("attention", self.session):
@@ -159,7 +168,8 @@ class AttentionWorker:
                     if layer.attention is not None:
                         layers[memory] = state
                     if routed is not None:
-                        self._send_out(sparse, *jax.block_until_ready(routed))
+                        payload, chosen = jax.block_until_ready(routed)
+                        self._send_out(sparse, payload, self._everywhere if empty else chosen)
         return [self._received(own) for own in x]
 
     def _send_out(

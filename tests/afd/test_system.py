@@ -321,12 +321,16 @@ def test_a_card_without_rows_may_be_behind(model):
     assert numbers == [0] * 4 + [plan.tokens] * 2 + [2 * plan.tokens] * 2 and flags([worker]) == 0
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
-def test_nothing_is_compiled_after_a_warmup(model, answers):
-    with build(model, 1, 1, 1) as built:
-        within(built.engines[0].warmup)
+@pytest.mark.parametrize(("attention_workers", "ffn_workers"), [(1, 1), (2, 2)])
+def test_nothing_is_compiled_after_a_warmup(model, answers, attention_workers, ffn_workers):
+    """Whatever ran before: the programs of other tests are forgotten."""
+    jax.clear_caches()
+    with build(model, attention_workers, ffn_workers, 1) as built:
+        for engine in built.engines:
+            within(engine.warmup)
         warm = programs()
+        assert {name for name, count in warm.items() if not count} == {"ffn_worker.drained"}
         assert within(built.generate, answers[0], max_tokens=5) == answers[1]
         assert programs() == warm
 
