@@ -72,12 +72,13 @@ real: .venv/installed-real
 
 slow: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" $(APART) $(MESH:%=--ignore=%)
-	$(BIN)/python -m pytest $(WORKERS) -m optimized $(APART) $(MESH:%=--ignore=%)
+	$(BIN)/python -m pytest $(WORKERS) -m "optimized and not exhaustive" $(APART) $(MESH:%=--ignore=%)
 
-# The other cases of what `test`, `slow`, `parity` and `real` ask, experiments at length, and every benchmark at toy sizes:
-# before a release, and for whoever changes what they are about.
+# The other cases of what `test`, `slow`, `parity` and `real` ask, soaks and experiments at length, every benchmark at toy
+# sizes: before a release, and for whoever changes what they are about.
 exhaustive: .venv/installed-real
-	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m exhaustive $(filter-out %/parity %/real,$(APART)) $(MESH:%=--ignore=%)
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "exhaustive and not optimized" $(filter-out %/parity %/real,$(APART)) $(MESH:%=--ignore=%)
+	$(BIN)/python -m pytest $(WORKERS) -m "exhaustive and optimized" $(APART) $(MESH:%=--ignore=%)
 
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART) -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90

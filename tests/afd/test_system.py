@@ -216,6 +216,7 @@ def test_answers_and_programs(whole, answers, before, cards):
     assert programs() == first
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sampled_answers(whole, answers, sampled):
     assert within(whole.generate, answers[0], max_tokens=5, **SAMPLED) == sampled

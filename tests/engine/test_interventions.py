@@ -79,6 +79,7 @@ def test_they_use_no_known_prefix_and_leave_none(served, alone):
     assert known.cached_tokens == 64 and again.cached_tokens == 0 and answer(again.outputs[0]) == alone[-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_patched_prompt_decodes_beside_the_others(served):
     """Its positions all lie in the prompt: then its decode calls are anyone's."""
@@ -94,6 +95,7 @@ def test_a_patched_prompt_decodes_beside_the_others(served):
     assert list(found[0].token_ids) == expected[0] and calls[0] == calls[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_causal_tracing_through_the_engine(served):
     """The residuals of another prompt's run, patched in, make its scores of this one's tokens."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slow_cases import slowly
 from tiny import TINY, open_model
 
 import ling3
@@ -30,6 +31,7 @@ SETTINGS = {
     "decode_rows": 4,
     "decode_steps": 4,
 }
+ONE_SLOT, MANY_SLOTS = {"max_running_requests": 1}, {"max_running_requests": 13, "num_pages": 70}
 # The longest request below: 96 + 48 tokens, the last of which is never cached.
 FEWEST_PAGES = 9
 
@@ -291,7 +293,7 @@ def test_poisoned_pools_change_nothing():
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("changes", [{"max_running_requests": 1}, {"max_running_requests": 13, "num_pages": 70}])
+@pytest.mark.parametrize("changes", slowly([ONE_SLOT, MANY_SLOTS], but=[MANY_SLOTS]))
 def test_the_size_of_the_engine_changes_nothing(changes):
     """Beyond the promise: other slots and pages are other programs, with the same bits."""
     assert answers(requests()[:12], engine(**changes)) == [alone(which, 32) for which in range(12)]

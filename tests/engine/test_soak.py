@@ -17,6 +17,7 @@ def short_soak(requests, **options):
     return soak.soak(requests, longest_prompt=100, longest_output=40, settings=SETTINGS, **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_soak():
@@ -38,6 +39,7 @@ def test_soak():
     assert '"differences": []' in found.summary()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_answer_that_depends_on_company_is_found(monkeypatch):
     """Tokens that are right only in slot 0, which a sequence that is alone has."""
@@ -51,6 +53,7 @@ def test_an_answer_that_depends_on_company_is_found(monkeypatch):
     assert any("token_ids differ from place" in line for line in found.differences)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_answer_that_is_kept_is_found(monkeypatch):
     kept, output = [], Request.output

@@ -146,6 +146,7 @@ def test_a_killed_run_is_taken_up(prompts, tmp_path, capsys, monkeypatch):
     assert run(capsys, *arguments, out)[1] == text, "what is whole is only counted"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_public_files_of_gsm8k(tmp_path, capsys):
     """Nano's problems in the data set's own form: the prompts are those of its examination."""
@@ -165,6 +166,7 @@ def test_the_public_files_of_gsm8k(tmp_path, capsys):
     assert {tuple(line["settings"]["sampling"]["stop"]) for line in lines(out)} == {("Question:",)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_choices_are_counted_too(tmp_path, capsys):
     """Nano, which answers everything by a number, gets none right: the answers are read as choices."""

@@ -467,6 +467,7 @@ def test_answers_are_the_same_bits_in_company_and_after_preemption(model):
     assert crowd == alone
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_it_trains(model):
     losses = losses_of_training(model, prompts(12, 12))
@@ -484,6 +485,7 @@ def test_the_streams_are_mixed_by_nearly_doubly_stochastic_matrices():
     assert rows == sorted(rows, reverse=True) and rows[0] > 0.5 and rows[-1] < 1e-2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_stream_is_a_plain_residual(model):
     """Of a model whose config has one stream, and of one from which the hyper-connections were cut."""

@@ -113,6 +113,7 @@ def losses(model, tokens, **how):
     return np.sqrt(np.mean(distance**2)), distance.max(), np.mean(np.sum(np.exp(p) * (p - q), axis=-1)), flipped
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_packing_loses_in_logits():
     """Over 300 tokens that see all their entries: FP8 rounds by at most 2^-4 of a number and bfloat16 by 2^-9.

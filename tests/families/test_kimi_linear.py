@@ -214,6 +214,7 @@ def test_answers_are_the_same_bits_in_company_and_after_preemption(model):
     assert crowd == alone
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_it_trains(model):
     losses = losses_of_training(model, prompts(12, 12))

@@ -241,6 +241,7 @@ def test_other_models_are_cut_too(config):
     assert np.all(np.isfinite(model(TOKENS)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_engine_serves_an_ablated_model():
     model = ablate.no_short_conv(ablate.no_attention(ablate.no_output_gate(open_model(DEEP)), [1, 3]))

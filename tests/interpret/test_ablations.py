@@ -68,6 +68,7 @@ def test_what_is_cut_already_is_not_cut_again():
     assert not [ablation.name for ablation in ablations(bare) if "gate" in ablation.name]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_perplexity_is_that_of_the_solutions_alone(nano):
     model, tokenizer = nano

@@ -132,6 +132,7 @@ def test_states_forget_at_first_by_the_same_rates_whatever_the_bound(without, to
     np.testing.assert_allclose(rates, np.minimum(wanted, 0.09) if without == "bound -0.1" else wanted, rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_steps_write_a_checkpoint_a_record_and_a_curve(tmp_path, capsys):
     cycle = (BatchShape(2, 128, {"recall": 0.5, "facts": 0.5}),)
@@ -183,6 +184,7 @@ def test_a_stored_probe_is_not_repeated(tmp_path, monkeypatch):
     assert len(made) == 6 and len((tmp_path / "nano_probes.jsonl").read_text().splitlines()) == 6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_decay_of_every_token_is_in_the_histogram():
     model, tokenizer = ling3.load("nano"), ling3.load_tokenizer("nano")

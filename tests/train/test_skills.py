@@ -233,6 +233,7 @@ def test_rows_of_exams_have_room_and_few_lengths():
     assert {padded(length) for length in range(1, 1537)} == {128, 256, 512, 1024, 1536}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_answer_is_right_if_greedy_decoding_would_give_it():
     model, tokenizer = ling3.load("nano"), ling3.load_tokenizer("nano")
