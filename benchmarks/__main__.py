@@ -24,7 +24,6 @@ def main(
     quick: bool = False,
     rounds: int | None = None,
     show: Annotated[bool, tyro.conf.arg(name="list")] = False,
-    kernels: bool = False,
     vllm: Path | None = None,
     mlx: Path | None = None,
     out: Path = Path("benchmarks/results"),
@@ -40,7 +39,6 @@ def main(
         quick: toy sizes, for seeing that everything runs.
         rounds: how often each side is measured (otherwise each case's own number).
         show: list the cases, and measure nothing.
-        kernels: on a GPU, run ling3's models on the Pallas kernels.
         vllm: the Python of an environment with vLLM, for the cases that compare with it.
         mlx: the Python of an environment with mlx-lm, for the same.
         out: the directory for a JSON file and a picture of each group.
@@ -56,7 +54,7 @@ def main(
         for case in wanted:
             print(f"{case.name}: {case.question}")
         return
-    records = run_all(wanted, quick, rounds, out, scratch, kernels, vllm, mlx)
+    records = run_all(wanted, quick, rounds, out, scratch, vllm, mlx)
     Console(width=None if sys.stdout.isatty() else 160).print(report.table(records))
     if any(record["outcome"] in ("wrong", "failed") for record in records):
         sys.exit(1)
@@ -68,7 +66,6 @@ def run_all(
     rounds: int | None,
     out: Path,
     scratch: Path,
-    kernels: bool = False,
     vllm: Path | None = None,
     mlx: Path | None = None,
 ) -> list[report.Record]:
@@ -76,7 +73,7 @@ def run_all(
 
     Cases of the group gpu run at full size on a GPU alone. One setting for each scale keeps what its cases share.
     """
-    settings = {scale: Setting(scale, scratch, kernels, vllm, mlx) for scale in ("full", "toy")}
+    settings = {scale: Setting(scale, scratch, vllm, mlx) for scale in ("full", "toy")}
     records = []
     with _progress() as progress:
         task = progress.add_task("", total=len(wanted))

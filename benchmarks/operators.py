@@ -21,10 +21,7 @@ from ling3.execution import Execution
 from ling3.layers.moe import Router
 from ling3.ops.attention import Expansion, attention, latent_attention, paged_attention
 from ling3.ops.experts import block_experts, dense_experts
-from ling3.ops.experts_kernel import grouped_experts
-from ling3.ops.kda import chunk_kda, kda_gate, l2_normalize, recurrent_kda
-from ling3.ops.kda_step_kernel import fused_kda_step
-from ling3.ops.latent_attention_kernel import fused_latent_attention
+from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda
 
 LOWER_BOUND = -5.0
 PAGE = 256
@@ -32,11 +29,19 @@ PAGE = 256
 Call = Callable[[], Any]
 
 
-def kda_chunk(setting: Setting, batch: int, seq: int, heads: int, width: int, calls: int = 1) -> Trial:
+def kda_chunk(
+    setting: Setting,
+    batch: int,
+    seq: int,
+    heads: int,
+    width: int,
+    calls: int = 1,
+    execution: Execution | None = None,
+) -> Trial:
     """Prefill of KDA, as the layer runs it, against the recurrence."""
+    execution = execution or Execution.default()
     inputs = _kda_inputs(batch, seq, heads, width, rounded=setting.gpu)
     arrays = tuple(inputs.values())
-    execution = Execution.default()
     ours, chunks = (
         _call(functools.partial(form, lower_bound=LOWER_BOUND, chunk_size=execution.chunk_size), *arrays)
         for form in (execution.chunk_kda, chunk_kda)
@@ -52,21 +57,26 @@ def kda_chunk(setting: Setting, batch: int, seq: int, heads: int, width: int, ca
     return _trial(setting, sides, specification, about, calls, tokens=batch * seq)
 
 
-def kda_one_step(setting: Setting, batch: int, heads: int, width: int, calls: int = 16, kernel: bool = False) -> Trial:
-    """One decode step of KDA, and with `kernel` the fused one too, which off a GPU runs in Pallas' interpreter."""
+def kda_one_step(
+    setting: Setting,
+    batch: int,
+    heads: int,
+    width: int,
+    calls: int = 16,
+    execution: Execution | None = None,
+) -> Trial:
+    """One decode step of KDA, against the recurrence."""
+    execution = execution or Execution.default()
     inputs = _kda_inputs(batch, 1, heads, width, rounded=setting.gpu)
     *token, state = (x[:, 0] if name != "state" else x for name, x in inputs.items())
-    fused = functools.partial(fused_kda_step, interpret=not setting.gpu)
+    forms = {"ling3, kda_step": execution.kda_step}
+    if execution.kda_step is not kda_step:
+        forms["ling3, without a kernel"] = kda_step
     sides = [
-        (
-            "ling3, kda_step",
-            *_in_place(
-                functools.partial(Execution.default().kda_step, lowering=Execution.default().lowering), token, state
-            ),
-        ),
-        *((name, run, run) for name, run in _peers(lambda: torch_peers.kda(inputs, setting.gpu, steps=True))),
-        *([("ling3, fused_kda_step", *_in_place(fused, token, state))] if kernel else []),
+        (name, *_in_place(functools.partial(form, lowering=execution.lowering), token, state))
+        for name, form in forms.items()
     ]
+    sides += [(name, run, run) for name, run in _peers(lambda: torch_peers.kda(inputs, setting.gpu, steps=True))]
     specification = _call(recurrent_kda, *inputs.values())
 
     def shaped(run: Call) -> Call:
@@ -104,9 +114,10 @@ def mla_decode(
     rope: int,
     dtype: Any,
     calls: int = 1,
-    kernel: bool = False,
+    execution: Execution | None = None,
 ) -> Trial:
-    """One token's attention over pages of latents, absorbed; with `kernel` the fused one too, interpreted off a GPU."""
+    """One token's attention over pages of latents, absorbed."""
+    ours = (execution or Execution.default()).latent_attention
     rng, entry = np.random.default_rng(0), latent + rope
     columns = -(-context // PAGE)
     pages = _normal(rng, (batch * columns, PAGE, entry), dtype)
@@ -126,13 +137,10 @@ def mla_decode(
 
     entries = jax.block_until_ready(pages[table].reshape(batch, -1, entry)[:, :context])
     specification = _call(in_a_row, q, entries)
-    ours = Execution.default().latent_attention
-    fused = functools.partial(fused_latent_attention, interpret=not setting.gpu)
     sides = [
         ("ling3", over_pages(ours)),
         *([("ling3, without a kernel", over_pages(latent_attention))] if ours is not latent_attention else []),
         *_peers(lambda: torch_peers.attention_over_latents(q, entries, setting.gpu)),
-        *([("ling3, fused_latent_attention", over_pages(fused))] if kernel else []),
         ("ling3, attention", specification),
     ]
     about = {"batch": batch, "context": context, "heads": heads, "entry": entry, "page": PAGE, "dtype": str(q.dtype)}
@@ -187,9 +195,10 @@ def experts(
     intermediate: int,
     dtype: Any,
     calls: int = 1,
-    kernel: bool = False,
+    execution: Execution | None = None,
 ) -> Trial:
-    """The routed experts on tokens that each chose another handful; `kernel` as for `mla_decode`."""
+    """The routed experts on tokens that each chose another handful."""
+    execution = execution or Execution.default()
     rng = np.random.default_rng(0)
     shapes = {
         "gate_proj": (count, intermediate, hidden),
@@ -205,16 +214,13 @@ def experts(
     }
     arrays = tuple(inputs.values())
     specification = _call(functools.partial(dense_experts, limit=0.0), *arrays)
-    execution = Execution.default()
     ours = _call(lambda *arrays: execution.experts(*arrays, 0.0, execution.lowering), *arrays)
     plain = _call(lambda *arrays: block_experts(*arrays, 0.0, execution.lowering), *arrays)
-    grouped = _call(lambda *arrays: grouped_experts(*arrays, 0.0, interpret=not setting.gpu), *arrays)
     sides = [
         ("ling3, experts", ours),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=True)),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=False)),
         ("ling3, without a kernel", plain),
-        *([("ling3, grouped_experts", grouped)] if kernel else []),
     ]
     about = {"tokens": tokens, "experts": count, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
     return _trial(setting, sides, specification, about | {"dtype": str(arrays[0].dtype)}, calls, tokens=tokens)

@@ -59,6 +59,27 @@ def likeliest(
     return found
 
 
+def as_near_to_exact(
+    tokens: Sequence[Sequence[int]], plain: np.ndarray, exact: np.ndarray, times: float = 1.5, nats: float = 0.02
+) -> str:
+    """Holds greedy tokens [batch, new] to two passes over the same tokens, both logits [batch, new, vocab].
+
+    `exact` is in float32, `plain` in the dtype of what is measured. In bfloat16 a model with random weights has near
+    ties everywhere, so no fixed bound tells rounding from a fault. Tokens may fall short of the exact pass's best by
+    `times` what the plain pass's own best tokens fall short of it, plus `nats`, both on average. Raises Wrong.
+    """
+
+    def shortfall(chosen: np.ndarray) -> float:
+        taken = np.take_along_axis(exact, chosen[..., None], axis=-1)[..., 0]
+        return float(np.mean(exact.max(axis=-1) - taken))
+
+    ours, theirs = shortfall(np.asarray(tokens)), shortfall(plain.argmax(axis=-1))
+    found = f"{ours:.3f} nats below float32's best on average, the plain pass in this dtype {theirs:.3f}"
+    if not ours <= times * theirs + nats:
+        raise Wrong(f"{found}; expected at most {times} times that and {nats} more")
+    return found
+
+
 def _host(x: Any) -> np.ndarray:
     """An array of jax or torch on the host, in float64."""
     if type(x).__module__.split(".")[0] == "torch":

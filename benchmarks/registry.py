@@ -15,11 +15,6 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from ling3.execution import Execution
-from ling3.ops.experts_kernel import grouped_experts
-from ling3.ops.kda_step_kernel import fused_kda_step
-from ling3.ops.latent_attention_kernel import fused_latent_attention
-
 Scale = Literal["full", "toy"]
 T = TypeVar("T")
 
@@ -130,21 +125,20 @@ def chosen(globs: Sequence[str]) -> list[Case]:
 
 
 class Setting:
-    """Where a case runs: at which sizes, on which backend and kernels, with which room for scratch files."""
+    """Where a case runs: at which sizes, on which backend, with which room for scratch files."""
 
     def __init__(
         self,
         scale: Scale,
         scratch: Path,
-        kernels: bool = False,
         vllm: Path | None = None,
         mlx: Path | None = None,
     ):
         self.scale: Scale = scale
         self.scratch, self.vllm, self.mlx = scratch, vllm, mlx
         self.backend = jax.default_backend()
-        self.execution = on_kernels() if kernels and self.gpu else Execution.default()
         self._kept: tuple[Any, Any] | None = None
+        self._found: dict[Any, Any] = {}
 
     def size(self, *, full: T, toy: T) -> T:
         """The one of the two that is for this scale."""
@@ -163,15 +157,11 @@ class Setting:
             self._kept = key, make()
         return self._kept[1]
 
-
-def on_kernels() -> Execution:
-    """A GPU's execution on the Pallas kernels."""
-    return dataclasses.replace(
-        Execution.default("gpu"),
-        kda_step=fused_kda_step,
-        latent_attention=fused_latent_attention,
-        experts=grouped_experts,
-    )
+    def once(self, key: Any, find: Callable[[], T]) -> T:
+        """What `find` found for this key, found once; an error is found again."""
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
 
 
 def milliseconds(run: Callable[[], Any], calls: int = 1) -> Callable[[], float]:

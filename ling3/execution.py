@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
-from ling3.ops import attention, experts, kda
+from ling3.ops import attention, experts, kda, on_gpu
 from ling3.ops.lowering import XLA, XLA_CPU, Lowering
 
 
@@ -20,7 +20,7 @@ class Execution:
 
         dataclasses.replace(Execution.default(), kda_step=my_kda_step)
 
-    The Pallas kernels beside the plain forms (`ops/*_kernel.py`) are in no default: no GPU has run them yet.
+    On a GPU the defaults are Pallas kernels (`ops/*_kernel.py`) wherever they suit.
     """
 
     chunk_size: int = 16
@@ -68,6 +68,12 @@ PLATFORMS: dict[str, Execution] = {
         latent_attention=attention.native_latent_attention,
         experts=experts.native_experts,
         lowering=XLA_CPU,
-    )
+    ),
+    "gpu": Execution(
+        chunk_size=64,
+        kda_step=on_gpu.gpu_kda_step,
+        latent_attention=on_gpu.gpu_latent_attention,
+        experts=on_gpu.gpu_experts,
+    ),
 }
 """The defaults of platforms that need something else than the plain forms."""

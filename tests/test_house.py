@@ -159,7 +159,7 @@ MANY_PARAMETERS = {
     # Operators: the arrays of a formula, and how it runs.
     **{"ops/attention.py": 3, "ops/attention_cpu.py": 1, "ops/compressed_attention.py": 2, "ops/experts.py": 6},
     **{"ops/experts_kernel.py": 1, "ops/few_token_experts.py": 1, "ops/kda.py": 5, "ops/kda_step_kernel.py": 2},
-    **{"ops/latent_attention_kernel.py": 1, "ops/products_cpu.py": 1, "mesh/collectives.py": 1},
+    **{"ops/latent_attention_kernel.py": 1, "ops/on_gpu.py": 2, "ops/products_cpu.py": 1, "mesh/collectives.py": 1},
     **{"afd/operators/sending.py": 4, "afd/operators/returning.py": 1},
     # The sizes of an engine's memory, and the public engine.
     **{"engine/scheduler.py": 2, "serve.py": 2, "afd/attention_worker.py": 1},

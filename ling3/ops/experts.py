@@ -188,7 +188,7 @@ def block_experts(
     else:
         turns = jnp.sum(blocks, dtype=jnp.int32)
         out = lax.cond(EXPERTS * turns > TURNS * experts * jnp.max(blocks), by_rounds, by_blocks, out)
-    return _weighted(weights, out if spread is None else spread.together(out))
+    return weighted(weights, out if spread is None else spread.together(out))
 
 
 @differentiated_as_dense
@@ -211,7 +211,7 @@ def native_experts(
     groups = Groups.of(chosen if spread is None else spread.own(chosen, experts), experts)
     gate, up, down = (arrays_of(stack) if isinstance(stack, Quantized) else (stack, None) for stack in stacks)
     rows = products_cpu.expert_rows(x, *groups, gate, up, down, limit, limit_first)
-    return _weighted(weights, rows if spread is None else spread.together(rows))
+    return weighted(weights, rows if spread is None else spread.together(rows))
 
 
 def _gradient(
@@ -279,7 +279,7 @@ def _is_native(
     return products_cpu.suits(x, gate, None, gate.shape[-1], products_cpu.LEAST["experts"])
 
 
-def _weighted(
+def weighted(
     weights: Float[Array, "tokens top_k"], rows: Float[Array, "tokens*top_k hidden"]
 ) -> Float[Array, "tokens hidden"]:
     """Each token's rows times their weights, summed in top-k order."""

@@ -9,15 +9,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops.exchange import Spread
-from ling3.ops.experts import Groups, swiglu
+from ling3.ops.experts import Groups, swiglu, weighted
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.precision import exact, wide
 from ling3.ops.triton import triton_params
 
-ROWS = 16
-"""Rows of a block, all of one expert: the fewest that matrix units multiply."""
-COLUMNS = 64
-"""Columns of the result that one program computes."""
+TILES = ((32, 64, 128), (0, 16, 64))
+"""The rows and columns of a program's tile, from so many rows an expert on average. In bfloat16 a tile's size changes
+no bit, as was seen on an H200, so that it may depend on how many rows there are. Matrix units multiply at least 16."""
 INNER = 64
 """Products that are added to a sum at a time, in order; no sum is split between programs."""
 
@@ -38,66 +37,84 @@ def grouped_experts(
 ) -> Float[Array, "tokens hidden"]:
     """`experts.block_experts`: y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), float32 or wider. Not differentiable.
 
-    Rows are sorted by expert and laid out in blocks of ROWS, each of one expert; a program finds its block's expert in
-    a list and reads that expert's weights in place. Tiles are fixed and every sum belongs to one program, so that a
-    token's bits depend on its own choice alone. `hidden` and `intermediate` are multiples of COLUMNS and INNER.
+    Rows are laid out in blocks, each of one expert; a program finds its block's expert in a list and reads that
+    expert's weights in place. Every sum belongs to one program and has a fixed order, so that a token's bits depend on
+    its own choice alone. `hidden` and `intermediate` are multiples of 64.
     """
     tokens, top_k = chosen.shape
     experts, intermediate, hidden = gate_proj.shape
-    if hidden % COLUMNS or intermediate % COLUMNS or hidden % INNER or intermediate % INNER:
+    if hidden % INNER or intermediate % INNER:
         raise ValueError(
-            f"experts have hidden size {hidden} and intermediate size {intermediate}, expected multiples of {COLUMNS}"
+            f"experts have hidden size {hidden} and intermediate size {intermediate}, expected multiples of {INNER}"
         )
-    owner, place = _layout(chosen if spread is None else spread.own(chosen, experts), experts)
+    height, width = _tile(chosen.size / experts, hidden, intermediate, x.dtype)
+    chosen = chosen if spread is None else spread.own(chosen, experts)
     dtype = wide(x.dtype)
+    owner, place = _layout(chosen, experts, height)
     # place[r] is the place of row r of the choice in the blocks; places without a row stay zero.
-    laid = jnp.zeros((owner.shape[0] * ROWS, hidden), x.dtype)
-    laid = laid.at[place].set(jnp.repeat(x, top_k, axis=0), mode="drop")
-    call = functools.partial(_over_blocks, owner, interpret=interpret)
+    source = jnp.full(owner.shape[0] * height, tokens, jnp.int32)
+    source = source.at[place].set(jnp.arange(tokens * top_k, dtype=jnp.int32) // top_k, mode="drop")
+    laid = x.at[source].get(mode="fill", fill_value=0)
+    call = functools.partial(_over_blocks, owner, (height, width), interpret=interpret)
     inner = call(functools.partial(_gate_and_up, limit, limit_first), laid, (gate_proj, up_proj), x.dtype)
     y = call(_down, inner, (down_proj,), dtype).at[place].get(mode="fill", fill_value=0)
-    y = y if spread is None else spread.together(y)
-    y = y.reshape(tokens, top_k, hidden) * weights.astype(dtype)[..., None]
-    return functools.reduce(jnp.add, (y[:, j] for j in range(top_k)))
+    return weighted(weights, y if spread is None else spread.together(y))
+
+
+def _tile(average: float, hidden: int, intermediate: int, dtype: jnp.dtype) -> tuple[int, int]:
+    """Rows and columns of a tile, from the rows of an expert on average."""
+    fitting = [
+        tile for least, *tile in TILES if average >= least and not hidden % tile[1] and not intermediate % tile[1]
+    ]
+    rows, columns = fitting[0 if dtype == jnp.bfloat16 else -1]
+    return rows, columns
 
 
 def _layout(
-    chosen: Int32[Array, "tokens top_k"], experts: int
+    chosen: Int32[Array, "tokens top_k"], experts: int, height: int
 ) -> tuple[Int32[Array, " blocks"], Int32[Array, " rows"]]:
-    """Each block's expert (`experts` for an unused block) and each row's place (past the last without an expert)."""
-    groups, rows = Groups.of(chosen, experts), chosen.size
-    blocks = min(rows, experts + rows // ROWS)
-    own = -(-groups.counts // ROWS)
+    """Each block's expert (`experts` for an unused block) and each row's place (past the last without an expert).
+
+    Rows are sorted by expert; a few rows have a block each, which reads little more than sorting would save.
+    """
+    rows = chosen.size
+    flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
+    if 2 * rows <= experts:
+        return flat, jnp.where(flat < experts, height * jnp.arange(rows, dtype=jnp.int32), height * rows)
+    groups = Groups.of(chosen, experts)
+    blocks = min(rows, experts + rows // height)
+    own = -(-groups.counts // height)
     ends = jnp.cumsum(own)
-    owner = jnp.searchsorted(ends, jnp.arange(blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
+    every = jnp.arange(blocks, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, every, side="right", method="compare_all").astype(jnp.int32)
     rank = jnp.zeros(rows, jnp.int32).at[groups.order].set(jnp.arange(rows, dtype=jnp.int32))
-    expert = jnp.clip(chosen, 0, experts - 1).reshape(-1)
-    place = (ends - own)[expert] * ROWS + rank - groups.starts[expert]
-    return owner, jnp.where(expert == chosen.reshape(-1), place, blocks * ROWS)
+    expert = jnp.minimum(flat, experts - 1)
+    place = (ends - own)[expert] * height + rank - groups.starts[expert]
+    return owner, jnp.where(flat < experts, place, blocks * height)
 
 
-def _over_blocks(owner, kernel, x, stacks, dtype, *, interpret):
-    """`kernel` for every block of `x` and COLUMNS of its results; `stacks` are the experts' weights, left in place."""
-    outer = stacks[0].shape[1]
+def _over_blocks(owner, tile, kernel, x, stacks, dtype, *, interpret):
+    """`kernel` for every tile of `x` and of its results; `stacks` are the experts' weights, left in place."""
+    (rows, columns), outer = tile, stacks[0].shape[1]
     return pl.pallas_call(
-        functools.partial(_program, kernel, stacks[0].shape[0]),
+        functools.partial(_program, kernel, stacks[0].shape[0], columns),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], outer), dtype),
-        grid=(owner.shape[0], outer // COLUMNS),
+        grid=(owner.shape[0], outer // columns),
         in_specs=[
             pl.BlockSpec((1,), lambda i, j: (i,)),
-            pl.BlockSpec((ROWS, x.shape[1]), lambda i, j: (i, 0)),
+            pl.BlockSpec((rows, x.shape[1]), lambda i, j: (i, 0)),
             *(pl.BlockSpec(memory_space=pl.ANY) for _ in stacks),
         ],
-        out_specs=pl.BlockSpec((ROWS, COLUMNS), lambda i, j: (i, j)),
+        out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
         interpret=interpret,
         name=f"experts_{len(stacks)}",
         compiler_params=None if interpret else triton_params(warps=4),
     )(owner, x, *stacks)
 
 
-def _program(kernel, experts, owner, x, *refs):
+def _program(kernel, experts, width, owner, x, *refs):
     *stacks, out = refs
-    columns = pl.ds(pl.program_id(1) * COLUMNS, COLUMNS)
+    columns = pl.ds(pl.program_id(1) * width, width)
 
     @pl.when(owner[0] < experts)
     def _():
@@ -106,7 +123,7 @@ def _program(kernel, experts, owner, x, *refs):
 
 
 def _product(x, stack, expert, columns):
-    """x Wᵀ for some columns of one expert's W: [ROWS, COLUMNS]."""
+    """x Wᵀ for some columns of one expert's W: [rows, columns]."""
     dtype = wide(x.dtype)
 
     def step(i, total):
@@ -116,7 +133,7 @@ def _product(x, stack, expert, columns):
             x[:, inner], weight, (((1,), (1,)), ((), ())), precision=exact(x.dtype), preferred_element_type=dtype
         )
 
-    return lax.fori_loop(0, x.shape[1] // INNER, step, jnp.zeros((ROWS, COLUMNS), dtype))
+    return lax.fori_loop(0, x.shape[1] // INNER, step, jnp.zeros((x.shape[0], columns.size), dtype))
 
 
 def _gate_and_up(limit, limit_first, gate, up):

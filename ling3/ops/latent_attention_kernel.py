@@ -1,6 +1,7 @@
 """A decode step's attention over pages of latents as one kernel, which reads the cache once and in place."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,12 @@ from jaxtyping import Array, Float, Int32
 from ling3.ops.precision import exact, wide
 from ling3.ops.triton import triton_params
 
-SPLIT = 1024
+SPLIT = 256
 """Positions per program: several programs share a long row. Fixed, so that sums have the same order at any length."""
-TILE = 32
-"""Positions that are read at a time; a page holds a multiple of this."""
+TILE = 64
+"""Positions that are read at a time, or fewer where a page holds no multiple of this."""
+LEAST = 16
+"""Rows and columns of the smallest tile that matrix units multiply."""
 
 
 def fused_latent_attention(
@@ -28,19 +31,21 @@ def fused_latent_attention(
 ) -> Float[Array, "batch rows entry"]:
     """`attention.latent_attention`: softmax(q kᵀ) k over each row's own pages, float32 or wider. Not differentiable.
 
-    A program computes a running softmax over SPLIT positions of one row (as in Flash-Decoding, Dao et al. 2023); the
-    splits are combined by their largest scores. Programs past a row's length end at once. `rows` is a power of two on
-    a GPU, and 16 of them fill its matrix hardware; `entry` is cut into powers of two, 576 into 512 and 64.
+    A program computes a running softmax over SPLIT positions of one row (as in Flash-Decoding, Dao et al. 2023), and
+    another kernel adds the splits up, relative to the largest score. Programs past a row's length write nothing, and
+    are not read. `rows` is a power of two on a GPU, and 16 of them fill its matrix hardware; `entry` is cut into powers
+    of two, 576 into 512 and 64.
     """
     batch, rows, entry = q.shape
     page, columns = pages.shape[1], table.shape[1]
-    if page % TILE:
-        raise ValueError(f"a page holds {page} positions, expected a multiple of {TILE}")
+    tile = math.gcd(page, TILE)
+    if tile < LEAST:
+        raise ValueError(f"a page holds {page} positions, expected a multiple of {LEAST}")
     splits = -(-columns * page // SPLIT)
     dtype = wide(q.dtype)
     own = pl.BlockSpec((None, None, rows), lambda b, s: (b, s, 0))
     top, total, sums = pl.pallas_call(
-        functools.partial(_program, _powers_of_two(entry), page),
+        functools.partial(_program, _powers_of_two(entry), page, tile),
         out_shape=(
             *(jax.ShapeDtypeStruct((batch, splits, rows), dtype) for _ in range(2)),
             jax.ShapeDtypeStruct((batch, splits, rows, entry), dtype),
@@ -56,15 +61,42 @@ def fused_latent_attention(
         out_specs=(own, own, pl.BlockSpec((None, None, rows, entry), lambda b, s: (b, s, 0, 0))),
         interpret=interpret,
         name="latent_attention",
-        compiler_params=None if interpret else triton_params(warps=8),
+        compiler_params=None if interpret else triton_params(warps=4, stages=2),
     )(q, row_positions, pages, table, length)
-    share = jnp.exp(top - _finite(jnp.max(top, axis=1, keepdims=True)))
-    total = jnp.sum(share * total, axis=1)
-    sums = jnp.sum(share[..., None] * sums, axis=1)
-    return sums / jnp.maximum(total, jnp.finfo(dtype).tiny)[..., None]
+    width = math.gcd(entry, TILE)
+    return pl.pallas_call(
+        _combined,
+        out_shape=jax.ShapeDtypeStruct((batch, rows, entry), dtype),
+        grid=(batch, entry // width),
+        in_specs=[
+            pl.BlockSpec((None, splits, rows), lambda b, i: (b, 0, 0)),
+            pl.BlockSpec((None, splits, rows), lambda b, i: (b, 0, 0)),
+            pl.BlockSpec((None, splits, rows, width), lambda b, i: (b, 0, 0, i)),
+            pl.BlockSpec((1,), lambda b, i: (b,)),
+        ],
+        out_specs=pl.BlockSpec((None, rows, width), lambda b, i: (b, 0, i)),
+        interpret=interpret,
+        name="latent_attention_sum",
+        compiler_params=None if interpret else triton_params(warps=4),
+    )(top, total, sums, length)
 
 
-def _program(parts, page, q, row_positions, pages, table, length, top, total, sums):
+def _combined(top, total, sums, length, out):
+    """Some columns of one row's splits added up: top and total [splits, rows], sums [splits, rows, width]."""
+
+    def add(i, carry):
+        largest, weight, found = carry
+        new = jnp.maximum(largest, top[i])
+        before, own = jnp.exp(largest - _finite(new)), jnp.exp(top[i] - _finite(new))
+        return new, before * weight + own * total[i], before[:, None] * found + own[:, None] * sums[i]
+
+    dtype, rows = out.dtype, out.shape[0]
+    nothing = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros(out.shape, dtype)
+    _, weight, found = lax.fori_loop(0, (length[0] + SPLIT - 1) // SPLIT, add, nothing)
+    out[...] = found / jnp.maximum(weight, jnp.finfo(dtype).tiny)[:, None]
+
+
+def _program(parts, page, step, q, row_positions, pages, table, length, top, total, sums):
     """SPLIT positions of one row: q [rows, entry], row_positions [rows]; the other arrays are whole."""
     row, split = pl.program_id(0), pl.program_id(1)
     rows, dtype = q.shape[0], top.dtype
@@ -73,9 +105,9 @@ def _program(parts, page, q, row_positions, pages, table, length, top, total, su
 
     def tile(i, carry):
         top, total, sums = carry
-        first = split * SPLIT + i * TILE
-        positions = first + jnp.arange(TILE, dtype=jnp.int32)
-        place = jnp.minimum(table[row, first // page], pages.shape[0] - 1), pl.ds(first % page, TILE)
+        first = split * SPLIT + i * step
+        positions = first + jnp.arange(step, dtype=jnp.int32)
+        place = jnp.minimum(table[row, first // page], pages.shape[0] - 1), pl.ds(first % page, step)
         # Entries that were never written may be NaN, and 0 · NaN is NaN.
         entries = [jnp.where((positions < end)[:, None], pages[*place, part], 0).astype(q.dtype) for part in parts]
         scores = sum(_product(x, y, 1) for x, y in zip(queries, entries, strict=True))
@@ -88,11 +120,13 @@ def _program(parts, page, q, row_positions, pages, table, length, top, total, su
         sums = [rescale[:, None] * x + _product(shares, y, 0) for x, y in zip(sums, entries, strict=True)]
         return new_top, rescale * total + jnp.sum(weights, axis=1), sums
 
-    tiles = jnp.clip((end - split * SPLIT + TILE - 1) // TILE, 0, SPLIT // TILE)
-    nothing = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), [jnp.zeros_like(x, dtype) for x in queries]
-    top[...], total[...], found = lax.fori_loop(0, tiles, tile, nothing)
-    for part, x in zip(parts, found, strict=True):
-        sums[:, part] = x
+    @pl.when(split * SPLIT < end)
+    def _():
+        tiles = jnp.minimum((end - split * SPLIT + step - 1) // step, SPLIT // step)
+        nothing = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), [jnp.zeros_like(x, dtype) for x in queries]
+        top[...], total[...], found = lax.fori_loop(0, tiles, tile, nothing)
+        for part, x in zip(parts, found, strict=True):
+            sums[:, part] = x
 
 
 def _product(x, y, inner):

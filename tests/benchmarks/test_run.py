@@ -273,15 +273,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 1
 
 
-def test_kernels_run_on_a_gpu_alone(tmp_path, monkeypatch):
-    assert Setting("toy", tmp_path, kernels=True).execution == Execution.default()
-    monkeypatch.setattr(Setting, "gpu", True)
-    assert Setting("toy", tmp_path, kernels=False).execution == Execution.default()
-    execution = Setting("toy", tmp_path, kernels=True).execution
-    forms = execution.kda_step, execution.experts, execution.latent_attention
-    assert [form.__name__ for form in forms] == ["fused_kda_step", "grouped_experts", "fused_latent_attention"]
-
-
 def test_a_command_is_repeated_without_this_machine_s_directories(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x", "--only", "a/*", "--scratch", "/here", "--out=there", "--rounds", "3"])
     assert where()["command"] == "python -m benchmarks --only 'a/*' --rounds 3"

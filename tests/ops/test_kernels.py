@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ling3.ops import experts_kernel
 from ling3.ops.attention import latent_attention
-from ling3.ops.experts import dense_experts
+from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.experts_kernel import grouped_experts
 from ling3.ops.kda import kda_step
 from ling3.ops.kda_step_kernel import fused_kda_step
 from ling3.ops.latent_attention_kernel import fused_latent_attention
+from ling3.ops.on_gpu import gpu_experts, gpu_kda_step, gpu_latent_attention
 
 # jax 0.11 says that a later release drops Triton, for which `triton_params` is prepared.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -140,6 +142,16 @@ class TestGroupedExperts:
             part = EXPERTS(x[rows], chosen[rows], weights[rows], *experts, 0.0)
             np.testing.assert_array_equal(part, whole[rows])
 
+    @pytest.mark.parametrize("tokens", [1, 100])
+    def test_the_tile_changes_no_bit(self, tokens, monkeypatch):
+        """A prompt's tile depends on how many rows there are, and a token's numbers must not."""
+        x = choice(tokens, experts=20, intermediate=128, dtype=jnp.bfloat16)
+        found = []
+        for tile in ((0, 16, 64), (0, 64, 128)):
+            monkeypatch.setattr(experts_kernel, "TILES", (tile,))
+            found.append(grouped_experts(*x, 0.0, interpret=True))
+        np.testing.assert_array_equal(*found)
+
     def test_for_a_gpu_no_weight_is_moved(self):
         """Lowered here, without a GPU: two kernels that are handed the experts whole, and nothing else reads them."""
         text = lowered_for_a_gpu(jax.jit(grouped_experts, static_argnums=6), *choice(17), 0.0)
@@ -173,6 +185,10 @@ def latents(lengths, rows=16, entry=96, page=64, dtype=jnp.float32):
 
 
 class TestLatentAttention:
+    def test_a_small_page(self):
+        x = latents((77, 20), page=16)
+        assert largest([LATENTS(*x)], [OVER_LATENTS(*x)]) < 5e-6
+
     @pytest.mark.parametrize("lengths", [(1,), (0, 77, 2500, 64), (1024, 1025, 32)])
     def test_values(self, lengths):
         x = latents(lengths)
@@ -208,11 +224,43 @@ class TestLatentAttention:
         """Lowered here, without a GPU, at Ling-3.0-tiny's sizes: the kernel alone is handed the pages."""
         x = latents((700, 1500), entry=576, page=256, dtype=jnp.bfloat16)
         text = lowered_for_a_gpu(jax.jit(fused_latent_attention), *x)
-        assert text.count("xla.gpu.triton") == 1
+        assert text.count("xla.gpu.triton") == 2
         pool = "x".join(map(str, x[2].shape)) + "xbf16"
         uses = [line for line in text.splitlines() if pool in line and "func.func" not in line]
         assert len(uses) == 1 and "xla.gpu.triton" in uses[0]
 
     def test_a_page_that_tiles_do_not_fit(self):
-        with pytest.raises(ValueError, match="a page holds 16 positions, expected a multiple of 32"):
-            fused_latent_attention(*latents((5,), page=16), interpret=True)
+        with pytest.raises(ValueError, match="a page holds 8 positions, expected a multiple of 16"):
+            fused_latent_attention(*latents((5,), page=8), interpret=True)
+
+
+class TestWhatAGPURuns:
+    """Execution.default("gpu"): a kernel where it suits, and the plain form, bit for bit, where it does not."""
+
+    def test_a_kda_step(self):
+        x = one_token(width=64)
+        assert largest(gpu_kda_step(*x), PLAIN(*x)) < 5e-6
+        x = one_token(width=48)
+        for found, expected in zip(gpu_kda_step(*x), kda_step(*x), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+    @pytest.mark.parametrize("change", [{"rows": 12}, {"rows": 8}, {"entry": 40}, {"page": 24}])
+    def test_attention_over_latents(self, change):
+        x = latents((40,))
+        np.testing.assert_array_equal(gpu_latent_attention(*x), fused_latent_attention(*x, interpret=True))
+        x = latents((40,), **change)
+        np.testing.assert_array_equal(gpu_latent_attention(*x), latent_attention(*x))
+
+    def test_experts(self):
+        x = choice(3)
+        np.testing.assert_array_equal(gpu_experts(*x, 0.0), grouped_experts(*x, 0.0, interpret=True))
+        x = choice(3, hidden=96)
+        np.testing.assert_array_equal(gpu_experts(*x, 0.0), block_experts(*x, 0.0))
+
+    def test_experts_have_gradients(self):
+        x, chosen, weights, *stacks = choice(3)
+        found, expected = (
+            jax.grad(lambda x, form=form: jnp.sum(form(x, chosen, weights, *stacks, 0.0) ** 2))(x)
+            for form in (gpu_experts, dense_experts)
+        )
+        assert largest([found], [expected]) < 1e-4 * float(jnp.max(jnp.abs(expected)))
