@@ -55,7 +55,7 @@ def grouped_experts(
     source = jnp.full(owner.shape[0] * height, tokens, jnp.int32)
     source = source.at[place].set(jnp.arange(tokens * top_k, dtype=jnp.int32) // top_k, mode="drop")
     laid = x.at[source].get(mode="fill", fill_value=0)
-    call = functools.partial(_over_blocks, owner, (height, width), interpret=interpret)
+    call = functools.partial(_over_blocks, (owner, width), interpret=interpret)
     inner = call(functools.partial(_gate_and_up, limit, limit_first), laid, (gate_proj, up_proj), x.dtype)
     y = call(_down, inner, (down_proj,), dtype).at[place].get(mode="fill", fill_value=0)
     return weighted(weights, y if spread is None else spread.together(y))
@@ -93,9 +93,13 @@ def _layout(
     return owner, jnp.where(flat < experts, place, blocks * height)
 
 
-def _over_blocks(owner, tile, kernel, x, stacks, dtype, *, interpret):
-    """`kernel` for every tile of `x` and of its results; `stacks` are the experts' weights, left in place."""
-    (rows, columns), outer = tile, stacks[0].shape[1]
+def _over_blocks(layout, kernel, x, stacks, dtype, *, interpret):
+    """`kernel` for every block of `x` and some columns of its results; `stacks` are the weights, left in place.
+
+    `layout` is each block's expert, and the columns of a tile.
+    """
+    (owner, columns), outer = layout, stacks[0].shape[1]
+    rows = x.shape[0] // owner.shape[0]
     return pl.pallas_call(
         functools.partial(_program, kernel, stacks[0].shape[0], columns),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], outer), dtype),
