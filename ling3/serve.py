@@ -328,7 +328,7 @@ class Engine(Front):
         runner = Runner(model, shapes, execution, settings.cache_dtype, programs, filters)
         loop = Loop(runner, settings)
         intake = Intake.of(runner, tokenizer, settings, loop.scheduler.groups[0].first_page, lockstep.leads(wire))
-        Front.__init__(self, settings, tokenizer, intake, loop, wire)
+        Front.__init__(self, intake, loop, wire)
 
     @classmethod
     def from_pretrained(

@@ -4,8 +4,6 @@ The loop calls the functions of `Request.at_end`, and knows no more of them.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +48,7 @@ def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> Del
     watched.watch()
     follower.sequences.append(watched)
 
-    def hand_over(receiver: Callable[[], Callable[[Delta], None]], last: Delta) -> None:
+    def hand_over(last: Delta) -> None:
         found = watched.completion
         if last.finish_reason is None or found is None:
             return
@@ -63,10 +61,9 @@ def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> Del
             sequence.amend(finish_reason=found.finish_reason, stop_reason=None, error=found.error)
         loop.forget(request)
         reason = sequence.completion.finish_reason
-        receiver()(dataclasses.replace(delta, finish_reason=reason, output=request.output()))
+        request.deliver(dataclasses.replace(delta, finish_reason=reason, output=request.output()))
 
-    follower.deliver = functools.partial(hand_over, lambda: request.deliver)
-    follower.report = functools.partial(hand_over, lambda: request.report)
+    follower.deliver = hand_over
     request.followers.append(follower)
     loop.queue(follower)
     return None

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -96,8 +95,3 @@ def _logprobs(tokens: Sequence[int], choice: Choice, row: int, wanted: int | Non
 
 
 Call = Extended | Decoded
-
-
-def leaves(call: Call) -> list[Any]:
-    """The arrays that the device computes."""
-    return jax.tree.leaves(call.results)

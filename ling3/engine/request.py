@@ -35,8 +35,6 @@ class Request:
     params: SamplingParams
     deliver: Callable[[Delta], None] = lambda delta: None
     """Where its deltas go."""
-    report: Callable[[Delta], None] = lambda delta: None
-    """Where its last ones go once `deliver` has raised."""
     origin: Any = None
     """The engine's, where snapshots are kept."""
     fault: Exception | None = None

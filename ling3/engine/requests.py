@@ -2,7 +2,8 @@
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 from ling3.engine.calls import Call
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
@@ -26,7 +27,7 @@ class Requests:
     def __init__(self, runner: Runner, settings: EngineSettings):
         self.runner, self.settings = runner, settings
         self.scheduler = _scheduler(runner.shapes)
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}  # the unfinished ones, by their ids
         self.in_flight: list[Call] = []
         self.counts: Counter[str] = Counter()
         self._backlog: deque[Request] = deque()
@@ -73,21 +74,34 @@ class Requests:
 
     @property
     def has_work(self) -> bool:
-        """True if there is queued or running work, or a call whose results are still to be read."""
-        return bool(self.requests or self.in_flight or self._backlog)
+        """True if a request is unfinished, or a call's results are still to be read."""
+        return bool(self.requests or self.in_flight)
 
-    def has_room(self, request: Request) -> bool:
-        """True if the queue has room for a request."""
-        return self.scheduler.waiting + request.params.n <= self.settings.max_queue
+    def take(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Calls a method of this class, or another function of a loop."""
+        return method(self, *args)
 
-    def enqueue(self, request: Request) -> None:
-        """Puts a request's sequences in the queue; raises QueueFull if there is no room."""
-        if not self.has_room(request):
-            raise QueueFull(
-                f"{self.scheduler.waiting} requests are waiting and max_queue is {self.settings.max_queue}: step until "
-                "some have finished, or give the engine a larger max_queue"
-            )
-        self.queue(request)
+    def enqueue(self, requests: Sequence[Request], waits: bool) -> None:
+        """Puts requests in the queue in their order. One for which there is no room `waits` for it, or QueueFull."""
+        if waits:
+            self.requests |= {request.request_id: request for request in requests}
+            self._backlog.extend(requests)
+            self.refill()
+            return
+        for request in requests:
+            if not self._has_room(request):
+                raise QueueFull(
+                    f"{self.scheduler.waiting} requests are waiting and max_queue is {self.settings.max_queue}: step "
+                    "until some have finished, or give the engine a larger max_queue"
+                )
+            self.queue(request)
+
+    def refill(self) -> None:
+        """Moves requests from the backlog into the queue while there is room."""
+        while self._backlog and (self._backlog[0].finished or self._has_room(self._backlog[0])):
+            request = self._backlog.popleft()
+            if not request.finished:  # its reader has not left
+                self.queue(request)
 
     def queue(self, request: Request) -> None:
         """Puts a request's sequences in the queue, also beyond its bound; each goes to its place if it has one."""
@@ -98,43 +112,31 @@ class Requests:
             sequence.submitted()
             self.scheduler.enqueue(sequence)
 
-    def enqueue_all(self, requests: Iterable[Request]) -> None:
-        """Puts requests in the queue in their order, each as soon as there is room for it."""
-        self._backlog.extend(requests)
-        self.refill()
-
-    def refill(self) -> None:
-        """Moves requests from the backlog into the queue while there is room."""
-        while self._backlog and (self._backlog[0].finished or self.has_room(self._backlog[0])):
-            request = self._backlog.popleft()
-            if not request.finished:  # its reader has not left
-                self.enqueue(request)
+    def _has_room(self, request: Request) -> bool:
+        return self.scheduler.waiting + request.params.n <= self.settings.max_queue
 
     def forget(self, request: Request) -> None:
         """Forgets a request if it is finished, and all that follows from it."""
         if request.finished:
             self.requests.pop(request.request_id, None)
 
-    def abort(self, request: Request) -> bool:
-        """Ends what is unfinished of a request with `abort`; True if anything was."""
-        aborted = False
-        for each in (request, *request.followers):
-            for sequence in each.sequences:
-                if sequence.completion is None:
-                    aborted, last = True, sequence.finish("abort")
-                    if each.request_id in self.requests:  # otherwise it was never in the queue
-                        self.settle(sequence, last)
-        return aborted
-
-    def abort_id(self, request_id: int) -> bool:
-        """Aborts the request of an id; False if there is none (any more)."""
-        request = self.requests.get(request_id)
-        return request is not None and self.abort(request)
+    def abort(self, request_id: int) -> bool:
+        """Ends what is unfinished of a request with `abort`; False if there is none of this id (any more)."""
+        if (request := self.requests.get(request_id)) is None:
+            return False
+        for sequence in [own for each in (request, *request.followers) for own in each.sequences]:
+            if sequence.completion is None:
+                last = sequence.finish("abort")
+                if sequence.order >= 0:
+                    self.settle(sequence, last)
+                else:  # it was never in the queue
+                    self.deliver(request, last)
+        self.forget(request)
+        return True
 
     def give_up(self, sequence: TokenSequence, error: Exception) -> None:
         """Ends a request whose callback raised: this sequence in `error`, even if it was finished, and the others."""
         request, text = sequence.request, f"the callback for its deltas raised {error!r}"
-        request.deliver = request.report
         if (completion := sequence.completion) is not None:
             self._finished[completion.finish_reason] -= 1
             self._finished["error"] += 1
@@ -157,8 +159,7 @@ class Requests:
 
     def end_all(self, error: Exception) -> None:
         """Ends every request in `error`."""
-        requests = [*self.requests.values(), *self._backlog]
-        self.requests, self.in_flight = {}, []
+        requests, self.requests, self.in_flight = list(self.requests.values()), {}, []
         self._backlog.clear()
         self.scheduler = _scheduler(self.runner.shapes)
         for request in requests:
@@ -181,10 +182,7 @@ class Requests:
 
     def compile_next(self) -> str | None:
         """The name of the next program of a warm-up once it is compiled; None after the last."""
-        try:
-            return next(self._programs, None)
-        except Exception as error:
-            raise self.fail(error) from None
+        return next(self._programs, None)
 
     def end_warmup(self) -> None:
         """Leaves out the programs that are not begun."""
