@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from ling3.engine.lockstep import Leader, Method
+from ling3.engine.lockstep import Leader, Message
 from ling3.engine.outputs import Delta
 from ling3.engine.request import Request
 from ling3.engine.requests import QueueFull, Requests
@@ -107,19 +107,19 @@ class Actor:
         """True while the thread runs."""
         return self._thread.is_alive()
 
-    def call(self, method: Method, *args: Any) -> Any:
+    def call(self, method: Message, *args: Any) -> Any:
         """What a method of the loop returns; a callback for deltas is in the loop's thread already."""
         if threading.get_ident() == self._thread.ident:
             return self._led.take(method, *args)
         return self.ask(Actor.do, method, *args)
 
-    def ask(self, method: Method, *args: Any) -> Any:
+    def ask(self, method: Message, *args: Any) -> Any:
         """What a method of this class returns in the engine's thread; RuntimeError in a callback."""
         answers = queue.SimpleQueue()
         self.send(answers.put, method, *args)
         return _result(answers.get())
 
-    async def ask_async(self, method: Method, *args: Any) -> Any:
+    async def ask_async(self, method: Message, *args: Any) -> Any:
         """`ask` for asyncio."""
         events = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = events.create_future()
@@ -143,14 +143,14 @@ class Actor:
             raise reader.fault
         self.send(None, Actor._wait, reader, reader.taken)
 
-    def last_message(self, method: Method, *args: Any) -> Callable[[], None]:
+    def last_message(self, method: Message, *args: Any) -> Callable[[], None]:
         """A function that has a method of this class called; it does not wait, and Ctrl-C cannot interrupt it.
 
         It is a single call into C, so a `finally` may call it in any thread, also for the garbage collector.
         """
         return functools.partial(self._inbox.put, (None, method, args))
 
-    def send(self, reply: Callable[[Any], object] | None, method: Method, *args: Any) -> None:
+    def send(self, reply: Callable[[Any], object] | None, method: Message, *args: Any) -> None:
         """Has a method of this class called; `reply` gets what `_result` takes, in the engine's thread."""
         refuse_fork()
         if threading.get_ident() == self._thread.ident:
@@ -169,7 +169,7 @@ class Actor:
     def _led(self) -> Requests | Leader:
         return self._leader or self._loop
 
-    def handle(self, reply: Callable[[Any], object] | None, method: Method, args: Sequence[Any]) -> None:
+    def handle(self, reply: Callable[[Any], object] | None, method: Message, args: Sequence[Any]) -> None:
         """Does what a message says, and answers it."""
         try:
             outcome = method(self, *args), None
@@ -186,7 +186,7 @@ class Actor:
             self._scheduled = True
             self._inbox.put((None, Actor._turn, ()))
 
-    def do(self, method: Method, *args: Any) -> Any:
+    def do(self, method: Message, *args: Any) -> Any:
         """Calls a method of the loop; a fault in it ends every request."""
         try:
             answer = self._led.take(method, *args)
@@ -194,9 +194,13 @@ class Actor:
             raise
         except Exception as error:
             raise self._led.fail(error) from None
-        if (raised := self._loop.take_raised()) is not None:
+        if (raised := self._raised()) is not None:
             raise raised
         return answer
+
+    def _raised(self) -> BaseException | None:
+        raised, self._loop.raised = self._loop.raised, None
+        return raised
 
     def leave(self, reader: Reader) -> None:
         """Ends what is unfinished of a reader's requests with `abort`, and tells it no more."""
@@ -224,7 +228,7 @@ class Actor:
                 self._await(jax.tree.leaves(call.results))
         except Exception as error:
             fault = self._led.fail(error)
-        raised = self._loop.take_raised()
+        raised = self._raised()
         self._scheduled = False
         for reply in turns:
             reply((None, fault or raised))

@@ -61,7 +61,7 @@ def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> Del
             sequence.amend(finish_reason=found.finish_reason, stop_reason=None, error=found.error)
         loop.forget(request)
         reason = sequence.completion.finish_reason
-        request.deliver(dataclasses.replace(delta, finish_reason=reason, output=request.output()))
+        loop.hand_out(sequence, dataclasses.replace(delta, finish_reason=reason, output=request.output()))
 
     follower.deliver = hand_over
     request.followers.append(follower)

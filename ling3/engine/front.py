@@ -70,7 +70,6 @@ class Front:
             atexit.register(leader.close)  # before JAX's own end, which waits for the others
         self._actor = Actor(loop, leader, owner=self)
         self._ids = itertools.count()
-        self._outbox: deque[Delta] = deque()
 
     def check(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None, name: str = "prompt"
@@ -99,7 +98,7 @@ class Front:
         Raises QueueFull, and ValueError for what can never be answered.
         """
         (request,) = self._requests([prompt], params, truncate, "prompt")
-        request.deliver = self._outbox.append if on_delta is None else _until_it_raises(on_delta, self._outbox.append)
+        request.deliver = self._loop.outbox.append if on_delta is None else on_delta
         withdraw = self._actor.last_message(Actor.do, Requests.abort, request.request_id)
         try:
             self._actor.call(Requests.enqueue, [request], False)
@@ -227,7 +226,7 @@ class Front:
     @property
     def has_work(self) -> bool:
         """True if there is queued or running work, or `step` has anything to return."""
-        return self._actor.call(lambda loop: loop.has_work) or bool(self._outbox)
+        return self._actor.call(lambda loop: loop.has_work) or bool(self._loop.outbox)
 
     def step(self) -> list[Delta]:
         """One turn of the loop; returns the deltas of submitted requests that are new since the last step."""
@@ -235,7 +234,7 @@ class Front:
         deltas = []
         with contextlib.suppress(IndexError):
             while True:
-                deltas.append(self._outbox.popleft())
+                deltas.append(self._loop.outbox.popleft())
         return deltas
 
     def warmup(self, first_token: bool = False, *, also: Sequence[Extra] = ()) -> None:
@@ -355,21 +354,3 @@ class Front:
                 yield reader.take(item)
         finally:
             leave()
-
-
-def _until_it_raises(deliver: Callable[[Delta], None], then: Callable[[Delta], object]) -> Callable[[Delta], None]:
-    """Hands deltas to `deliver`, and to `then` those after it has raised an exception."""
-    raised = False
-
-    def either(delta: Delta) -> None:
-        nonlocal raised
-        if raised:
-            then(delta)
-            return
-        try:
-            deliver(delta)
-        except Exception:
-            raised = True
-            raise
-
-    return either

@@ -11,6 +11,7 @@ A loop takes messages between turns only: what a callback asks during a turn wai
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +21,6 @@ import jax
 from ling3.engine import structured
 from ling3.engine.calls import Call
 from ling3.engine.intake import Intake
-from ling3.engine.outputs import Delta
 from ling3.engine.request import Request
 from ling3.engine.requests import QueueFull, Requests
 from ling3.engine.sampling_params import SamplingParams
@@ -29,8 +29,8 @@ from ling3.model import CausalLM
 from ling3.runtime.processes import Wire
 
 END = "end"
-Method = Callable[..., Any]
-"""A method of `Requests`, which a message names, or another function of a loop."""
+Message = Callable[..., Any]
+"""What is called with a loop and arguments: a method of `Requests`, which has a name, or another function."""
 CHANGES = (
     *(Requests.enqueue, Requests.abort, Requests.give_up, Requests.forget_prefixes),
     *(Requests.begin_warmup, Requests.compile_next, Requests.end_warmup),
@@ -62,11 +62,12 @@ class Leader:
     def __init__(self, loop: Requests, wire: Wire):
         self._loop, self._wire = loop, wire
         self._inbox: list[tuple[str, Sequence[Any]]] = []  # not broadcast yet
-        self._later: list[tuple[Method, Sequence[Any]]] = []  # for the end of the turn under way
+        self._later: list[tuple[Message, Sequence[Any]]] = []  # for the end of the turn under way
         self._in_turn, self._closed = False, False
         self._broken: Exception | None = None
+        loop.on_raise = functools.partial(self.take, Requests.give_up)
 
-    def take(self, method: Method, *args: Any) -> Any:
+    def take(self, method: Message, *args: Any) -> Any:
         """Calls a method of the loop, one of `CHANGES` in all processes: during a turn, once that has ended.
 
         What is queued during a turn waits for room.
@@ -76,9 +77,6 @@ class Leader:
         if self._in_turn:
             self._later.append((method, (args[0], True) if method is Requests.enqueue else args))
             return method is Requests.abort and args[0] in self._loop.requests
-        if method is Requests.enqueue:
-            for request in args[0]:
-                self._guard(request)
         if method is Requests.compile_next:  # each process waits in the program for all others
             self._broadcast(method.__name__)
             return method(self._loop)
@@ -117,18 +115,6 @@ class Leader:
         inbox, self._inbox = self._inbox, []
         self._wire.tell(json.dumps([*inbox, (name, ())]))
 
-    def _guard(self, request: Request) -> None:
-        """Has an exception in a request's callback end it after the turn, in all processes."""
-        deliver = request.deliver
-
-        def guarded(delta: Delta) -> None:
-            try:
-                deliver(delta)
-            except Exception as error:
-                self.take(Requests.give_up, request.sequences[delta.index], error)
-
-        request.deliver = guarded
-
 
 def follow(loop: Requests, intake: Intake, wire: Wire) -> None:
     """Takes the inboxes of the first process's loop, and does its turns, until that one's engine ends."""
@@ -151,7 +137,7 @@ def follow(loop: Requests, intake: Intake, wire: Wire) -> None:
                     getattr(loop, name)(*args)
 
 
-def _written(method: Method, args: Sequence[Any]) -> Sequence[Any]:
+def _written(method: Message, args: Sequence[Any]) -> Sequence[Any]:
     """A message's arguments for JSON."""
     if method is Requests.enqueue:
         requests, waits = args

@@ -31,7 +31,9 @@ class Requests:
         self.in_flight: list[Call] = []
         self.counts: Counter[str] = Counter()
         self._backlog: deque[Request] = deque()
-        self._raised: list[BaseException] = []
+        self.outbox: deque[Delta] = deque()  # the deltas of requests without a callback
+        self.raised: BaseException | None = None  # what does not end a request, as KeyboardInterrupt, from a callback
+        self.on_raise: Callable[[TokenSequence, Exception], Any] | None = None  # in place of `give_up`
         self._programs: Generator[str, None, None] = (name for name in ())
         self._order = itertools.count()
         self._finished: Counter[str] = Counter()
@@ -42,8 +44,24 @@ class Requests:
             for at_end in sequence.request.at_end:
                 delta = None if delta is None else at_end(self, sequence, delta)
             self._retire(sequence)
-        if delta is not None and (error := self.deliver(sequence.request, delta)) is not None:
-            self.give_up(sequence, error)
+        if delta is not None:
+            self.hand_out(sequence, delta)
+
+    def hand_out(self, sequence: TokenSequence, delta: Delta) -> None:
+        """Delivers a delta. A callback that raises an exception gets no more, and its request ends in `error`."""
+        if (error := self._deliver(sequence.request, delta)) is not None:
+            sequence.request.deliver = self.outbox.append
+            (self.on_raise or self.give_up)(sequence, error)
+
+    def _deliver(self, request: Request, delta: Delta) -> Exception | None:
+        """Calls a request's callback; returns the exception if it raises one, and keeps others in `raised`."""
+        try:
+            request.deliver(delta)
+        except Exception as error:
+            return error
+        except BaseException as error:
+            self.raised = self.raised or error
+        return None
 
     def _retire(self, sequence: TokenSequence) -> None:
         """Frees the slot, the pages and the place in the queue of a finished sequence."""
@@ -57,16 +75,6 @@ class Requests:
             if spoiled:
                 self.runner.scrub(slot, self.scheduler.are_free(pages))
         self.forget(sequence.request)
-
-    def deliver(self, request: Request, delta: Delta) -> Exception | None:
-        """Calls a request's callback; returns the exception if it raised one, and keeps others for `take_raised`."""
-        try:
-            request.deliver(delta)
-        except Exception as error:
-            return error
-        except BaseException as error:
-            self._raised.append(error)
-        return None
 
     def turn(self) -> Iterator[Call]:
         """One turn of the loop; yields each call before its results are read."""
@@ -130,7 +138,7 @@ class Requests:
                 if sequence.order >= 0:
                     self.settle(sequence, last)
                 else:  # it was never in the queue
-                    self.deliver(request, last)
+                    self._deliver(request, last)
         self.forget(request)
         return True
 
@@ -140,7 +148,7 @@ class Requests:
         if (completion := sequence.completion) is not None:
             self._finished[completion.finish_reason] -= 1
             self._finished["error"] += 1
-            self.deliver(request, sequence.fail(text))
+            self._deliver(request, sequence.fail(text))
         for other in request.sequences:
             if other.completion is None:
                 self.settle(other, other.fail(text))
@@ -168,7 +176,7 @@ class Requests:
                 if sequence.completion is None:
                     self._finished["error"] += sequence.order >= 0  # it was counted as submitted once it was queued
                     sequence.slot, sequence.pages = None, []
-                    self.deliver(request, sequence.fail(f"the engine failed: {error!r}"))
+                    self._deliver(request, sequence.fail(f"the engine failed: {error!r}"))
 
     def forget_prefixes(self) -> None:
         """Frees the pages and states of all known prefixes but those that running sequences use."""
@@ -187,11 +195,6 @@ class Requests:
     def end_warmup(self) -> None:
         """Leaves out the programs that are not begun."""
         self._programs.close()
-
-    def take_raised(self) -> BaseException | None:
-        """The exception of a callback that does not end its request, as KeyboardInterrupt; None if there is none."""
-        raised, self._raised = self._raised, []
-        return raised[0] if raised else None
 
     def stats(self) -> Stats:
         """The counts at this moment."""
