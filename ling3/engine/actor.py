@@ -111,12 +111,12 @@ class Actor:
         """What a method of the loop returns; a callback for deltas is in the loop's thread already."""
         if threading.get_ident() == self._thread.ident:
             return self._led.take(method, *args)
-        return self.ask(Actor.do, method, *args)
+        return self.ask(method, *args)
 
     def ask(self, method: Message, *args: Any) -> Any:
-        """What a method of this class returns in the engine's thread; RuntimeError in a callback."""
+        """The same, but a RuntimeError in a callback."""
         answers = queue.SimpleQueue()
-        self.send(answers.put, method, *args)
+        self.send(answers.put, Actor.do, method, *args)
         return _result(answers.get())
 
     async def ask_async(self, method: Message, *args: Any) -> Any:
@@ -128,7 +128,7 @@ class Actor:
             if not answer.done():  # nobody waits any more
                 answer.set_result(outcome)
 
-        self.send(functools.partial(events.call_soon_threadsafe, put), method, *args)
+        self.send(functools.partial(events.call_soon_threadsafe, put), Actor.do, method, *args)
         return _result(await answer)
 
     def turn(self) -> None:

@@ -211,7 +211,7 @@ class Front:
         reader = Reader(requests, functools.partial(put, news.put_nowait))
         leave = self._actor.last_message(Actor.leave, reader)
         try:
-            await self._actor.ask_async(Actor.do, Requests.enqueue, requests, False)
+            await self._actor.ask_async(Requests.enqueue, requests, False)
             while reader.unfinished():
                 if news.empty():
                     self._actor.wait(reader)
@@ -246,11 +246,11 @@ class Front:
         """
         total = self._loop.runner.warmup_size(first_token, also)
         self._check_asks()
-        self._actor.ask(Actor.do, Requests.begin_warmup, first_token, also)
+        self._actor.ask(Requests.begin_warmup, first_token, also)
         end = self._actor.last_message(Actor.do, Requests.end_warmup)
         with progress("compiling", total) as advance:
             try:
-                while self._actor.ask(Actor.do, Requests.compile_next) is not None:
+                while self._actor.ask(Requests.compile_next) is not None:
                     advance(1)
             finally:
                 end()
@@ -275,7 +275,7 @@ class Front:
 
     async def astats(self) -> Stats:
         """`stats` for asyncio."""
-        return await self._actor.ask_async(Actor.do, Requests.stats)
+        return await self._actor.ask_async(Requests.stats)
 
     @property
     def alive(self) -> bool:

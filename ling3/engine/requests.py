@@ -41,9 +41,11 @@ class Requests:
     def settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
         """Frees what a finished sequence held, and hands out its delta."""
         if sequence.completion is not None:
-            for at_end in sequence.request.at_end:
-                delta = None if delta is None else at_end(self, sequence, delta)
+            later = [at_end(self, sequence, delta) for at_end in sequence.request.at_end]
             self._retire(sequence)
+            if any(later):
+                return
+            delta = sequence.last(delta)
         if delta is not None:
             self.hand_out(sequence, delta)
 
