@@ -224,7 +224,7 @@ class Loop(Requests):
             sequence.ahead -= count
         if all(sequence.completion is not None for sequence in call.sequences):
             return
-        results = call.on_host()
+        results: Any = call.on_host()
         for i, sequence in enumerate(call.sequences):
             if sequence.completion is not None:  # before this call, or since the last was read
                 continue

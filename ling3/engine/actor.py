@@ -207,11 +207,16 @@ class Actor:
         reader.waits = False
         for request in reader.requests:
             request.deliver = lambda delta: None
-            if not request.finished:
-                self.do(Requests.abort, request.request_id)
-            for sequence in request.sequences:
-                if sequence.completion is None:  # it was never submitted
-                    sequence.finish("abort")
+
+        def abort(_: Requests) -> None:
+            for request in reader.requests:
+                if not request.finished:
+                    self._led.take(Requests.abort, request.request_id)
+                for sequence in request.sequences:
+                    if sequence.completion is None:  # it was never submitted
+                        sequence.finish("abort")
+
+        self.do(abort)
 
     def _wait(self, reader: Reader, taken: int) -> None:
         reader.waits = reader.sent == taken  # otherwise something is on its way

@@ -130,8 +130,9 @@ class Captured:
         for path, found in whole.items():
             _, layer, site = path.split(".", 2)
             if (name := names.get(f"layers.{{}}.{site}")) is not None:
-                routing = name == "router"
-                fields[name][int(layer)] = Routing(*found, whole[f"layers.{layer}.mlp.scores"]) if routing else found
+                fields[name][int(layer)] = found
+        for layer, (chosen, weights) in fields["router"].items():
+            fields["router"][layer] = Routing(chosen, weights, whole[f"layers.{layer}.mlp.scores"])
         return Captured(tokens, **fields)
 
     def __repr__(self) -> str:

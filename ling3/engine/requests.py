@@ -39,15 +39,16 @@ class Requests:
         self._finished: Counter[str] = Counter()
 
     def settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
-        """Frees what a finished sequence held, and hands out its delta."""
+        """Hands out what is new of a sequence, if anything is, after freeing what it held if it is finished."""
+        if delta is None:
+            return
         if sequence.completion is not None:
             later = [at_end(self, sequence, delta) for at_end in sequence.request.at_end]
             self._retire(sequence)
             if any(later):
                 return
             delta = sequence.last(delta)
-        if delta is not None:
-            self.hand_out(sequence, delta)
+        self.hand_out(sequence, delta)
 
     def hand_out(self, sequence: TokenSequence, delta: Delta) -> None:
         """Delivers a delta. A callback that raises an exception gets no more, and its request ends in `error`."""
