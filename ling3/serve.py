@@ -222,10 +222,15 @@ class Loop(Requests):
         """Takes in the results of a call, waiting for them if need be."""
         for sequence, count in zip(call.sequences, call.ahead, strict=True):
             sequence.ahead -= count
-        for sequence, take in call.taken():
+        if all(sequence.completion is not None for sequence in call.sequences):
+            return
+        results: Any = call.on_host()
+        for i, sequence in enumerate(call.sequences):
+            if sequence.completion is not None:  # before this call, or since the last was read
+                continue
             count = len(sequence.token_ids)
             try:
-                delta = take()
+                delta = call.take(results, i)
             except Exception as error:
                 sequence.decoder = None  # it may be what raised
                 delta = sequence.fail(f"its tokens could not be read: {error!r}")
@@ -328,7 +333,7 @@ class Engine(Front):
         runner = Runner(model, shapes, execution, settings.cache_dtype, programs, filters)
         loop = Loop(runner, settings)
         intake = Intake.of(runner, tokenizer, settings, loop.scheduler.groups[0].first_page, lockstep.leads(wire))
-        Front.__init__(self, settings, tokenizer, intake, loop, wire)
+        Front.__init__(self, intake, loop, wire)
 
     @classmethod
     def from_pretrained(

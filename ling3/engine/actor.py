@@ -5,6 +5,7 @@ for a turn or for deltas, and rests otherwise. Callers wait in their own threads
 would any wait: the turn in the engine's thread is completed all the same.
 """
 
+import asyncio
 import atexit
 import contextlib
 import functools
@@ -16,10 +17,10 @@ from typing import Any
 
 import jax
 
-from ling3.engine import calls
-from ling3.engine.lockstep import AnyLoop
+from ling3.engine.lockstep import Leader, Message
 from ling3.engine.outputs import Delta
 from ling3.engine.request import Request
+from ling3.engine.requests import QueueFull, Requests
 from ling3.runtime.entry_checks import refuse_fork
 
 # A message that says that the device has done what was watched.
@@ -42,19 +43,21 @@ class Reader:
         self.requests = requests
         self.fault: Exception | None = None  # the engine's, once a request has ended in it
         self.waits = False
-        self._put, self._whole, self._sent, self._taken = put, whole, 0, 0
+        self._put, self._whole = put, whole
+        self.sent = self.taken = 0  # items
         self._unfinished = {(i, k) for i, request in enumerate(requests) for k in range(request.params.n)}
         for i, request in enumerate(requests):
-            request.deliver = request.report = functools.partial(self._deliver, i)
+            request.deliver = functools.partial(self._deliver, i)
 
-    @property
     def unfinished(self) -> bool:
-        """True if there are deltas to come."""
+        """True if there are deltas to come; raises the fault in which a request has ended after the last one."""
+        if not self._unfinished and self.fault is not None:
+            raise self.fault
         return bool(self._unfinished)
 
     def take(self, item: Any) -> tuple[int, Delta]:
         """What has come, in the caller's thread; raises it if it is an exception."""
-        self._taken += 1
+        self.taken += 1
         if isinstance(item, BaseException):
             raise item
         i, delta = item
@@ -65,15 +68,8 @@ class Reader:
 
     def send(self, item: Any) -> None:
         """Passes something on to the caller, from the engine's thread."""
-        self.waits, self._sent = False, self._sent + 1
+        self.waits, self.sent = False, self.sent + 1
         self._put(item)
-
-    def leave(self, loop: AnyLoop) -> None:
-        """Ends what is unfinished of the requests with `abort`, in the engine's thread."""
-        self.waits = False
-        for request in self.requests:
-            request.deliver = request.report = lambda delta: None
-            loop.abort(request)
 
     def _deliver(self, i: int, delta: Delta) -> None:
         if delta.finish_reason is not None or not self._whole:
@@ -83,16 +79,15 @@ class Reader:
 class Actor:
     """The thread that moves a loop, for as long as the loop's `owner` exists.
 
-    It takes messages also while it waits for the device, unless they are to come `between_turns` alone.
+    It takes messages also while it waits for the device, unless other processes follow the loop: between turns alone.
 
     A message is (where the answer goes or None, a method of this class, its arguments). Messages and the thread hold no
     reference to the actor, so that the owner's memory is free as soon as the owner is dropped. Callers wait in
     `SimpleQueue.get`: Ctrl-C amid the Python code of a Future or a Condition could leave its lock held.
     """
 
-    def __init__(self, loop: AnyLoop, owner: object, between_turns: bool = False):
-        self._between_turns = between_turns
-        self._loop, self._inbox = loop, queue.SimpleQueue()
+    def __init__(self, loop: Requests, leader: Leader | None, owner: object):
+        self._loop, self._leader, self._inbox = loop, leader, queue.SimpleQueue()
         self._watched = queue.SimpleQueue()
         self._readers: set[Reader] = set()  # who wait
         self._turns: list[Callable[[Any], object]] = []  # where the ends of turns are awaited
@@ -112,45 +107,51 @@ class Actor:
         """True while the thread runs."""
         return self._thread.is_alive()
 
-    def call(self, method: Callable[[AnyLoop], Any]) -> Any:
-        """What a function of the loop returns; a callback for deltas is in the loop's thread already."""
+    def call(self, method: Message, *args: Any) -> Any:
+        """What a method of the loop returns; a callback for deltas is in the loop's thread already."""
         if threading.get_ident() == self._thread.ident:
-            return method(self._loop)
-        return self.ask(method)
+            return self._led.take(method, *args)
+        return self.ask(method, *args)
 
-    def ask(self, method: Callable[[AnyLoop], Any]) -> Any:
+    def ask(self, method: Message, *args: Any) -> Any:
         """The same, but a RuntimeError in a callback."""
         answers = queue.SimpleQueue()
-        self.send(answers.put, method)
-        return result(answers.get())
+        self.send(answers.put, Actor.do, method, *args)
+        return _result(answers.get())
 
-    def send(self, reply: Callable[[Any], object] | None, method: Callable[[AnyLoop], Any]) -> None:
-        """Has a function of the loop called; `reply` gets what `result` takes, in the engine's thread."""
-        self._check()
-        self._inbox.put((reply, Actor._on_loop, (method,)))
+    async def ask_async(self, method: Message, *args: Any) -> Any:
+        """`ask` for asyncio."""
+        events = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = events.create_future()
+
+        def put(outcome: Any) -> None:
+            if not answer.done():  # nobody waits any more
+                answer.set_result(outcome)
+
+        self.send(functools.partial(events.call_soon_threadsafe, put), Actor.do, method, *args)
+        return _result(await answer)
 
     def turn(self) -> None:
         """Waits for one turn of the loop."""
-        self._check()
         answers = queue.SimpleQueue()
-        self._inbox.put((None, Actor._wait_turn, (answers.put,)))
-        result(answers.get())
+        self.send(None, Actor._wait_turn, answers.put)
+        _result(answers.get())
 
     def wait(self, reader: Reader) -> None:
         """Has the loop turn until there is something for the reader. Raises the fault in which a request has ended."""
         if reader.fault is not None:
             raise reader.fault
-        self._check()
-        self._inbox.put((None, Actor._wait, (reader, reader._taken)))
+        self.send(None, Actor._wait, reader, reader.taken)
 
-    def last_message(self, method: Callable[[AnyLoop], Any]) -> Callable[[], None]:
-        """A function that has a function of the loop called; it does not wait, and Ctrl-C cannot interrupt it.
+    def last_message(self, method: Message, *args: Any) -> Callable[[], None]:
+        """A function that has a method of this class called; it does not wait, and Ctrl-C cannot interrupt it.
 
         It is a single call into C, so a `finally` may call it in any thread, also for the garbage collector.
         """
-        return functools.partial(self._inbox.put, (None, Actor._on_loop, (method,)))
+        return functools.partial(self._inbox.put, (None, method, args))
 
-    def _check(self) -> None:
+    def send(self, reply: Callable[[Any], object] | None, method: Message, *args: Any) -> None:
+        """Has a method of this class called; `reply` gets what `_result` takes, in the engine's thread."""
         refuse_fork()
         if threading.get_ident() == self._thread.ident:
             raise RuntimeError(
@@ -160,17 +161,20 @@ class Actor:
             if threading.current_thread() is not threading.main_thread():
                 raise SystemExit  # ends a daemon thread without a traceback
             raise RuntimeError("the interpreter is exiting, and the engine has ended")
+        self._inbox.put((reply, method, args))
 
     # Messages, in the engine's thread
 
-    def handle(self, reply: Callable[[Any], object] | None, method: Callable[..., Any], args: Sequence[Any]) -> None:
+    @property
+    def _led(self) -> Requests | Leader:
+        return self._leader or self._loop
+
+    def handle(self, reply: Callable[[Any], object] | None, method: Message, args: Sequence[Any]) -> None:
         """Does what a message says, and answers it."""
         try:
             outcome = method(self, *args), None
         except BaseException as error:
             outcome = None, error
-            if reply is None and isinstance(error, Exception):
-                self._loop.fail(error)
         if reply is not None:
             with contextlib.suppress(RuntimeError):  # an event loop that is closed
                 reply(outcome)
@@ -182,14 +186,40 @@ class Actor:
             self._scheduled = True
             self._inbox.put((None, Actor._turn, ()))
 
-    def _on_loop(self, method: Callable[[AnyLoop], Any]) -> Any:
-        answer = method(self._loop)
-        if (raised := self._loop.take_raised()) is not None:
+    def do(self, method: Message, *args: Any) -> Any:
+        """Calls a method of the loop; a fault in it ends every request."""
+        try:
+            answer = self._led.take(method, *args)
+        except QueueFull:
+            raise
+        except Exception as error:
+            raise self._led.fail(error) from None
+        if (raised := self._raised()) is not None:
             raise raised
         return answer
 
+    def _raised(self) -> BaseException | None:
+        raised, self._loop.raised = self._loop.raised, None
+        return raised
+
+    def leave(self, reader: Reader) -> None:
+        """Ends what is unfinished of a reader's requests with `abort`, and tells it no more."""
+        reader.waits = False
+        for request in reader.requests:
+            request.deliver = lambda delta: None
+
+        def abort(_: Requests) -> None:
+            for request in reader.requests:
+                if not request.finished:
+                    self._led.take(Requests.abort, request.request_id)
+                for sequence in request.sequences:
+                    if sequence.completion is None:  # it was never submitted
+                        sequence.finish("abort")
+
+        self.do(abort)
+
     def _wait(self, reader: Reader, taken: int) -> None:
-        reader.waits = reader._sent == taken  # otherwise something is on its way
+        reader.waits = reader.sent == taken  # otherwise something is on its way
         self._readers.add(reader)
 
     def _wait_turn(self, reply: Callable[[Any], object]) -> None:
@@ -199,11 +229,11 @@ class Actor:
         turns, self._turns, readers = self._turns, [], [reader for reader in self._readers if reader.waits]
         fault = raised = None
         try:
-            for call in self._loop.turn():
-                self._await(calls.leaves(call))
+            for call in self._led.turn():
+                self._await(jax.tree.leaves(call.results))
         except Exception as error:
-            fault = self._loop.fail(error)
-        raised = self._loop.take_raised()
+            fault = self._led.fail(error)
+        raised = self._raised()
         self._scheduled = False
         for reply in turns:
             reply((None, fault or raised))
@@ -215,7 +245,7 @@ class Actor:
     def _await(self, results: Sequence[Any]) -> None:
         """Waits for the results of a call, and takes messages meanwhile."""
         first = results[0]
-        if not (self._between_turns or first.is_ready()):
+        if self._leader is None and not first.is_ready():
             self._watched.put(first)
             ends = False
             while (message := self._inbox.get()) is not READY:
@@ -228,7 +258,7 @@ class Actor:
         jax.block_until_ready(results)
 
 
-def result(outcome: tuple[Any, BaseException | None]) -> Any:
+def _result(outcome: tuple[Any, BaseException | None]) -> Any:
     """The answer to a message; raises what its method raised."""
     answer, error = outcome
     if error is None:

@@ -4,8 +4,6 @@ The loop calls the functions of `Request.at_end`, and knows no more of them.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +17,30 @@ from ling3.engine.sampling_params import MAX_COMPLETIONS, SamplingParams
 from ling3.text.detokenizer import StopStrings
 
 
-def keep_snapshot(loop: Requests, sequence: TokenSequence, delta: Delta) -> Delta:
-    """The last delta with a snapshot of the sequence; in `error` if it is not finite, or there is no memory for it."""
-    if delta.finish_reason not in ("stop", "length"):
-        return delta
+def keep_snapshot(loop: Requests, sequence: TokenSequence, delta: Delta) -> bool:
+    """Keeps a snapshot of the sequence; ends it in `error` if that is not finite, or there is no memory for it."""
+    if not _ended_by_itself(sequence):
+        return False
     loop.scheduler.group_of(sequence).free_behind(sequence)
     try:
         snapshot = loop.runner.keep(sequence)
     except Exception as error:
-        return _failed(sequence, delta, f"what it remembers could not be copied: {error!r}")
-    if not all(map(_is_finite, jax.tree.leaves((snapshot.states, snapshot.pages)))):
-        return _failed(sequence, delta, NOT_FINITE)
-    sequence.amend(snapshot=snapshot)
-    return dataclasses.replace(delta, output=sequence.request.output())
+        sequence.fail(f"what it remembers could not be copied: {error!r}")
+        return False
+    if all(map(_is_finite, jax.tree.leaves((snapshot.states, snapshot.pages)))):
+        sequence.amend(snapshot=snapshot)
+    else:
+        sequence.fail(NOT_FINITE)
+    return False
 
 
-def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> Delta | None:
+def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> bool:
     """Has prompt and answer computed again by a second request, which captures; that one hands out the last delta.
 
     It has the sequence's place in the queue. What ends it otherwise ends the answer too.
     """
-    if delta.finish_reason not in ("stop", "length"):
-        return delta
+    if not _ended_by_itself(sequence):
+        return False
     request = sequence.request
     number = -1 - request.request_id * MAX_COMPLETIONS - sequence.index  # no request of a caller's has it
     params = SamplingParams(max_tokens=0, capture=sequence.params.capture)
@@ -50,7 +50,7 @@ def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> Del
     watched.watch()
     follower.sequences.append(watched)
 
-    def hand_over(receiver: Callable[[], Callable[[Delta], None]], last: Delta) -> None:
+    def hand_over(last: Delta) -> None:
         found = watched.completion
         if last.finish_reason is None or found is None:
             return
@@ -62,20 +62,16 @@ def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> Del
         if found.finish_reason != "length":
             sequence.amend(finish_reason=found.finish_reason, stop_reason=None, error=found.error)
         loop.forget(request)
-        reason = sequence.completion.finish_reason
-        receiver()(dataclasses.replace(delta, finish_reason=reason, output=request.output()))
+        loop.hand_out(sequence, sequence.last(delta))
 
-    follower.deliver = functools.partial(hand_over, lambda: request.deliver)
-    follower.report = functools.partial(hand_over, lambda: request.report)
+    follower.deliver = hand_over
     request.followers.append(follower)
     loop.queue(follower)
-    return None
+    return True
 
 
-def _failed(sequence: TokenSequence, delta: Delta, error: str) -> Delta:
-    """The last delta in `error`, with the text and the tokens of the one that was to be it."""
-    sequence.fail(error)
-    return dataclasses.replace(delta, finish_reason="error", output=sequence.request.output())
+def _ended_by_itself(sequence: TokenSequence) -> bool:
+    return sequence.completion is not None and sequence.completion.finish_reason in ("stop", "length")
 
 
 def _is_finite(x: Shaped[np.ndarray, "..."]) -> bool:

@@ -1,9 +1,7 @@
 """Calls in flight, and the results of each for its sequences."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -12,9 +10,6 @@ from ling3.engine.forward import Extension
 from ling3.engine.outputs import Delta, Logprob
 from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import Choice
-
-Taken = tuple[TokenSequence, Callable[[], Delta | None]]
-"""A sequence, and a function that adds a call's results to it and returns its delta, if anything is new."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +28,12 @@ class Extended:
         """The tokens that each sequence can get: none."""
         return [0] * len(self.sequences)
 
-    def taken(self) -> Iterator[Taken]:
-        """Each unfinished sequence with a function that adds the results to it; waits for the device."""
-        scores = None if self.results.scores is None else _on_host(self.results.scores)
-        for i, sequence in enumerate(self.sequences):
-            if sequence.completion is None:
-                yield sequence, functools.partial(self._take, i, scores)
+    def on_host(self) -> Choice | None:
+        """The scores of the prompts' tokens, if any are wanted; waits for the device."""
+        return None if self.results.scores is None else _on_host(self.results.scores)
 
-    def _take(self, i: int, scores: Choice | None) -> Delta | None:
+    def take(self, scores: Choice | None, i: int) -> Delta | None:
+        """Adds what the call has for a sequence, with the `scores` of `on_host`; its delta, if anything is new."""
         sequence, row, length = self.sequences[i], self.rows[i], self.lengths[i]
         if scores is not None:
             done = len(sequence.request.prompt_logprobs)
@@ -64,18 +57,15 @@ class Decoded:
     rows: Sequence[int]
     ahead: Sequence[int]
 
-    def taken(self) -> Iterator[Taken]:
-        """Each unfinished sequence with a function that adds the results to it; waits for the device."""
-        if all(sequence.completion is not None for sequence in self.sequences):
-            return
-        choice = _on_host(self.results, any(sequence.params.logprobs for sequence in self.sequences))
-        for row, sequence in zip(self.rows, self.sequences, strict=True):
-            if sequence.completion is None:  # which may change while these are taken
-                tokens = choice.token[row].tolist()
-                yield (
-                    sequence,
-                    functools.partial(sequence.take, tokens, _logprobs(tokens, choice, row, sequence.params.logprobs)),
-                )
+    def on_host(self) -> Choice:
+        """The tokens of all rows; waits for the device."""
+        return _on_host(self.results, any(sequence.params.logprobs for sequence in self.sequences))
+
+    def take(self, choice: Choice, i: int) -> Delta | None:
+        """Adds what the call has for a sequence, with the `choice` of `on_host`; its delta, if anything is new."""
+        sequence, row = self.sequences[i], self.rows[i]
+        tokens = choice.token[row].tolist()
+        return sequence.take(tokens, _logprobs(tokens, choice, row, sequence.params.logprobs))
 
 
 def _on_host(choice: Choice, reported: bool = True) -> Choice:
@@ -96,8 +86,3 @@ def _logprobs(tokens: Sequence[int], choice: Choice, row: int, wanted: int | Non
 
 
 Call = Extended | Decoded
-
-
-def leaves(call: Call) -> list[Any]:
-    """The arrays that the device computes."""
-    return jax.tree.leaves(call.results)

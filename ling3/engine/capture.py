@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int32
 
@@ -122,14 +123,14 @@ class Captured:
 
     @staticmethod
     def joined(tokens: int, chunks: Sequence[Mapping[str, Any]]) -> "Captured":
-        """That of `tokens` tokens whose chunks, in order, have these arrays by path."""
-        whole = {path: _joined([chunk[path] for chunk in chunks]) for path in chunks[0]}
+        """Joins the arrays, by path, of the chunks of `tokens` tokens, in order."""
+        whole = jax.tree.map(lambda *parts: np.concatenate(parts), *chunks)
         fields: dict[str, dict[int, Any]] = {name: {} for name in PATHS}
-        for path, array in whole.items():
-            layer, _, rest = path.removeprefix("layers.").partition(".")
-            for name, pattern in PATHS.items():
-                if rest == pattern.removeprefix("layers.{}."):
-                    fields[name][int(layer)] = array
+        names = {pattern: name for name, pattern in PATHS.items()}
+        for path, found in whole.items():
+            _, layer, site = path.split(".", 2)
+            if (name := names.get(f"layers.{{}}.{site}")) is not None:
+                fields[name][int(layer)] = found
         for layer, (chosen, weights) in fields["router"].items():
             fields["router"][layer] = Routing(chosen, weights, whole[f"layers.{layer}.mlp.scores"])
         return Captured(tokens, **fields)
@@ -137,9 +138,3 @@ class Captured:
     def __repr__(self) -> str:
         held = [f"{name} of layers {', '.join(map(str, own))}" for name in PATHS if (own := getattr(self, name))]
         return f"<Captured: {self.tokens} tokens, {'; '.join(held)}>"
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    if isinstance(parts[0], tuple):
-        return tuple(_joined(own) for own in zip(*parts, strict=True))
-    return np.concatenate(parts)

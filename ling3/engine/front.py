@@ -16,10 +16,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 
 from ling3.engine import lockstep
-from ling3.engine.actor import Actor, Reader, result
+from ling3.engine.actor import Actor, Reader
 from ling3.engine.intake import Intake, Truncate, listed
 from ling3.engine.outputs import Delta, RequestOutput, Stats
-from ling3.engine.request import Request, TokenSequence
+from ling3.engine.request import Request
 from ling3.engine.requests import Requests
 from ling3.engine.runner import Extra
 from ling3.engine.sampling_params import SamplingParams
@@ -28,7 +28,6 @@ from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.processes import Wire
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown
-from ling3.text.tokenizer import Tokenizer
 
 SHORT = 4096
 """Tokens or characters up to which checking prompts takes less than handing them to another thread and back."""
@@ -38,20 +37,9 @@ SHORT = 4096
 class Server(Protocol):
     """An engine, or a fleet of engines: answers many prompts."""
 
-    @property
-    def settings(self) -> EngineSettings:
-        """The settings it runs with, every None replaced by its number."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens of a request."""
-        ...
-
-    @property
-    def device_kind(self) -> str:
-        """The kind of device it runs on, as JAX names it."""
-        ...
+    settings: EngineSettings
+    max_model_len: int
+    device_kind: str
 
     def warmup(self, first_token: bool = False) -> None:
         """Compiles all programs, or those that a first token needs."""
@@ -67,36 +55,27 @@ class Server(Protocol):
         """The deltas of the answers as they come, each with the index of its prompt."""
         ...
 
-    def stats(self) -> Stats:
-        """The counts at this moment."""
-        ...
-
 
 class Front:
     """An engine's methods, over a loop that a thread of the engine's runs. `ling3.Engine` says what they promise."""
 
-    def __init__(
-        self, settings: EngineSettings, tokenizer: Tokenizer | None, intake: Intake, loop: Requests, wire: Wire | None
-    ):
-        assert settings.max_model_len is not None, "settled"
-        self.settings, self.tokenizer, self.max_model_len = settings, tokenizer, settings.max_model_len
+    def __init__(self, intake: Intake, loop: Requests, wire: Wire | None = None):
+        self.settings, self.tokenizer, self.max_model_len = intake.settings, intake.tokenizer, intake.room
         self.device_kind = jax.devices()[0].device_kind
-        self._intake, self._loop, self._wire, self._leads = intake, loop, wire, lockstep.leads(wire)
-        led = loop
-        if wire is not None and self._leads:
-            led = lockstep.Leader(loop, wire)
-            weakref.finalize(self, led.close).atexit = False
-            atexit.register(led.close)  # before JAX's own end, which waits for the others
-        self._actor = Actor(led, owner=self, between_turns=wire is not None)
+        self._intake, self._loop, self._wire = intake, loop, wire
+        leader = None
+        if wire is not None and intake.leads:
+            leader = lockstep.Leader(loop, wire)
+            weakref.finalize(self, leader.close).atexit = False
+            atexit.register(leader.close)  # before JAX's own end, which waits for the others
+        self._actor = Actor(loop, leader, owner=self)
         self._ids = itertools.count()
-        self._outbox: deque[Delta] = deque()
 
     def check(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None, name: str = "prompt"
     ) -> None:
         """Raises ValueError where `submit` would, calling the prompt by its `name`; nothing is queued."""
-        refuse_fork()
-        self._check_leads()
+        self._check_asks()
         self._intake.check(prompt, params, truncate, name)
 
     def left(self, tokens: int) -> int:
@@ -119,11 +98,10 @@ class Front:
         Raises QueueFull, and ValueError for what can never be answered.
         """
         (request,) = self._requests([prompt], params, truncate, "prompt")
-        request.report = self._outbox.append
-        request.deliver = request.report if on_delta is None else on_delta
-        withdraw = self._actor.last_message(lambda loop: loop.abort(request))
+        request.deliver = self._loop.outbox.append if on_delta is None else on_delta
+        withdraw = self._actor.last_message(Actor.do, Requests.abort, request.request_id)
         try:
-            self._actor.call(lambda loop: loop.enqueue(request))
+            self._actor.call(Requests.enqueue, [request], False)
         except BaseException:
             withdraw()
             raise
@@ -159,7 +137,7 @@ class Front:
                             on_delta(delta)
                         except Exception as error:
                             failed.add(i)
-                            self._give_up(requests[i].sequences[delta.index], error)
+                            self._actor.call(Requests.give_up, requests[i].sequences[delta.index], error)
                 finally:
                     deltas.close()
             except KeyboardInterrupt:
@@ -173,9 +151,8 @@ class Front:
     ) -> Iterator[Delta]:
         """A request's deltas as they come; leaving the iterator aborts it. Checked and queued when this is called."""
         (request,) = self._requests([prompt], params, truncate, "prompt")
-        deltas = self._deltas([request], (), queued=True)
+        deltas = self._deltas([request], None)
         next(deltas)  # a generator that was never begun would not notice that it is dropped
-        self._actor.call(lambda loop: loop.enqueue(request))
         return (delta for _, delta in deltas)
 
     def stream_all(
@@ -222,7 +199,7 @@ class Front:
         Errors call a prompt by its `name`, formatted with its index. Raises QueueFull, and aborts all of the requests,
         if there is no room in the queue for one of them.
         """
-        events, news = asyncio.get_running_loop(), asyncio.Queue()
+        put, news = asyncio.get_running_loop().call_soon_threadsafe, asyncio.Queue()
         prompts, each = list(prompts), params if isinstance(params, Sequence) else (params,)
         asked = (prompts, params, truncate, name)
         slow = any(isinstance(one, SamplingParams) and one.structured is not None for one in each)  # up to seconds
@@ -231,33 +208,25 @@ class Front:
         else:
             requests = self._requests(*asked)
 
-        def enqueue(loop: lockstep.AnyLoop) -> None:
-            for request in requests:  # after QueueFull, those that were queued before are left
-                loop.enqueue(request)
-
-        put = functools.partial(events.call_soon_threadsafe, news.put_nowait)
-        reader = Reader(requests, put)
-        leave = self._actor.last_message(reader.leave)
+        reader = Reader(requests, functools.partial(put, news.put_nowait))
+        leave = self._actor.last_message(Actor.leave, reader)
         try:
-            self._actor.send(put, enqueue)
-            result(await news.get())
-            while reader.unfinished:
+            await self._actor.ask_async(Requests.enqueue, requests, False)
+            while reader.unfinished():
                 if news.empty():
                     self._actor.wait(reader)
                 yield reader.take(await news.get())
-            if reader.fault is not None:
-                raise reader.fault
         finally:
             leave()
 
     def abort(self, request_id: int) -> bool:
         """Ends a request with `abort`, wherever it is; False if there is none of this id (any more)."""
-        return self._actor.call(lambda loop: loop.abort_id(request_id))
+        return self._actor.call(Requests.abort, request_id)
 
     @property
     def has_work(self) -> bool:
         """True if there is queued or running work, or `step` has anything to return."""
-        return self._actor.call(lambda loop: loop.has_work) or bool(self._outbox)
+        return self._actor.call(lambda loop: loop.has_work) or bool(self._loop.outbox)
 
     def step(self) -> list[Delta]:
         """One turn of the loop; returns the deltas of submitted requests that are new since the last step."""
@@ -265,7 +234,7 @@ class Front:
         deltas = []
         with contextlib.suppress(IndexError):
             while True:
-                deltas.append(self._outbox.popleft())
+                deltas.append(self._loop.outbox.popleft())
         return deltas
 
     def warmup(self, first_token: bool = False, *, also: Sequence[Extra] = ()) -> None:
@@ -276,19 +245,19 @@ class Front:
         else with the first such request.
         """
         total = self._loop.runner.warmup_size(first_token, also)
-        self._check_leads()
-        self._actor.call(lambda loop: loop.begin_warmup(first_token, also))
-        end = self._actor.last_message(lambda loop: loop.end_warmup())
+        self._check_asks()
+        self._actor.ask(Requests.begin_warmup, first_token, also)
+        end = self._actor.last_message(Actor.do, Requests.end_warmup)
         with progress("compiling", total) as advance:
             try:
-                while self._actor.ask(lambda loop: loop.compile_next()) is not None:
+                while self._actor.ask(Requests.compile_next) is not None:
                     advance(1)
             finally:
                 end()
 
     def forget_prefixes(self) -> None:
         """Frees all known prefixes but those in use: later prompts are computed anew, with the same bits."""
-        self._actor.call(lambda loop: loop.forget_prefixes())
+        self._actor.call(Requests.forget_prefixes)
 
     def follow(self) -> None:
         """This process's part in what the first one has this engine do, until that one's engine ends.
@@ -296,25 +265,17 @@ class Front:
         For a model over the devices of several processes: all make the same engine, and all but the first then follow.
         Raises RuntimeError in the first process, and whatever fails here.
         """
-        if self._wire is None or self._leads:
+        if self._wire is None or self._intake.leads:
             raise RuntimeError("only an engine over several processes is followed, by all of them but the first")
         lockstep.follow(self._loop, self._intake, self._wire)
 
     def stats(self) -> Stats:
         """The counts at this moment."""
-        return self._actor.call(lambda loop: loop.stats())
+        return self._actor.call(Requests.stats)
 
     async def astats(self) -> Stats:
         """`stats` for asyncio."""
-        events = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = events.create_future()
-
-        def put(outcome: Any) -> None:
-            if not answer.done():  # nobody waits any more
-                answer.set_result(outcome)
-
-        self._actor.send(functools.partial(events.call_soon_threadsafe, put), lambda loop: loop.stats())
-        return result(await answer)
+        return await self._actor.ask_async(Requests.stats)
 
     @property
     def alive(self) -> bool:
@@ -340,15 +301,14 @@ class Front:
             f"{scheduler.waiting} waiting, {scheduler.pages - scheduler.free_pages} of {scheduler.pages} pages in use>"
         )
 
-    def _check_leads(self) -> None:
-        if not self._leads:
+    def _check_asks(self) -> None:
+        """RuntimeError in a process that cannot ask the engine."""
+        refuse_fork()
+        if not self._intake.leads:
             raise RuntimeError(
                 f"this is process {jax.process_index()} of {jax.process_count()}, and the first one asks the engine: "
                 "call engine.follow() here"
             )
-
-    def _give_up(self, sequence: TokenSequence, error: Exception) -> None:
-        self._actor.call(lambda loop: loop.give_up(sequence, error))
 
     def _requests(
         self,
@@ -358,30 +318,31 @@ class Front:
         name: str = "prompt {}",
     ) -> list[Request]:
         """The checked requests, not yet in the queue."""
-        refuse_fork()
-        self._check_leads()
+        self._check_asks()
         return self._intake.requests(self._ids, prompts, params, truncate, name)
 
     def _deltas(
-        self, requests: Sequence[Request], times: Iterable[float], *, whole: bool = False, queued: bool = False
+        self, requests: Sequence[Request], times: Iterable[float] | None, *, whole: bool = False
     ) -> Generator[Any, None, None]:
         """The deltas of requests with their indices, with `whole` only the last of each sequence.
 
-        Submits the requests at `times`, unless the caller does: with `queued`, after a first item that is None.
+        Submits the requests at `times`. With None it does so at once, where there is room for them, and first yields
+        None.
         """
         actor, news = self._actor, queue.SimpleQueue()
-        reader = Reader(requests, news.put, whole)
-        leave, coming = actor.last_message(reader.leave), deque(zip(times, requests, strict=False))
+        reader, coming = Reader(requests, news.put, whole), deque(zip(times or (), requests, strict=False))
+        leave = actor.last_message(Actor.leave, reader)
         try:
-            if queued:
+            if times is None:
+                actor.call(Requests.enqueue, requests, False)
                 yield None
             begin = time.perf_counter()
-            while reader.unfinished:
+            while reader.unfinished():
                 now, due = time.perf_counter() - begin, []
                 while coming and coming[0][0] <= now:
                     due.append(coming.popleft()[1])
                 if due:
-                    actor.send(None, lambda loop, due=due: loop.enqueue_all(due))
+                    actor.send(None, Actor.do, Requests.enqueue, due, True)
                 try:
                     item = news.get_nowait()
                 except queue.Empty:
@@ -391,7 +352,5 @@ class Front:
                     except queue.Empty:
                         continue
                 yield reader.take(item)
-            if reader.fault is not None:
-                raise reader.fault
         finally:
             leave()

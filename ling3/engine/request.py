@@ -35,8 +35,6 @@ class Request:
     params: SamplingParams
     deliver: Callable[[Delta], None] = lambda delta: None
     """Where its deltas go."""
-    report: Callable[[Delta], None] = lambda delta: None
-    """Where its last ones go once `deliver` has raised."""
     origin: Any = None
     """The engine's, where snapshots are kept."""
     fault: Exception | None = None
@@ -46,9 +44,9 @@ class Request:
     """Its params', ready for the model."""
     want: tuple[str, ...] = ()
     """The recorder's paths of what its params capture."""
-    at_end: list[Callable[[Any, "TokenSequence", Delta], Delta | None]] = dataclasses.field(default_factory=list)
-    """Called with the loop when a sequence ends, before its memory is freed. Each returns the last delta, or None if
-    that is to come later."""
+    at_end: list[Callable[[Any, "TokenSequence", Delta], bool]] = dataclasses.field(default_factory=list)
+    """Called with the loop when a sequence ends, before its memory is freed. Each may change the completion, and
+    returns True if it hands out the last delta, later."""
     followers: list["Request"] = dataclasses.field(default_factory=list)
     """Requests that must end before its last delta is handed out."""
     prompt_logprobs: list[Logprob | None] = dataclasses.field(default_factory=lambda: [None])
@@ -289,6 +287,11 @@ class TokenSequence:
         """Changes fields of its completion."""
         assert self.completion is not None, "amended at its end"
         self.completion = dataclasses.replace(self.completion, **changes)
+
+    def last(self, delta: Delta) -> Delta:
+        """Its last delta, with its completion as that is now."""
+        assert self.completion is not None, "finished"
+        return dataclasses.replace(delta, finish_reason=self.completion.finish_reason, output=self.request.output())
 
     def fail(self, error: str) -> Delta:
         """Ends it in `error`, even if it was finished otherwise; returns the last delta."""

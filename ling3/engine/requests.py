@@ -2,7 +2,8 @@
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 from ling3.engine.calls import Call
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
@@ -26,23 +27,44 @@ class Requests:
     def __init__(self, runner: Runner, settings: EngineSettings):
         self.runner, self.settings = runner, settings
         self.scheduler = _scheduler(runner.shapes)
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}  # the unfinished ones, by their ids
         self.in_flight: list[Call] = []
         self.counts: Counter[str] = Counter()
         self._backlog: deque[Request] = deque()
-        self._raised: list[BaseException] = []
+        self.outbox: deque[Delta] = deque()  # the deltas of requests without a callback
+        self.raised: BaseException | None = None  # what does not end a request, as KeyboardInterrupt, from a callback
+        self.on_raise: Callable[[TokenSequence, Exception], Any] | None = None  # in place of `give_up`
         self._programs: Generator[str, None, None] = (name for name in ())
         self._order = itertools.count()
         self._finished: Counter[str] = Counter()
 
     def settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
-        """Frees what a finished sequence held, and hands out its delta."""
+        """Hands out what is new of a sequence, if anything is, after freeing what it held if it is finished."""
+        if delta is None:
+            return
         if sequence.completion is not None:
-            for at_end in sequence.request.at_end:
-                delta = None if delta is None else at_end(self, sequence, delta)
+            later = [at_end(self, sequence, delta) for at_end in sequence.request.at_end]
             self._retire(sequence)
-        if delta is not None and (error := self.deliver(sequence.request, delta)) is not None:
-            self.give_up(sequence, error)
+            if any(later):
+                return
+            delta = sequence.last(delta)
+        self.hand_out(sequence, delta)
+
+    def hand_out(self, sequence: TokenSequence, delta: Delta) -> None:
+        """Delivers a delta. A callback that raises an exception gets no more, and its request ends in `error`."""
+        if (error := self._deliver(sequence.request, delta)) is not None:
+            sequence.request.deliver = self.outbox.append
+            (self.on_raise or self.give_up)(sequence, error)
+
+    def _deliver(self, request: Request, delta: Delta) -> Exception | None:
+        """Calls a request's callback; returns the exception if it raises one, and keeps others in `raised`."""
+        try:
+            request.deliver(delta)
+        except Exception as error:
+            return error
+        except BaseException as error:
+            self.raised = self.raised or error
+        return None
 
     def _retire(self, sequence: TokenSequence) -> None:
         """Frees the slot, the pages and the place in the queue of a finished sequence."""
@@ -57,37 +79,40 @@ class Requests:
                 self.runner.scrub(slot, self.scheduler.are_free(pages))
         self.forget(sequence.request)
 
-    def deliver(self, request: Request, delta: Delta) -> Exception | None:
-        """Calls a request's callback; returns the exception if it raised one, and keeps others for `take_raised`."""
-        try:
-            request.deliver(delta)
-        except Exception as error:
-            return error
-        except BaseException as error:
-            self._raised.append(error)
-        return None
-
     def turn(self) -> Iterator[Call]:
         """One turn of the loop; yields each call before its results are read."""
         raise NotImplementedError
 
     @property
     def has_work(self) -> bool:
-        """True if there is queued or running work, or a call whose results are still to be read."""
-        return bool(self.requests or self.in_flight or self._backlog)
+        """True if a request is unfinished, or a call's results are still to be read."""
+        return bool(self.requests or self.in_flight)
 
-    def has_room(self, request: Request) -> bool:
-        """True if the queue has room for a request."""
-        return self.scheduler.waiting + request.params.n <= self.settings.max_queue
+    def take(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Calls a method of this class, or another function of a loop."""
+        return method(self, *args)
 
-    def enqueue(self, request: Request) -> None:
-        """Puts a request's sequences in the queue; raises QueueFull if there is no room."""
-        if not self.has_room(request):
-            raise QueueFull(
-                f"{self.scheduler.waiting} requests are waiting and max_queue is {self.settings.max_queue}: step until "
-                "some have finished, or give the engine a larger max_queue"
-            )
-        self.queue(request)
+    def enqueue(self, requests: Sequence[Request], waits: bool) -> None:
+        """Puts requests in the queue in their order. One for which there is no room `waits` for it, or QueueFull."""
+        if waits:
+            self.requests |= {request.request_id: request for request in requests}
+            self._backlog.extend(requests)
+            self.refill()
+            return
+        for request in requests:
+            if not self._has_room(request):
+                raise QueueFull(
+                    f"{self.scheduler.waiting} requests are waiting and max_queue is {self.settings.max_queue}: step "
+                    "until some have finished, or give the engine a larger max_queue"
+                )
+            self.queue(request)
+
+    def refill(self) -> None:
+        """Moves requests from the backlog into the queue while there is room."""
+        while self._backlog and (self._backlog[0].finished or self._has_room(self._backlog[0])):
+            request = self._backlog.popleft()
+            if not request.finished:  # its reader has not left
+                self.queue(request)
 
     def queue(self, request: Request) -> None:
         """Puts a request's sequences in the queue, also beyond its bound; each goes to its place if it has one."""
@@ -98,47 +123,35 @@ class Requests:
             sequence.submitted()
             self.scheduler.enqueue(sequence)
 
-    def enqueue_all(self, requests: Iterable[Request]) -> None:
-        """Puts requests in the queue in their order, each as soon as there is room for it."""
-        self._backlog.extend(requests)
-        self.refill()
-
-    def refill(self) -> None:
-        """Moves requests from the backlog into the queue while there is room."""
-        while self._backlog and (self._backlog[0].finished or self.has_room(self._backlog[0])):
-            request = self._backlog.popleft()
-            if not request.finished:  # its reader has not left
-                self.enqueue(request)
+    def _has_room(self, request: Request) -> bool:
+        return self.scheduler.waiting + request.params.n <= self.settings.max_queue
 
     def forget(self, request: Request) -> None:
         """Forgets a request if it is finished, and all that follows from it."""
         if request.finished:
             self.requests.pop(request.request_id, None)
 
-    def abort(self, request: Request) -> bool:
-        """Ends what is unfinished of a request with `abort`; True if anything was."""
-        aborted = False
-        for each in (request, *request.followers):
-            for sequence in each.sequences:
-                if sequence.completion is None:
-                    aborted, last = True, sequence.finish("abort")
-                    if each.request_id in self.requests:  # otherwise it was never in the queue
-                        self.settle(sequence, last)
-        return aborted
-
-    def abort_id(self, request_id: int) -> bool:
-        """Aborts the request of an id; False if there is none (any more)."""
-        request = self.requests.get(request_id)
-        return request is not None and self.abort(request)
+    def abort(self, request_id: int) -> bool:
+        """Ends what is unfinished of a request with `abort`; False if there is none of this id (any more)."""
+        if (request := self.requests.get(request_id)) is None:
+            return False
+        for sequence in [own for each in (request, *request.followers) for own in each.sequences]:
+            if sequence.completion is None:
+                last = sequence.finish("abort")
+                if sequence.order >= 0:
+                    self.settle(sequence, last)
+                else:  # it was never in the queue
+                    self._deliver(request, last)
+        self.forget(request)
+        return True
 
     def give_up(self, sequence: TokenSequence, error: Exception) -> None:
         """Ends a request whose callback raised: this sequence in `error`, even if it was finished, and the others."""
         request, text = sequence.request, f"the callback for its deltas raised {error!r}"
-        request.deliver = request.report
         if (completion := sequence.completion) is not None:
             self._finished[completion.finish_reason] -= 1
             self._finished["error"] += 1
-            self.deliver(request, sequence.fail(text))
+            self._deliver(request, sequence.fail(text))
         for other in request.sequences:
             if other.completion is None:
                 self.settle(other, other.fail(text))
@@ -157,8 +170,7 @@ class Requests:
 
     def end_all(self, error: Exception) -> None:
         """Ends every request in `error`."""
-        requests = [*self.requests.values(), *self._backlog]
-        self.requests, self.in_flight = {}, []
+        requests, self.requests, self.in_flight = list(self.requests.values()), {}, []
         self._backlog.clear()
         self.scheduler = _scheduler(self.runner.shapes)
         for request in requests:
@@ -167,7 +179,7 @@ class Requests:
                 if sequence.completion is None:
                     self._finished["error"] += sequence.order >= 0  # it was counted as submitted once it was queued
                     sequence.slot, sequence.pages = None, []
-                    self.deliver(request, sequence.fail(f"the engine failed: {error!r}"))
+                    self._deliver(request, sequence.fail(f"the engine failed: {error!r}"))
 
     def forget_prefixes(self) -> None:
         """Frees the pages and states of all known prefixes but those that running sequences use."""
@@ -181,19 +193,11 @@ class Requests:
 
     def compile_next(self) -> str | None:
         """The name of the next program of a warm-up once it is compiled; None after the last."""
-        try:
-            return next(self._programs, None)
-        except Exception as error:
-            raise self.fail(error) from None
+        return next(self._programs, None)
 
     def end_warmup(self) -> None:
         """Leaves out the programs that are not begun."""
         self._programs.close()
-
-    def take_raised(self) -> BaseException | None:
-        """The exception of a callback that does not end its request, as KeyboardInterrupt; None if there is none."""
-        raised, self._raised = self._raised, []
-        return raised[0] if raised else None
 
     def stats(self) -> Stats:
         """The counts at this moment."""

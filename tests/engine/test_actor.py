@@ -21,7 +21,7 @@ from scripted_runner import scripted
 from small_engine import LONG, PROMPTS, SHORT, Fault, answer, balanced, idle
 
 from ling3 import SamplingParams
-from ling3.serve import Loop
+from ling3.engine.requests import Requests
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,10 @@ def test_a_fault_ends_all_requests_also_those_that_the_queue_has_no_room_for(mon
         raise Fault
 
     monkeypatch.setattr(short._loop.runner, "decode", broken)
-    requests, enqueue_all = [], short._loop.enqueue_all
-    monkeypatch.setattr(Loop, "enqueue_all", lambda _, asked: requests.extend(asked) or enqueue_all(asked))
+    requests, enqueue = [], Requests.enqueue
+    monkeypatch.setattr(
+        Requests, "enqueue", lambda loop, asked, waits: requests.extend(asked) or enqueue(loop, asked, waits)
+    )
     with pytest.raises(Fault):
         for _ in short.stream_all(PROMPTS * 2, SHORT):
             pass

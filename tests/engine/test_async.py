@@ -161,7 +161,7 @@ def test_a_reader_may_leave_before_it_is_in_the_queue(served):
         done.wait(10)
 
     async def main():
-        served._actor.send(None, keep_busy)
+        served._actor.last_message(keep_busy)()
         busy.wait(10)
         reader = asyncio.create_task(read(served, PROMPTS[0], LONG))
         await asyncio.sleep(0.05)

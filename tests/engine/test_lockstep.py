@@ -52,7 +52,7 @@ def noted(served, patch):
 def pair(monkeypatch):
     """An engine that leads, what its runner is asked, and what has another engine follow it and gives the same."""
     leader, wire = engine(), Line()
-    leader._actor._loop, leader._actor._between_turns = (led := Leader(leader._loop, wire)), True
+    leader._actor._leader = led = Leader(leader._loop, wire)
     asked = noted(leader, monkeypatch)
 
     def followed():

@@ -218,4 +218,4 @@ def scripted(rule: Rule = by_hash, pace: float = 0.0, text: bool = True, **chang
         parts=frozenset({"masks"}),
         layout=Layout(settings.page_size, (), [], lambda position: 0),
     )
-    return Front(settings, decoder, intake, Loop(ScriptedRunner(shapes, rule, pace), settings), None)
+    return Front(intake, Loop(ScriptedRunner(shapes, rule, pace), settings))
