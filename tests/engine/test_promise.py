@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive_cases import exhaustively
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from slow_cases import slowly
 from tiny import TINY, open_model
 
 import ling3
@@ -293,7 +293,7 @@ def test_poisoned_pools_change_nothing():
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("changes", slowly([ONE_SLOT, MANY_SLOTS], but=[MANY_SLOTS]))
+@pytest.mark.parametrize("changes", exhaustively([ONE_SLOT, MANY_SLOTS], but=[MANY_SLOTS]))
 def test_the_size_of_the_engine_changes_nothing(changes):
     """Beyond the promise: other slots and pages are other programs, with the same bits."""
     assert answers(requests()[:12], engine(**changes)) == [alone(which, 32) for which in range(12)]

@@ -4,10 +4,10 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from exhaustive_cases import exhaustively
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from radix_model import Snapshot, World, rehearse
-from slow_cases import slowly
 
 from ling3.engine.radix import RadixTree
 
@@ -353,7 +353,9 @@ def test_random_operations(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", slowly(CONFIGS, but=["window", "all tokens, pages of 3", "snapshots, pages of 2"]))
+@pytest.mark.parametrize(
+    "config", exhaustively(CONFIGS, but=["window", "all tokens, pages of 3", "snapshots, pages of 2"])
+)
 def test_ten_thousand_random_operations(config):
     for seed in range(10, 16):
         rehearse(2000, seed, **CONFIGS[config])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from deepseek_v4_checkpoint import WIDE
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 from small_engine import CONFIG, PAGES, SETTINGS, SLOTS, answer, engine, idle, model, reciter, tokenizer
 from tiny import open_model
 
@@ -287,7 +287,7 @@ def test_resumed_in_a_crowd_and_preempted():
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("name", slowly(FAMILIES, but=["hybrid"]))
+@pytest.mark.parametrize("name", exhaustively(FAMILIES, but=["hybrid"]))
 def test_every_kind_of_memory_is_kept(name, cached):
     served, fresh = family(name, cached), family(name, False)
     for length in (3, 40, 65, 150):
