@@ -332,7 +332,7 @@ class Engine(Front):
         filters = checked(filters, model.config.vocab_size)
         runner = Runner(model, shapes, execution, settings.cache_dtype, programs, filters)
         loop = Loop(runner, settings)
-        intake = Intake.of(runner, tokenizer, settings, loop.scheduler.groups[0].first_page, lockstep.leads(wire))
+        intake = Intake.of(runner, tokenizer, settings, lockstep.leads(wire))
         Front.__init__(self, intake, loop, wire)
 
     @classmethod

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 from tiny import TINY, open_model
 
 import ling3
@@ -333,7 +333,7 @@ def mutants(source):
         yield mutant.decode(), f"line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("file", slowly(FILES, but=FILES.keys() - set(SLOW)))
+@pytest.mark.parametrize("file", exhaustively(FILES, but=FILES.keys() - set(SLOW)))
 def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizer_cases
+from exhaustive_cases import exhaustively
 from fresh_process import in_a_process
 from published_configs import TINY
 from random_checkpoint import FLASH_LIKE, TINY_LIKE, draw, to_bfloat16, write
-from slow_cases import slowly
 
 import ling3
 from ling3.checkpoint import CheckpointError, copying, load, safetensors_file, save, shards, weight_names
@@ -190,7 +190,7 @@ class TestLoad:
         with_weights(directory, lambda weights: weights.update({name: STORED[name].reshape(1, 1, -1, 1)}))
         np.testing.assert_array_equal(load(directory).model.layers[0].attention.A_log, STORED[name])
 
-    @pytest.mark.parametrize("dtype", [None, *slowly(["float32"])])
+    @pytest.mark.parametrize("dtype", [None, *exhaustively(["float32"])])
     @pytest.mark.slow
     def test_memory_peaks_at_the_model(self, tmp_path, dtype):
         config = dataclasses.replace(CONFIG, vocab_size=2**18, hidden_size=128)

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 
 import ling3
 
 FROZEN = Path(__file__).parent / "frozen"
 
 
-CASES = ["tiny-like", *slowly(["flash-like", "no-bound", "kimi-linear"])]
+CASES = ["tiny-like", *exhaustively(["flash-like", "no-bound", "kimi-linear"])]
 
 
 @pytest.fixture(scope="module", params=CASES)

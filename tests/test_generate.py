@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 from tiny import ALIGNED, TINY, open_model
 
 import ling3
@@ -37,7 +37,7 @@ def likeliest(model, prompts, rows):
 
 
 @pytest.mark.parametrize(
-    "config", slowly([TINY, ALIGNED], but=[ALIGNED]), ids=lambda config: f"vocabulary of {config.vocab_size}"
+    "config", exhaustively([TINY, ALIGNED], but=[ALIGNED]), ids=lambda config: f"vocabulary of {config.vocab_size}"
 )
 def test_greedy_is_the_argmax_of_the_whole_forward(config):
     model = open_model(config)
@@ -162,7 +162,7 @@ def compiled(program, model, rows, width, pool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [[0, 2], *slowly([None])], ids=["some slots", "every slot"])
+@pytest.mark.parametrize("slots", [[0, 2], *exhaustively([None])], ids=["some slots", "every slot"])
 def test_the_memory_is_updated_in_place(model, slots):
     """Every byte of the pool, caches and all, is an output that lies in its input's buffer."""
     pool = pool_of(model, 3, 8)

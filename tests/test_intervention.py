@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_transformers
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 from tiny import FLASH, open_model, widened
 
 import ling3
@@ -108,7 +108,7 @@ OTHER_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", slowly(OTHER_WEIGHTS, but=["expert", "residual"]))
+@pytest.mark.parametrize("name", exhaustively(OTHER_WEIGHTS, but=["expert", "residual"]))
 def test_it_is_the_model_with_other_weights(model, plain, name):
     changes, other = OTHER_WEIGHTS[name]
     found = model(TOKENS, interventions=changes)
@@ -122,7 +122,7 @@ def test_adding_nothing_changes_no_bit(model, plain):
     assert np.array_equal(model(TOKENS, interventions=[]), plain)
 
 
-@pytest.mark.parametrize("site", ["residual", *slowly(["attended", "beta", "heads"])])
+@pytest.mark.parametrize("site", ["residual", *exhaustively(["attended", "beta", "heads"])])
 def test_no_token_knows_of_a_later_position(model, plain, site):
     """Bit for bit up to the chunk in which KDA's tokens share a reference point for their decays, to rounding in it."""
     start = SUB_CHUNK + 5
@@ -134,7 +134,7 @@ def test_no_token_knows_of_a_later_position(model, plain, site):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [*slowly(range(3)), 3])
+@pytest.mark.parametrize("layer", [*exhaustively(range(3)), 3])
 def test_all_residuals_of_another_run_give_its_logits(model, layer):
     theirs = seen(model, THEIRS)[f"layers.{layer}.residual"][0]
     found = model(TOKENS, interventions=[CHANGE.patch(layer, theirs)])

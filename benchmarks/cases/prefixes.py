@@ -20,9 +20,9 @@ from benchmarks.models import FOUR_LAYERS, TOY, checkpoint
 from benchmarks.oracles import is_peer
 from benchmarks.registry import Setting, Side, Trial, Wrong, case
 from ling3.bench.measure import SampleRequest, random_requests
-from ling3.engine.prefixes import Grid, Snapshot
 from ling3.engine.request import Request, TokenSequence
 from ling3.engine.scheduler import Scheduler
+from ling3.engine.shapes import Grid, Shapes
 from ling3.evals.run import PROTOCOL
 from ling3.text.detokenizer import StopStrings
 
@@ -325,7 +325,7 @@ def _found(scheduler: Scheduler, step: int, prompt: Tokens) -> int:
         scheduler.settled(sequence)
     while not sequence.decoding:
         sequence.prefilled = min(sequence.prefilled + step, sequence.prefill_end)
-        scheduler.extended(sequence, lambda _: Snapshot(None, 1))
+        scheduler.extended(sequence, lambda _: object())
     scheduler.release(sequence)
     scheduler.check()
     return sequence.cached
@@ -337,7 +337,9 @@ def hits(snapshots: int, workload: Workload, sizes: Sizes, page_size: int, step:
     Needs no model: which prefixes are kept depends on the tokens alone, and answers are random. Prompts come one after
     the other, and pages are not scarce.
     """
-    scheduler = Scheduler(1, 2**14, page_size, grid=Grid(step, 1, snapshots))
+    columns = 2**14  # as many as there are pages
+    shapes = Shapes(1, columns, page_size, columns, buckets=(), rows=(), grid=Grid(step, 1, snapshots))
+    scheduler = Scheduler(shapes)
     draw, answers, ideal = np.random.default_rng(0), list[list[int]](), Ideal(step)
     found, possible, total = 0, 0, 0
     for prompts in workload(draw, VOCABULARY, sizes, answers):

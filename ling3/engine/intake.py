@@ -55,14 +55,8 @@ class Intake:
     """What the model shows to a recorder; None: they capture nothing and take no interventions."""
 
     @staticmethod
-    def of(
-        runner: Runner,
-        tokenizer: Tokenizer | None,
-        settings: EngineSettings,
-        first_page: Callable[[int], int],
-        leads: bool = True,
-    ) -> "Intake":
-        """The intake of an engine over a runner; `first_page` maps a position to the first page it needs."""
+    def of(runner: Runner, tokenizer: Tokenizer | None, settings: EngineSettings, leads: bool = True) -> "Intake":
+        """The intake of an engine over a runner."""
         model, shapes, parts = runner.model, runner.shapes, runner.forward.parts
         whole = model.placement is None and len(parts) > 0
         return Intake(
@@ -72,7 +66,7 @@ class Intake:
             settings=settings,
             shapes=shapes,
             parts=parts,
-            layout=Layout.of(runner.pool, shapes.page_size, first_page),
+            layout=Layout.of(runner.pool, shapes),
             origin=functools.cache(lambda: origin(model, settings, shapes, runner.execution)) if whole else None,
             leads=leads,
             sites=functools.partial(sites, model) if whole and {"want", "interventions"} <= parts else None,

@@ -13,50 +13,32 @@ Answers are not kept, as a decoded token has other last bits in the caches than 
 from a request's snapshot (`snapshots.py`), which may hold such tokens and end anywhere in a chunk.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ling3.engine.radix import Match, RadixTree
 from ling3.engine.request import TokenSequence
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """Where prefixes may end, and what their snapshots take."""
-
-    step: int
-    """Tokens: a multiple of a page's and of a prefill call's."""
-    snapshot: int
-    """Bytes of a sequence's memory outside its pages; 0 if there is none, and nothing to take a snapshot of."""
-    budget: int
-    """The most bytes of all snapshots."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """What a sequence held outside its pages after a prefix, on the device."""
-
-    states: Any
-    nbytes: int
+from ling3.engine.shapes import Shapes
 
 
 class Prefixes:
-    """The known prefixes of one pool, and which pages are theirs.
+    """The known prefixes of one pool, and which pages are theirs; none without a `Shapes.grid`.
 
-    `free` takes the numbers of pages that become free. With a `window`, in tokens, only the pages of a prefix's end are
-    needed to go on from it: the tree has them as shadows, and its slots are empty.
+    `free` takes the numbers of pages that become free. With a window, only the pages of a prefix's end are needed to go
+    on from it: the tree has them as shadows, and its slots are empty.
     """
 
-    def __init__(self, grid: Grid, page_size: int, free: Callable[[list[int]], object], window: int | None = None):
-        self.grid, self.page_size, self.window = grid, page_size, window
-        self.unit = grid.step // page_size  # pages that are kept, found and freed together
+    def __init__(self, shapes: Shapes, free: Callable[[list[int]], object]):
+        self.grid, self.page_size, self.window = shapes.grid, shapes.page_size, shapes.window
+        self.step, self._first_page = shapes.step, shapes.first_page
+        self.unit = self.step // self.page_size  # pages that are kept, found and freed together
+        self._states = 0 if self.grid is None else self.grid.snapshot
         self._free = free
         self._kept = 0  # how often a prefix was
-        if window is None:
-            self.tree = RadixTree(grid.step, self._free_units, _forget, snapshots=grid.snapshot > 0)
+        if self.window is None:
+            self.tree = RadixTree(self.step, self._free_units, _forget, snapshots=self._states > 0)
         else:
-            self.tree = RadixTree(grid.step, _forget, self._free_units, window=window)
+            self.tree = RadixTree(self.step, _forget, self._free_units, window=self.window)
 
     @property
     def pages(self) -> int:
@@ -76,20 +58,12 @@ class Prefixes:
     @property
     def snapshot_bytes(self) -> int:
         """What all snapshots take."""
-        return sum(self.tree.shadows) if self.grid.snapshot else 0
+        return sum(self.tree.shadows) * self._states
 
     def evict(self, pages: int) -> None:
         """Frees at least so many pages, or all that can be freed, the least recently used first."""
         evict = self.tree.evict if self.window is None else self.tree.evict_shadow
         evict(-(-pages // self.unit))
-
-    def first_page(self, position: int) -> int:
-        """The first page, a unit's first, that the token at this position needs; all before it are behind its window.
-
-        A sequence keeps whole units, so that whole units can be kept of it.
-        """
-        behind = 0 if self.window is None else max(position - self.window + 1, 0)
-        return behind // self.grid.step * self.unit
 
     def known(self, sequence: TokenSequence) -> int:
         """Tokens of the longest known prefix of a sequence's prompt."""
@@ -101,7 +75,7 @@ class Prefixes:
         What the prefix needs beside shared pages is in `snapshot` and `copied` until it is in the pool, which `settled`
         tells.
         """
-        if not sequence.reads_prefixes or sequence.looked_up == self._kept:
+        if self.grid is None or not sequence.reads_prefixes or sequence.looked_up == self._kept:
             return False
         sequence.looked_up = self._kept
         match = self._match(sequence)
@@ -109,15 +83,15 @@ class Prefixes:
         sequence.branch = match.shared if match.shared > match.length else 0
         if match.length <= sequence.prefilled:
             return False
-        lock = self.tree.lock(match.node)
         if self.window is None:
-            self._share(sequence, match.slots, lock)
+            self._free(sequence.pages[self.shared(sequence) : match.length // self.page_size])
+            self._share(sequence, match)
             sequence.snapshot = match.shadows[0] if match.shadows else None
         else:
-            sequence.first_page = self.first_page(match.length)
+            sequence.first_page = self._first_page(match.length)
             needed = match.length // self.page_size - sequence.first_page
             sequence.copied = _flat(match.shadows)[-needed:] if needed else []
-            sequence.lock = lock
+            sequence.lock = self.tree.lock(match.node)
         sequence.prefilled = sequence.cached = match.length
         return True
 
@@ -143,54 +117,58 @@ class Prefixes:
         the place where it diverged from known prefixes are: then the snapshot that is worth least is evicted.
         """
         end = self._keepable(sequence)
-        if self.window is not None or end < sequence.prefilled or end <= sequence.shared * self.page_size:
+        if self.grid is None or self.window is not None or end < sequence.prefilled:
             return False
-        room = self.snapshot_bytes + self.grid.snapshot <= self.grid.budget
-        return room or end == sequence.branch or self._is_last(sequence)
+        room = self.snapshot_bytes + self._states <= self.grid.budget
+        return end > self.shared(sequence) * self.page_size and (room or self._is_marked(sequence))
 
-    def keep(self, sequence: TokenSequence, snapshot: Snapshot | None) -> None:
-        """Takes over the pages of the prefix that the sequence has computed; it goes on with the tree's."""
+    def keep(self, sequence: TokenSequence, states: Callable[[TokenSequence], Any]) -> None:
+        """Takes over the pages of the prefix that the sequence has computed; it goes on with the tree's.
+
+        `states` copies what the sequence holds beside its pages.
+        """
         tokens, tree = sequence.prompt[: sequence.prefilled], self.tree
-        units = self._units(sequence.pages[: sequence.prefilled // self.page_size])
-        tree.insert(tokens, units, [] if snapshot is None else [snapshot], prev=sequence.shared * self.page_size)
+        pages = sequence.pages[: sequence.prefilled // self.page_size]
+        tree.insert(tokens, self._units(pages), [states(sequence)] if self._states else [])
         self._kept += 1
         # Another may have computed the same: then these are its pages, with the same bits.
         match = tree.match(tokens)
         assert match.length == len(tokens), "a prefix is found where it was just inserted"
-        lock = tree.lock(match.node)
-        tree.release_shadow(lock)
-        sequence.shared = len(match.slots) * self.unit  # what was its own before is the tree's now
-        self._share(sequence, match.slots, lock)
-        if self.grid.snapshot:
-            is_end = self._is_last(sequence)
-            if is_end or sequence.prefilled == sequence.branch:
-                tree.add_use(match.node, is_end)
-            tree.evict_shadow(max(self.snapshot_bytes - self.grid.budget, 0))
+        self._share(sequence, match)
+        tree.release_shadow(sequence.lock)
+        if self.grid is not None and self._states:
+            if self._is_marked(sequence):
+                tree.add_use(match.node, self._is_last(sequence))
+            tree.evict_shadow(sum(tree.shadows) - self.grid.budget // self._states)
 
-    def leave(self, sequence: TokenSequence) -> None:
-        """Takes back all pages of a sequence."""
-        own = self._detach(sequence)
-        if self.window is None:
+    def leave(self, sequence: TokenSequence, spoiled: bool = False) -> None:
+        """Takes back all pages of a sequence, and ends its claims.
+
+        Of a `spoiled` one it keeps nothing that only this sequence uses: its numbers are not finite, or some of its
+        memory is lost.
+        """
+        own, lock = sequence.pages[self.shared(sequence) :], sequence.lock
+        self._unlock(sequence)
+        sequence.pages, sequence.snapshot, sequence.copied = [], None, []
+        if spoiled:
             self._free(own)
+            node = self.tree.match(sequence.prompt[: sequence.prefilled]).node if lock is None else lock.node
+            self.tree.forget(node)
         else:
             self.pass_by(sequence, own)
 
-    def spoil(self, sequence: TokenSequence) -> None:
-        """Keeps nothing of a sequence that only it uses: its numbers are not finite, or some of its memory is lost."""
-        prefix = sequence.prompt[: sequence.prefilled]
-        node = self.tree.match(prefix).node if sequence.lock is None else sequence.lock.node
-        own = self._detach(sequence)
-        self.tree.forget(node)
-        self._free(own)
-
     def pass_by(self, sequence: TokenSequence, pages: list[int]) -> None:
-        """With a window: takes the first pages of a sequence, and keeps what a later prompt can go on from."""
+        """Takes the first pages of a sequence; with a window, keeps those from which a later prompt can go on."""
         first, size = sequence.first_page, self.page_size
-        end = max(min(self._keepable(sequence) // size, first + len(pages)), first)
-        if units := self._units(pages[: end - first]):
+        end = first if self.window is None else min(self._keepable(sequence) // size, first + len(pages))
+        if units := self._units(pages[: max(end - first, 0)]):
             self.tree.insert(sequence.prompt[: end * size], [None] * (end // self.unit), units)
             self._kept += 1
-        self._free(pages[end - first :])
+        self._free(pages[max(end - first, 0) :])
+
+    def shared(self, sequence: TokenSequence) -> int:
+        """How many of a sequence's first pages are the tree's, and not its own."""
+        return 0 if self.window is not None or sequence.lock is None else sequence.lock.node.end * self.unit
 
     def check(self, running: list[TokenSequence]) -> list[int]:
         """The pages with known prefixes. AssertionError unless the sequences' shared ones are locked ones of these."""
@@ -199,7 +177,7 @@ class Prefixes:
         pages = _flat(node.slot or node.shadow or () for node in nodes)
         locked = set(_flat(node.slot or () for node in nodes if node.full_lock))
         for sequence in running:
-            assert locked.issuperset(sequence.pages[: sequence.shared]), "a shared page that nobody locked"
+            assert locked.issuperset(sequence.pages[: self.shared(sequence)]), "a shared page that nobody locked"
         assert len(pages) == self.pages, "the count of pages with known prefixes"
         return pages
 
@@ -209,35 +187,31 @@ class Prefixes:
 
     def _is_last(self, sequence: TokenSequence) -> bool:
         """True if the sequence has computed the last of its prompt's full steps."""
-        return sequence.prefilled == sequence.prefill_end // self.grid.step * self.grid.step
+        return sequence.prefilled == sequence.prefill_end // self.step * self.step
+
+    def _is_marked(self, sequence: TokenSequence) -> bool:
+        """True if a snapshot here is worth more than one elsewhere: the prompt ends or diverged from known prefixes."""
+        return self._is_last(sequence) or sequence.prefilled == sequence.branch
 
     def _keepable(self, sequence: TokenSequence) -> int:
         """Tokens in whole steps whose caches are those of any prompt that begins with them, as far as it is computed.
 
         Tokens that were decoded or prefilled in less than a full chunk are not.
         """
-        prefilled = sequence.prefilled if sequence.keeps_prefixes else 0
-        return prefilled // self.grid.step * self.grid.step
-
-    def _detach(self, sequence: TokenSequence) -> list[int]:
-        """Ends a sequence's claims on pages and prefixes; returns those of its pages that are not the tree's."""
-        own = sequence.pages[sequence.shared :]
-        self._unlock(sequence)
-        sequence.pages, sequence.shared, sequence.snapshot, sequence.copied = [], 0, None, []
-        return own
+        prefilled = sequence.prefilled if sequence.keeps_prefixes and self.grid is not None else 0
+        return prefilled // self.step * self.step
 
     def _unlock(self, sequence: TokenSequence) -> None:
         if sequence.lock is not None:
             self.tree.unlock(sequence.lock)
             sequence.lock = None
 
-    def _share(self, sequence: TokenSequence, units: list[tuple[int, ...]], lock: Any) -> None:
-        """Puts units of the tree in the place of the sequence's first pages; its own ones among these are freed."""
-        pages = _flat(units)
-        self._free(sequence.pages[sequence.shared : len(pages)])
+    def _share(self, sequence: TokenSequence, match: Match) -> None:
+        """Puts the pages of a match in the place of the sequence's first ones."""
+        pages, lock = _flat(match.slots), self.tree.lock(match.node)
         sequence.pages[: len(pages)] = pages
         self._unlock(sequence)
-        sequence.lock, sequence.shared = lock, len(pages)
+        sequence.lock = lock
 
     def _units(self, pages: list[int]) -> list[tuple[int, ...]]:
         return list(zip(*[iter(pages)] * self.unit, strict=True))

@@ -7,7 +7,7 @@ as the law says, have their shadows. There are two laws:
 
     window=W        the entries of sliding-window attention: the nodes of the last W tokens need their shadows. With
                     W = 0 there are no shadows, and every prefix can be continued.
-    snapshots=True  the state of a recurrent mixer after the node, an object with `nbytes`: the last node needs its own.
+    snapshots=True  the state of a recurrent mixer after the node: the last node needs its own.
 
 The tree allocates nothing. It owns the slots and shadows that it is given until it hands them to `free` or
 `free_shadow`: when they are evicted, or at once if the tree has them already. Whatever else is stored for a page
@@ -101,7 +101,7 @@ class RadixTree:
         # All nodes but the root, and those with a shadow, from the least to the most recently used.
         self._recency: OrderedDict[Node, None] = OrderedDict()
         self._shadow_recency: OrderedDict[Node, None] = OrderedDict()
-        # What is evictable and what is locked: pages; shadows, in pages with a window, in bytes with snapshots.
+        # How many are evictable and how many are locked.
         self.pages, self.shadows = [0, 0], [0, 0]
         self._clock, self._patience = 0, 32.0  # both in uses of snapshots
         self._newest = self._trial = None  # the ends of the last sequence that ended, and of the one before it
@@ -123,30 +123,28 @@ class RadixTree:
         slots = [each.slot for each in path[:usable]]
         return Match(node, usable * self.page_size, len(path) * self.page_size, slots, shadows)
 
-    def insert(self, tokens: Sequence[int], slots: Sequence[Any], shadows: Sequence[Any] = (), prev: int = 0) -> int:
+    def insert(self, tokens: Sequence[int], slots: Sequence[Any], shadows: Sequence[Any] = ()) -> int:
         """Adds a sequence, whose memory the tree takes over; returns how many tokens of it were in the tree before.
 
-        `slots` are those of all its whole pages. The first `prev` tokens are those of a locked match, whose memory the
-        tree has already; `shadows` are those of the last pages after them, as many as there are. Pages that no shadow
-        lies behind are of no use, and are freed rather than added. Where the tree has the tokens, it frees what is
-        given, or the slot that it had: a sequence that goes on takes its slots from another `match`. ValueError if
-        numbers do not fit each other or the tree; then nothing is taken over.
+        `slots` are those of all its whole pages, beginning with the tree's where the sequence goes on from a locked
+        match; `shadows` are those of its last pages, as many as there are. Pages that no shadow lies behind are of no
+        use, and are freed rather than added. Where the tree has the tokens, it frees what is given, or the slot that
+        it had: a sequence that goes on takes its slots from another `match`. ValueError if there is not a slot for each
+        page, or a page for each shadow; then nothing is taken over.
         """
         pages = self._paged(tokens)
-        end, shared = len(pages), prev // self.page_size
-        if len(slots) != end:
-            raise ValueError(f"{len(slots)} slots for {len(tokens)} tokens, expected {end}: one for each whole page")
+        end, most = len(pages), len(pages) if self._needed else 0
+        if len(slots) != end or len(shadows) > most:
+            raise ValueError(
+                f"{len(slots)} slots and {len(shadows)} shadows for {len(tokens)} tokens, expected {end} and at most "
+                f"{most}"
+            )
         path = self._descend(pages)
-        mine = [node.slot for node in path[:shared]]
-        if len(mine) * self.page_size != prev or list(slots[:shared]) != mine:
-            raise ValueError(f"prev is {prev}, expected the length of a match whose slots the sequence begins with")
-        if len(shadows) > (end - shared if self._needed else 0):
-            raise ValueError(f"{len(shadows)} shadows, expected at most one for each page that is not of the match")
         added = end if shadows or not self._needed else len(path)
         spare, spare_shadows = list(slots[added:]), []
         aligned = [None] * (end - len(shadows)) + list(shadows)
-        node = path[shared - 1] if shared else self._root
-        for at in range(shared, added):
+        node = self._root
+        for at in range(added):
             slot, shadow, parent = slots[at], aligned[at], node
             if at >= len(path):
                 node = parent.children[pages[at]] = Node(pages[at], slot, at + 1, parent)
@@ -161,7 +159,8 @@ class RadixTree:
                 self._set_shadow(node, shadow)
             elif shadow is not None:
                 spare_shadows.append(shadow)
-            spare.append(slot)
+            if slot != node.slot:
+                spare.append(slot)
         self._touch(node)
         self._free(spare)
         self._free_shadow(spare_shadows)
@@ -230,16 +229,16 @@ class RadixTree:
         return freed
 
     def evict_shadow(self, needed: int) -> int:
-        """Frees shadows until they make up `needed` or no more are evictable; returns how much.
+        """Frees shadows until there are `needed` or no more are evictable; returns how many.
 
-        With a window they are counted in pages, and the least recently used goes first. Snapshots are counted in bytes,
-        and the one that is worth least goes first. A node with children or a lock keeps its slot; others are deleted.
+        With a window the least recently used goes first; of snapshots, the one that is worth least. A node with
+        children or a lock keeps its slot; others are deleted.
         """
         freed = 0
         while freed < needed and self.shadows[0]:
             found = (node for node in self._shadow_recency if not node.shadow_lock)
             node = min(itertools.islice(found, CANDIDATES if self.snapshots else 1), key=self._worth)
-            freed += self._size(node)
+            freed += 1
             if node.children or node.full_lock:
                 self._bury(node)
             else:
@@ -269,7 +268,7 @@ class RadixTree:
             assert node.shadow is not None or not node.shadow_lock, "a lock on the shadow of a tombstone"
             assert not self._is_useless(node), "a tombstone without children and locks"
             pages[node.full_lock > 0] += 1
-            shadows[node.shadow_lock > 0] += self._size(node)
+            shadows[node.shadow_lock > 0] += node.shadow is not None
             links += len(node.children)
         assert links == len(self._recency), "the order of nodes has others than the tree"
         assert (pages, shadows) == (self.pages, self.shadows), "the counts of evictable and locked memory"
@@ -356,10 +355,6 @@ class RadixTree:
             self._shadow_recency[node] = None
         self._count(node, 1)
 
-    def _size(self, node: Node) -> int:
-        """The size of a node's shadow: in pages with a window, in bytes with snapshots."""
-        return 0 if node.shadow is None else node.shadow.nbytes if self.snapshots else 1
-
     def _unlock_shadows(self, lock: Lock) -> bool:
         """Ends a lock's claim on shadows; False if that was done before, or it has none."""
         if not lock.held:
@@ -379,4 +374,4 @@ class RadixTree:
 
     def _count(self, node: Node, sign: int) -> None:
         self.pages[node.full_lock > 0] += sign
-        self.shadows[node.shadow_lock > 0] += sign * self._size(node)
+        self.shadows[node.shadow_lock > 0] += sign * (node.shadow is not None)

@@ -112,8 +112,6 @@ class TokenSequence:
     """Its states and pages on the host, while it is swapped out, or a snapshot that it is to go on from."""
     lock: Any = None
     """On the known prefix that it uses."""
-    shared: int = 0
-    """How many of its first `pages` are the known prefix's, and not its own."""
     cached: int = 0
     """Prompt tokens of a known prefix that it went on from."""
     looked_up: int | None = None

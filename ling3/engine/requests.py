@@ -11,7 +11,6 @@ from ling3.engine.request import Request, TokenSequence
 from ling3.engine.runner import Extra, Runner
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.settings import EngineSettings
-from ling3.engine.shapes import Shapes
 
 
 class QueueFull(RuntimeError):
@@ -26,7 +25,7 @@ class Requests:
 
     def __init__(self, runner: Runner, settings: EngineSettings):
         self.runner, self.settings = runner, settings
-        self.scheduler = _scheduler(runner.shapes)
+        self.scheduler = Scheduler(runner.shapes)
         self.requests: dict[int, Request] = {}  # the unfinished ones, by their ids
         self.in_flight: list[Call] = []
         self.counts: Counter[str] = Counter()
@@ -172,7 +171,7 @@ class Requests:
         """Ends every request in `error`."""
         requests, self.requests, self.in_flight = list(self.requests.values()), {}, []
         self._backlog.clear()
-        self.scheduler = _scheduler(self.runner.shapes)
+        self.scheduler = Scheduler(self.runner.shapes)
         for request in requests:
             request.fault = error
             for sequence in request.sequences:
@@ -218,9 +217,3 @@ class Requests:
             compile_seconds=self.runner.compile_seconds,
             **{name: self.counts[name] for name in (*counts, *turns)},
         )
-
-
-def _scheduler(shapes: Shapes) -> Scheduler:
-    """The scheduler of an empty pool."""
-    sizes = (shapes.slots, shapes.pages, shapes.page_size, shapes.window, shapes.most_pages, shapes.grid)
-    return Scheduler(*sizes, shapes.groups)

@@ -26,7 +26,6 @@ from ling3.engine.pool import (
     swap_out,
     write_pages,
 )
-from ling3.engine.prefixes import Snapshot
 from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import Adjustments, Choice, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
@@ -88,7 +87,7 @@ class Runner:
     def swap_in(self, sequence: TokenSequence) -> None:
         """Fills the sequence's slot and pages: from what was saved of it if it was swapped out, or a known prefix."""
         saved, snapshot = sequence.saved, sequence.snapshot
-        states = self._fresh if snapshot is None else snapshot.states
+        states = self._fresh if snapshot is None else snapshot
         states = states if saved is None else self._restore(saved.states)
         newest = (sequence.token_ids or sequence.prompt)[-1]
         row = (sequence.params, sequence.seed, len(sequence.prompt), sequence.ends)
@@ -105,15 +104,14 @@ class Runner:
         for source, own in zip(self._moves(sequence.copied), self._moves(copies), strict=True):
             self.pool = write_pages(own, read_pages(source, self.pool), self.pool)
 
-    def state_of(self, sequence: TokenSequence) -> Snapshot:
+    def state_of(self, sequence: TokenSequence) -> State:
         """What the sequence holds outside its pages, copied on the device."""
-        assert self.shapes.grid is not None, "asked where prefixes are kept"
-        return Snapshot(swap_out(self._int(sequence.slot), self.pool), self.shapes.grid.snapshot)
+        return swap_out(self._int(sequence.slot), self.pool)
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
         """The states and pages of a sequence, copied to the host; waits for the device."""
         used = sequence.pages[: -(-sequence.held // self.shapes.page_size) - sequence.first_page]
-        states = self._fetch(swap_out(self._int(sequence.slot), self.pool))
+        states = self._fetch(self.state_of(sequence))
         return Saved(states, tuple(self._fetch(read_pages(pages, self.pool)) for pages in self._moves(used)))
 
     def keep(self, sequence: TokenSequence) -> snapshots.Snapshot:

@@ -5,37 +5,29 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ling3.engine.prefixes import Grid, Prefixes
+from ling3.engine.prefixes import Prefixes
 from ling3.engine.request import TokenSequence
+from ling3.engine.shapes import Shapes
 
 
 class Group:
     """Slots and pages that lie on the same devices: a sequence has all its memory in one group.
 
-    A page holds `page_size` tokens, and belongs to one sequence or is free. With a `window`, a sequence needs only the
-    pages of its last `window` tokens, and holds at most `most_pages` at once. With a `grid`, pages of known prefixes
-    belong to `prefixes` instead; those that no sequence uses are as good as free.
+    A page holds `page_size` tokens; it is free, belongs to one sequence, or has a known prefix and belongs to
+    `prefixes`. Those of known prefixes that no sequence uses are as good as free. With a window, a sequence needs only
+    the pages of its last tokens, and holds at most `most_pages` at once.
     """
 
-    def __init__(
-        self,
-        number: int,
-        slots: range,
-        pages: range,
-        page_size: int,
-        window: int | None = None,
-        most_pages: int = 2**31 - 1,
-        grid: Grid | None = None,
-    ):
-        self.number, self.slots, self.pages, self.page_size = number, slots, pages, page_size
-        self.window, self.most_pages = window, most_pages
-        self.free_slots, self.free_pages = list(reversed(slots)), list(reversed(pages))
-        self.prefixes = None if grid is None else Prefixes(grid, page_size, self._free, window)
+    def __init__(self, shapes: Shapes, number: int):
+        self.shapes, self.number = shapes, number
+        self.slots, self.pages = (_dealt(count, number, shapes.groups) for count in (shapes.slots, shapes.pages))
+        self.free_slots, self.free_pages = list(reversed(self.slots)), list(reversed(self.pages))
+        self.prefixes = Prefixes(shapes, self._free)
 
     @property
     def available(self) -> int:
         """How many pages are free, or would be on demand."""
-        return len(self.free_pages) + (0 if self.prefixes is None else self.prefixes.evictable)
+        return len(self.free_pages) + self.prefixes.evictable
 
     def admit(self, sequence: TokenSequence, tokens: int) -> bool:
         """Gives a sequence a slot and pages for so many tokens; False, and nothing given, if they lack.
@@ -46,13 +38,13 @@ class Group:
             return False
         if sequence.group != self.number:
             sequence.group, sequence.looked_up = self.number, None
-        prefixes = None if sequence.prefilled else self.prefixes
-        if prefixes is not None:
-            prefixes.adopt(sequence)
+        begins = not sequence.prefilled
+        if begins:
+            self.prefixes.adopt(sequence)
         given = self.reserve(sequence, tokens)
-        if not given and prefixes is not None:
+        if begins and not given:
             # The pages that a prefix is copied from may be too many beside those that it is copied to.
-            prefixes.abandon(sequence)
+            self.prefixes.abandon(sequence)
             given = self.reserve(sequence, tokens)
         if given:
             sequence.slot = self.free_slots.pop()
@@ -65,10 +57,11 @@ class Group:
         chunk of a prompt, and each chunk frees as many pages as the next one can lack.
         """
         self.free_behind(sequence)
-        missing = min(-(-tokens // self.page_size) - sequence.first_page, self.most_pages) - len(sequence.pages)
+        needed = -(-tokens // self.shapes.page_size) - sequence.first_page
+        missing = min(needed, self.shapes.most_pages) - len(sequence.pages)
         if missing > self.available:
             return False
-        if self.prefixes is not None and missing > len(self.free_pages):
+        if missing > len(self.free_pages):
             self.prefixes.evict(missing - len(self.free_pages))
         sequence.pages.extend(self.free_pages.pop() for _ in range(missing))
         return True
@@ -79,37 +72,20 @@ class Group:
         Calls in flight may still read them: programs run in the order of their dispatch, and whatever the next owner
         writes into these pages is dispatched later.
         """
-        if self.window is None:
+        if self.shapes.window is None:
             return
-        first = self.first_page(sequence.next_position)
+        first = self.shapes.first_page(sequence.next_position)
         if behind := sequence.pages[: first - sequence.first_page]:
             del sequence.pages[: len(behind)]
-            if self.prefixes is None:
-                self._free(behind)
-            else:
-                self.prefixes.pass_by(sequence, behind)
+            self.prefixes.pass_by(sequence, behind)
         sequence.first_page = first
-
-    def first_page(self, position: int) -> int:
-        """The first page that the token at this position needs."""
-        if self.window is None:
-            return 0
-        if self.prefixes is not None:
-            return self.prefixes.first_page(position)
-        return max(position - self.window + 1, 0) // self.page_size
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Frees a sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
         assert sequence.slot is not None, "only a running sequence has a slot and pages"
         self.free_slots.append(sequence.slot)
         sequence.slot = None
-        if self.prefixes is None:
-            self._free(sequence.pages)
-            sequence.pages = []
-        elif spoiled:
-            self.prefixes.spoil(sequence)
-        else:
-            self.prefixes.leave(sequence)
+        self.prefixes.leave(sequence, spoiled)
 
     def _free(self, pages: list[int]) -> None:
         self.free_pages.extend(reversed(pages))
@@ -117,9 +93,8 @@ class Group:
     def check(self, running: list[TokenSequence]) -> None:
         """Raises AssertionError unless each slot and page is free, or belongs to one sequence or known prefix."""
         slots = sorted([*self.free_slots, *(sequence.slot for sequence in running if sequence.slot is not None)])
-        own = [page for sequence in running for page in sequence.pages[sequence.shared :]]
-        known = [] if self.prefixes is None else self.prefixes.check(running)
-        pages = sorted([*self.free_pages, *own, *known])
+        own = [page for sequence in running for page in sequence.pages[self.prefixes.shared(sequence) :]]
+        pages = sorted([*self.free_pages, *own, *self.prefixes.check(running)])
         assert slots == list(self.slots), f"slots: {slots}"
         assert pages == list(self.pages), f"pages: {pages}"
 
@@ -127,24 +102,13 @@ class Group:
 class Scheduler:
     """First come, first served: the head of the queue is never overtaken, and the youngest sequence is preempted first.
 
-    `slots` sequences run at once, on so many `pages`; slots and pages are dealt evenly to `groups`. The rest is as in
-    `Group`.
+    `Shapes.slots` sequences run at once; slots and pages are dealt evenly to the groups.
     """
 
-    def __init__(
-        self,
-        slots: int,
-        pages: int,
-        page_size: int,
-        window: int | None = None,
-        most_pages: int = 2**31 - 1,
-        grid: Grid | None = None,
-        groups: int = 1,
-    ):
-        self.slots, self.pages, self.page_size = slots, pages, page_size
-        own_slots, own_pages = (_dealt(count, groups) for count in (slots, pages))
-        how = (page_size, window, most_pages, grid)
-        self.groups = [Group(i, own_slots[i], own_pages[i], *how) for i in range(groups)]
+    def __init__(self, shapes: Shapes):
+        self.slots, self.pages, self.page_size = shapes.slots, shapes.pages, shapes.page_size
+        self.groups = [Group(shapes, number) for number in range(shapes.groups)]
+        self.prefixes = [group.prefixes for group in self.groups]
         self.running: list[TokenSequence] = []  # the oldest first
         self._waiting: list[tuple[int, int, TokenSequence]] = []
         self._ticket = itertools.count()
@@ -164,27 +128,19 @@ class Scheduler:
         """How many pages are free, or would be on demand."""
         return sum(group.available for group in self.groups)
 
-    @property
-    def prefixes(self) -> list[Prefixes]:
-        """The known prefixes of each group; none where none are kept."""
-        return [group.prefixes for group in self.groups if group.prefixes is not None]
-
     def adopt(self, sequence: TokenSequence) -> bool:
         """Lets a sequence of which nothing was computed go on from a longer known prefix, if there is one by now."""
-        prefixes = self.group_of(sequence).prefixes
-        return prefixes is not None and not sequence.begun and prefixes.adopt(sequence)
+        return not sequence.begun and self.group_of(sequence).prefixes.adopt(sequence)
 
     def settled(self, sequence: TokenSequence) -> None:
         """After `admit` or `adopt`: the copies of what the sequence goes on from are under way."""
-        prefixes = self.group_of(sequence).prefixes
-        if prefixes is not None:
-            prefixes.settled(sequence)
+        self.group_of(sequence).prefixes.settled(sequence)
 
-    def extended(self, sequence: TokenSequence, state: Callable[[TokenSequence], Any]) -> None:
-        """Keeps the prefix that a sequence has just computed, with its `state` outside the pages, if that is wanted."""
+    def extended(self, sequence: TokenSequence, states: Callable[[TokenSequence], Any]) -> None:
+        """Keeps the prefix that a sequence has just computed, with its `states` beside the pages, if it is wanted."""
         prefixes = self.group_of(sequence).prefixes
-        if prefixes is not None and prefixes.wants(sequence):
-            prefixes.keep(sequence, state(sequence) if prefixes.grid.snapshot else None)
+        if prefixes.wants(sequence):
+            prefixes.keep(sequence, states)
 
     def alike(self, sequences: Sequence[TokenSequence], rows: int) -> Iterator[list[TokenSequence]]:
         """Sequences that may share a call, as many of each group as it has rows."""
@@ -229,7 +185,7 @@ class Scheduler:
             return self.groups
 
         def known(group: Group) -> int:
-            return 0 if group.prefixes is None or sequence.prefilled else group.prefixes.known(sequence)
+            return 0 if sequence.prefilled else group.prefixes.known(sequence)
 
         return sorted(self.groups, key=lambda group: (-known(group), -len(group.free_slots), -group.available))
 
@@ -264,6 +220,6 @@ class Scheduler:
         )
 
 
-def _dealt(count: int, groups: int) -> list[range]:
-    """Numbers from 0 on in equal ranges, one for each group."""
-    return [range(i * count // groups, (i + 1) * count // groups) for i in range(groups)]
+def _dealt(count: int, number: int, groups: int) -> range:
+    """The part of one group of the numbers from 0 on, of which all groups have equally many."""
+    return range(number * count // groups, (number + 1) * count // groups)

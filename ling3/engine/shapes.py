@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from ling3.engine import memory
-from ling3.engine.prefixes import Grid
+from ling3.engine.memory import Footprint
 from ling3.engine.settings import MAX_PAGES, EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -21,8 +20,20 @@ CPU_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
+class Grid:
+    """Where known prefixes may end, and what their snapshots take."""
+
+    step: int
+    """Tokens: a multiple of a page's and of a prefill call's."""
+    snapshot: int
+    """Bytes of a sequence's memory outside its pages; 0 if there is none, and nothing to take a snapshot of."""
+    budget: int
+    """The most bytes of all snapshots."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The sizes that the programs are compiled for."""
+    """The sizes of an engine's memory and of its calls."""
 
     slots: int
     pages: int
@@ -41,6 +52,16 @@ class Shapes:
     """Where prefixes are kept; None: they are not."""
     groups: int = 1
     """Groups of devices, each with its own part of the slots and pages, and its own rows of a call."""
+
+    @property
+    def step(self) -> int:
+        """Tokens whose pages are kept, found and freed together: those of a page where no prefixes are kept."""
+        return self.page_size if self.grid is None else self.grid.step
+
+    def first_page(self, position: int) -> int:
+        """The first page that the token at this position needs; all before it lie in steps behind its window."""
+        behind = 0 if self.window is None else max(position - self.window + 1, 0)
+        return behind // self.step * (self.step // self.page_size)
 
 
 def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> tuple[EngineSettings, Shapes]:
@@ -61,23 +82,22 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
             "engine settings: cache_dtype is 'packed', expected 'auto', 'float32' or 'bfloat16' for this model: " + why
         )
     slots, page_size, chunk = settings.max_running_requests, settings.page_size, settings.chunked_prefill_size
-    groups = memory.groups(model)
+    footprint = Footprint.of(model, settings)
+    groups, window = footprint.groups, footprint.window
     for name, count in (("max_running_requests", slots), ("num_pages", settings.num_pages)):
         if count is not None and count % groups:
             raise ValueError(
                 f"engine settings: {name} is {count}, expected a multiple of {groups}: as many groups of devices share "
                 "the slots and pages of a model on this mesh"
             )
-    window = memory.window(model, settings)
-    grid = memory.prefix_grid(model, settings, length)
+    grid = _grid(footprint, settings, length)
     most_pages = settings.most_pages(length, window, grid.step if grid else None)
     pages = settings.num_pages
     if pages is None:
         share = settings.mem_fraction * (1 - settings.snapshot_fraction if grid and grid.snapshot else 1)
-        pages = memory.pages_that_fit(model, settings, most_pages, share)
-        pages = min(pages, MAX_PAGES // groups * groups)
+        pages = min(footprint.pages_that_fit(slots, most_pages, share), MAX_PAGES // groups * groups)
     else:
-        memory.check(model, settings, pages)
+        footprint.check(slots, pages)
     rows, widths = settings.decode_rows, settings.token_paddings
     if rows is None:
         rows = min(slots // groups, CPU_ROWS) if jax.default_backend() == "cpu" else slots // groups
@@ -100,6 +120,21 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         grid=grid,
         groups=groups,
     )
+
+
+def _grid(footprint: Footprint, settings: EngineSettings, length: int) -> Grid | None:
+    """Where the prefixes of prompts of up to `length` tokens may be kept; None if none are.
+
+    The windows of a layer and the states of another are two things that a prefix would need at once: no family has
+    both, and such a model keeps none.
+    """
+    snapshot = footprint.states
+    # Every group of devices has those of all groups.
+    budget = int(settings.snapshot_fraction * settings.mem_fraction * (footprint.free // footprint.groups))
+    possible = snapshot <= budget and not (snapshot and footprint.window)
+    if not (settings.prefix_cache and possible and settings.prefix_step <= length):
+        return None
+    return Grid(settings.prefix_step, snapshot, budget if snapshot else 0)
 
 
 def _is_large(model: CausalLM, execution: Execution) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ling3.cache import pages_of, slots_of
 from ling3.engine.pool import PAGES_MOVED, Pool
+from ling3.engine.shapes import Shapes
 from ling3.engine.snapshots import Snapshot
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_whole
@@ -27,12 +28,12 @@ class Layout:
     """The first page that the token at a position needs."""
 
     @staticmethod
-    def of(pool: Pool, page_size: int, first_page: Callable[[int], int]) -> "Layout":
+    def of(pool: Pool, shapes: Shapes) -> "Layout":
         """That of an engine's pool."""
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), slots_of(pool.layers))
         paged = [each.entries for each in pages_of(pool.layers)]
         entries = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in paged]
-        return Layout(page_size, states, entries, first_page)
+        return Layout(shapes.page_size, states, entries, shapes.first_page)
 
     def check(self, snapshot: Snapshot, name: str) -> None:
         """ValueError, calling the snapshot by its `name`, for one that no engine of this layout has made."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 
 from ling3 import afd
 
@@ -91,7 +91,7 @@ def test_batching_is_the_oracles(name, need_schedule):
     assert 0 in numbers and len(numbers) > 3
 
 
-@pytest.mark.parametrize("name", ["float16", *slowly(["layers"])])
+@pytest.mark.parametrize("name", ["float16", *exhaustively(["layers"])])
 def test_eagerly_the_bits_are_the_same(name):
     statics = CASES[name][1]
     for seed, fields in contents(name, 5, 5000):
@@ -287,7 +287,7 @@ def test_float32_goes_unrounded_as_float16():
     "dtype",
     [
         np.dtype(np.float16),
-        *slowly([BFLOAT16, np.dtype(np.float32)]),
+        *exhaustively([BFLOAT16, np.dtype(np.float32)]),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 
 import ling3
 from ling3.afd import cost
@@ -24,7 +24,7 @@ def drawn(rng, sessions):
     return Stage(attention, tuple(experts * (1 + o / sessions) for o in range(sessions)), out, back, latency)
 
 
-@pytest.mark.parametrize(("sessions", "cards", "micro_batches"), [*SHAPES, *slowly(MORE)])
+@pytest.mark.parametrize(("sessions", "cards", "micro_batches"), [*SHAPES, *exhaustively(MORE)])
 def test_equal_layers_take_the_closed_forms_time(sessions, cards, micro_batches):
     rng = np.random.default_rng(sessions + 10 * cards + 100 * micro_batches)
     for _ in range(4):
@@ -37,7 +37,7 @@ def test_equal_layers_take_the_closed_forms_time(sessions, cards, micro_batches)
         assert max(found.attention_utilisation, found.ffn_utilisation) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize(("sessions", "cards", "micro_batches"), [SHAPES[0], *slowly(SHAPES[1:] + MORE)])
+@pytest.mark.parametrize(("sessions", "cards", "micro_batches"), [SHAPES[0], *exhaustively(SHAPES[1:] + MORE)])
 def test_bounds_for_unequal_layers(sessions, cards, micro_batches):
     """No faster than its busiest group or its round trips, no slower than one micro-batch after the other.
 

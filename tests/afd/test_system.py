@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_transformers
+from exhaustive_cases import exhaustively
 from published_transformers import QWEN3_30B_A3B
-from slow_cases import slowly
 from tiny import FLASH, open_model
 
 import ling3
@@ -576,7 +576,7 @@ def of_session(worker):
     return lambda layer, x, state, piece, *rest: piece.tokens.shape[1] == 1 and any(layer is own for own in layers)
 
 
-@pytest.mark.parametrize("after", [3, *slowly([0, 6])])
+@pytest.mark.parametrize("after", [3, *exhaustively([0, 6])])
 def test_a_session_that_fails_ends_its_own_requests_alone(whole, answers, cards, monkeypatch, after):
     """In the first layer, or amid a step with a micro-batch under way; afterwards nothing is left of it."""
     asked, greedy = answers

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from exhaustive_cases import exhaustively
 from quantized_models import CONFIGS, SIZES, compressed, config, model
-from slow_cases import slowly
 
 import ling3
 from ling3.checkpoint import weight_names
@@ -31,7 +31,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", slowly(CONFIGS, but=["int4"]))
+@pytest.mark.parametrize("name", exhaustively(CONFIGS, but=["int4"]))
 def test_what_was_loaded_is_saved_byte_for_byte(name, tmp_path):
     own = model(name)
     ling3.save(own, tmp_path / "one")
@@ -165,7 +165,7 @@ def changed(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize("name", slowly(["int4", "int8", "fp8"], but=["int4", "fp8"]))
+@pytest.mark.parametrize("name", exhaustively(["int4", "int8", "fp8"], but=["int4", "fp8"]))
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3e38])
 def test_scales_that_are_none_are_refused(name, scale, changed):
     stored = np.asarray([scale], jnp.float32 if name == "fp8" else jnp.bfloat16)
@@ -185,7 +185,7 @@ def test_an_exponent_that_makes_infinities_is_refused(changed):
         ling3.load(changed("mxfp4", {f"{KEY}.weight_scale": np.asarray([253], np.uint8)}))
 
 
-@pytest.mark.parametrize("name", slowly(["int4", "int8", "fp8"], but=["int4", "fp8"]))
+@pytest.mark.parametrize("name", exhaustively(["int4", "int8", "fp8"], but=["int4", "fp8"]))
 def test_a_scale_of_0_may_multiply_zeros(name, changed):
     """As where a writer has pruned a group, or divides by the largest number of a block that has none."""
     zeros = {

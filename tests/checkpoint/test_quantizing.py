@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tiny_transformers
+from exhaustive_cases import exhaustively
 from fresh_process import in_a_process
 from quantized_models import CONFIGS, SIZES, model
 from random_checkpoint import TINY_LIKE, write
-from slow_cases import slowly
 
 import ling3
 from ling3 import cli
@@ -77,7 +77,7 @@ def plain(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("to", ["int4", *slowly(["int8", "fp8", "mxfp4"])])
+@pytest.mark.parametrize("to", ["int4", *exhaustively(["int8", "fp8", "mxfp4"])])
 def test_what_is_written_loads_and_is_near(plain, to, tmp_path):
     ling3.quantize(plain, tmp_path / "q", to, keep=["lm_head", "b_proj"], max_shard_bytes=40_000)
     assert (tmp_path / "q" / "tokenizer.json").read_bytes() == (plain / "tokenizer.json").read_bytes()

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import CONFIG, LONG, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, model, without
+from small_engine import CONFIG, LONG, PROMPTS, answer, crowd, engine, idle, model, without
 from tiny import widened
 
 import ling3
 from ling3.engine.capture import PATHS
-from ling3.engine.scheduler import Scheduler
 
 ALL = ling3.Capture(**dict.fromkeys(PATHS, True))
 # One token, a part of a chunk of 32, a whole one, one token more, and several.
@@ -134,7 +133,7 @@ def test_it_is_the_same_in_any_company(served, alone):
 
 def test_preemption_changes_nothing(alone):
     crowded = engine()
-    crowded._loop.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
+    crowd(crowded, pages=14)
     outputs = crowded.generate([*PROMPTS[:2], *TEXTS, *TEXTS], [LONG, LONG, *[SEEN] * (2 * len(TEXTS))])
     assert all(same(one.captured, other.captured) for one, other in zip(outputs[2:], [*alone, *alone], strict=True))
     assert crowded.stats().preemptions > 0

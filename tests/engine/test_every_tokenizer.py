@@ -1,7 +1,7 @@
 """An engine's texts, on every tokenizer: the deltas make up what is decoded after the prompt."""
 
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 from tokenizer_cases import MAKERS, after, load
 from tokenizer_engines import engine
 
@@ -10,7 +10,7 @@ from ling3.engine.sampling_params import SamplingParams
 PROMPTS = ("the cat", "မြမာပ", "你好 😀 ", "a b\n")
 
 
-@pytest.mark.parametrize("name", slowly(MAKERS, but=["sentencepiece", "smollm2"]))
+@pytest.mark.parametrize("name", exhaustively(MAKERS, but=["sentencepiece", "smollm2"]))
 def test_streams_are_what_is_decoded_after_the_prompt(name):
     tokenizer, made = load(name), engine(name)
     for seed, prompt in enumerate(PROMPTS):

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import CONFIG, LONG, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, model
+from small_engine import CONFIG, LONG, PROMPTS, answer, crowd, engine, idle, model
 
 import ling3
-from ling3.engine.scheduler import Scheduler
 
 CHANGE = ling3.Intervention
 TEXTS = [np.random.default_rng(n).integers(6, CONFIG.vocab_size, n).tolist() for n in (1, 33, 90)]
@@ -61,7 +60,7 @@ def test_nobody_else_notices_and_neither_do_they(served, alone):
 
 def test_preemption_changes_nothing(alone):
     crowded = engine()
-    crowded._loop.scheduler = Scheduler(SLOTS, 12, SETTINGS["page_size"])
+    crowd(crowded, pages=12)
     outputs = crowded.generate([*PROMPTS[:2], *TEXTS], [LONG, LONG, *[OWN] * len(TEXTS)])
     assert [answer(output.outputs[0]) for output in outputs[2:]] == alone
     assert crowded.stats().preemptions > 0

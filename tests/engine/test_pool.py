@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 from tiny import TINY, open_model
 
 import ling3
@@ -29,7 +29,7 @@ def compiled(program, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [decode, *slowly([extend])], ids=["decode", "extend"])
+@pytest.mark.parametrize("program", [decode, *exhaustively([extend])], ids=["decode", "extend"])
 def test_a_step_touches_what_is_in_use_alone(program):
     """A pool of forty times the slots and pages: in place too, and not a byte more of temporaries per page or slot."""
     small, alias, temporary = compiled(program, max_running_requests=5, num_pages=100, max_model_len=512)

@@ -11,10 +11,9 @@ import pytest
 from tiny import TINY, open_model
 
 import ling3
-from ling3.engine.prefixes import Grid
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.settings import EngineSettings
-from ling3.engine.shapes import settle
+from ling3.engine.shapes import Grid, settle
 from ling3.execution import PLAIN
 from ling3.families.mistral import MistralConfig
 from ling3.families.qwen2 import Qwen2Config
@@ -67,8 +66,7 @@ def fresh(kind, pages=PAGES, snapshots=100):
     served = engine(kind)
     shapes = served._loop.runner.shapes
     grid = Grid(STEP, shapes.grid.snapshot, snapshots * shapes.grid.snapshot)
-    slots = SETTINGS["max_running_requests"]
-    served._loop.scheduler = Scheduler(slots, pages, PAGE, shapes.window, shapes.most_pages, grid)
+    served._loop.scheduler = Scheduler(dataclasses.replace(shapes, pages=pages, grid=grid))
     return served
 
 
@@ -251,7 +249,7 @@ def test_prefixes_in_use_are_not_forgotten():
 def test_without_the_cache_nothing_is_kept():
     served = engine("hybrid", cached=False)
     assert [found(served, ids(70)) for _ in range(2)] == [0, 0]
-    assert served._loop.scheduler.prefixes == [] and served.stats().cached_pages == 0
+    assert served._loop.runner.shapes.grid is None and served.stats().cached_pages == 0
 
 
 def test_a_prompt_that_failed_leaves_nothing():

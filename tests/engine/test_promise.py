@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive_cases import exhaustively
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from slow_cases import slowly
+from small_engine import crowd
 from tiny import TINY, open_model
 
 import ling3
 from ling3.cache import map_pages, map_slots, pages_of
-from ling3.engine.prefixes import Grid
-from ling3.engine.scheduler import Scheduler
+from ling3.engine.shapes import Grid
 
 SLOTS, PAGES = 6, 48
 SETTINGS = {
@@ -118,7 +118,7 @@ class Company(RuleBasedStateMachine):
         chunked_by(self.engine, chunk)
         size, page_size = self.engine._loop.runner.shapes.grid.snapshot, SETTINGS["page_size"]
         grid = Grid(math.lcm(page_size, chunk), size, snapshots * size) if snapshots else None
-        self.engine._loop.scheduler = Scheduler(slots, pages, page_size, grid=grid)
+        crowd(self.engine, slots=slots, pages=pages, grid=grid)
         self.before = self.engine.stats()
         self.asked, self.finished, self.aborted = {}, {}, set()
         self.begun, self.first = {}, {}
@@ -258,7 +258,7 @@ def test_constant_preemption_changes_nothing():
     ]
     crowded = busy_engine()
     chunked_by(crowded, 32)
-    crowded._loop.scheduler = Scheduler(SLOTS, FEWEST_PAGES, SETTINGS["page_size"])
+    crowd(crowded, pages=FEWEST_PAGES)
     before = crowded.stats().preemptions
     expected = [answers([request], idle_engine())[0] for request in growing]
     assert answers(growing, crowded) == expected
@@ -276,7 +276,7 @@ def test_poisoned_pools_change_nothing():
     """NaN in every free page and slot before every step, and in every position that a request has not yet reached."""
     poisoned = busy_engine()
     chunked_by(poisoned, 32)
-    poisoned._loop.scheduler = Scheduler(SLOTS, 20, SETTINGS["page_size"])
+    crowd(poisoned, pages=20)
     asked = {poisoned.submit(*request): which for which, request in enumerate(requests())}
     while poisoned.has_work:
         scheduler, runner = poisoned._loop.scheduler, poisoned._loop.runner
@@ -293,7 +293,7 @@ def test_poisoned_pools_change_nothing():
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("changes", slowly([ONE_SLOT, MANY_SLOTS], but=[MANY_SLOTS]))
+@pytest.mark.parametrize("changes", exhaustively([ONE_SLOT, MANY_SLOTS], but=[MANY_SLOTS]))
 def test_the_size_of_the_engine_changes_nothing(changes):
     """Beyond the promise: other slots and pages are other programs, with the same bits."""
     assert answers(requests()[:12], engine(**changes)) == [alone(which, 32) for which in range(12)]

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import CONFIG, LONG, PROMPTS, SETTINGS, SLOTS, answer, engine, idle, model, without
+from small_engine import CONFIG, LONG, PROMPTS, answer, crowd, engine, idle, model, without
 from tiny import widened
 
 import ling3
 from ling3.engine.forward import score
 from ling3.engine.request import NOT_FINITE
 from ling3.engine.sampling_params import SamplingParams
-from ling3.engine.scheduler import Scheduler
 from ling3.execution import PLAIN
 
 SCORES = SamplingParams(max_tokens=0, prompt_logprobs=3)
@@ -128,7 +127,7 @@ def test_others_go_on_from_what_such_a_prompt_left(served):
 
 def test_preemption_and_waiting_change_nothing(alone):
     crowded = engine()
-    crowded._loop.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
+    crowd(crowded, pages=14)
     params = [LONG, LONG, *[SamplingParams(max_tokens=60, prompt_logprobs=3, ignore_eos=True)] * len(TEXTS)]
     outputs = crowded.generate([*PROMPTS[:2], *TEXTS], params)
     assert [output.prompt_logprobs for output in outputs[2:]] == alone

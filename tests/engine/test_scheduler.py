@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ling3.engine.request import Request, TokenSequence
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.scheduler import Scheduler
+from ling3.engine.shapes import Shapes
 from ling3.text.detokenizer import StopStrings
 
 
@@ -15,12 +16,16 @@ def new_sequence(order):
     return TokenSequence(request, 0, order, 0, (), None, StopStrings(()))
 
 
+def scheduler_of(slots, pages, page_size=16):
+    return Scheduler(Shapes(slots, pages, page_size, columns=64, buckets=(), rows=()))
+
+
 class Books(RuleBasedStateMachine):
     """Any order of calls that an engine could make, beside a model of what must hold."""
 
     @initialize(slots=st.integers(1, 5), pages=st.integers(1, 12), page_size=st.sampled_from([1, 3, 16]))
     def begin(self, slots, pages, page_size):
-        self.scheduler = Scheduler(slots, pages, page_size)
+        self.scheduler = scheduler_of(slots, pages, page_size)
         self.waiting, self.running, self.tokens, self.orders = [], [], {}, 0
 
     @rule()
@@ -95,7 +100,7 @@ TestBooks = Books.TestCase
 
 
 def test_a_sequence_is_released_once():
-    scheduler = Scheduler(1, 2, 16)
+    scheduler = scheduler_of(1, 2)
     sequence = new_sequence(0)
     scheduler.enqueue(sequence)
     assert scheduler.admit(5) is sequence
@@ -106,7 +111,7 @@ def test_a_sequence_is_released_once():
 
 def test_the_head_is_never_overtaken():
     """A large one at the head waits for pages, and the small one behind it waits with it."""
-    scheduler = Scheduler(3, 4, 16)
+    scheduler = scheduler_of(3, 4)
     old, large, small = (new_sequence(order) for order in range(3))
     for sequence in (small, large, old):
         scheduler.enqueue(sequence)
@@ -120,7 +125,7 @@ def test_the_head_is_never_overtaken():
 
 @pytest.mark.parametrize("spoil", ["slot", "page", "twice", "waiting"])
 def test_check_notices(spoil):
-    scheduler = Scheduler(2, 4, 16)
+    scheduler = scheduler_of(2, 4)
     first, second, third = (new_sequence(order) for order in range(3))
     for sequence in (first, second, third):
         scheduler.enqueue(sequence)

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from deepseek_v4_checkpoint import WIDE
-from slow_cases import slowly
-from small_engine import CONFIG, PAGES, SETTINGS, SLOTS, answer, engine, idle, model, reciter, tokenizer
+from exhaustive_cases import exhaustively
+from small_engine import CONFIG, SETTINGS, answer, crowd, engine, idle, model, reciter, tokenizer
 from tiny import open_model
 
 import ling3
 from ling3.engine.origins import checksum
-from ling3.engine.scheduler import Scheduler
 from ling3.families.deepseek_v4_config import DeepseekV4Config
 from ling3.families.mistral import MistralConfig
 from ling3.families.qwen2 import Qwen2Config
@@ -275,19 +274,19 @@ def test_resumed_in_a_crowd_and_preempted():
     crowded = engine()
     contexts = [ask(crowded, ids(n), KEEP).snapshot for n in (40, 65, 90)]
     mid = [ask(crowded, ids(n), params(5, keep=True)).snapshot for n in (40, 65, 90)]
-    crowded._loop.scheduler = Scheduler(SLOTS, 14, SETTINGS["page_size"])
+    crowd(crowded, pages=14)
     drawn = [params(100, temperature=1.0, seed=i, frequency_penalty=0.1) for i in range(12)]
     prompts = [[*contexts, *mid, *(one.then([9, 8, 7]) for one in contexts), *mid][i] for i in range(12)]
     before = crowded.stats().preemptions
     together = [bits(one) for one in crowded.generate(prompts, drawn)]
     assert crowded.stats().preemptions - before > 10
-    crowded._loop.scheduler = Scheduler(SLOTS, PAGES, SETTINGS["page_size"])
+    crowd(crowded)
     assert together == [bits(ask(crowded, one, own)) for one, own in zip(prompts, drawn, strict=True)]
     crowded._loop.scheduler.check()
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("name", slowly(FAMILIES, but=["hybrid"]))
+@pytest.mark.parametrize("name", exhaustively(FAMILIES, but=["hybrid"]))
 def test_every_kind_of_memory_is_kept(name, cached):
     served, fresh = family(name, cached), family(name, False)
     for length in (3, 40, 65, 150):

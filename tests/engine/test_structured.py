@@ -15,10 +15,9 @@ from small_engine import (
     ENDS,
     PAGES,
     PROMPTS,
-    SETTINGS,
-    SLOTS,
     aligned_model,
     answer,
+    crowd,
     engine,
     idle,
     model,
@@ -31,7 +30,6 @@ from ling3.engine.forward import decode
 from ling3.engine.grammars import LIMITS, Grammars
 from ling3.engine.masks import bits, mask_of_step, masked
 from ling3.engine.sampling_params import SamplingParams
-from ling3.engine.scheduler import Scheduler
 from ling3.engine.structured import read, written
 from ling3.serve import BESIDE
 
@@ -234,7 +232,7 @@ def test_different_grammars_in_one_batch_and_rows_without(either, alone):
 def test_preemption_changes_nothing(each, alone):
     """Pages for two long sequences; a sequence with a grammar is swapped out and goes on where it was."""
     crowded = engine(each._loop.runner.model)
-    crowded._loop.scheduler = Scheduler(SLOTS, 12, SETTINGS["page_size"])
+    crowd(crowded, pages=12)
     long = [(prompt, ling3.SamplingParams(max_tokens=100, ignore_eos=True)) for prompt in PROMPTS[:2]]
     swapped, swap_out = [], crowded._loop.runner.swap_out
 

@@ -1,5 +1,6 @@
 """Pages behind a sliding window are freed, and no bit of an answer shows it."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,7 +12,7 @@ import pytest
 
 import ling3
 from ling3.cache import map_pages
-from ling3.engine import memory
+from ling3.engine.memory import Footprint
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.settings import EngineSettings
 from ling3.engine.shapes import settle
@@ -65,8 +66,7 @@ def engine(page_size):
 def served_by(page_size, pages):
     """The engine with an empty pool of so many pages."""
     served = engine(page_size)
-    slots = ROWS[page_size]["max_running_requests"]
-    served._loop.scheduler = Scheduler(slots, pages, page_size, WINDOW, MOST[page_size])
+    served._loop.scheduler = Scheduler(dataclasses.replace(served._loop.runner.shapes, pages=pages))
     return served
 
 
@@ -103,7 +103,8 @@ def answers(some, served):
 def expected(page_size):
     """Each request alone, keeping all its pages."""
     lonely = new_engine(page_size, LENGTH // page_size)
-    lonely._loop.scheduler = Scheduler(1, LENGTH // page_size, page_size)
+    unwindowed = {"slots": 1, "window": None, "most_pages": LENGTH // page_size}
+    lonely._loop.scheduler = Scheduler(dataclasses.replace(lonely._loop.runner.shapes, **unwindowed))
     return [answers([request], lonely)[0] for request in requests()]
 
 
@@ -117,7 +118,8 @@ def whole(served):
 @both_sizes
 def test_the_engine_knows_the_window(page_size):
     scheduler = new_engine(page_size, 4)._loop.scheduler
-    assert (scheduler.groups[0].window, scheduler.groups[0].most_pages) == (WINDOW, MOST[page_size])
+    shapes = scheduler.groups[0].shapes
+    assert (shapes.window, shapes.most_pages) == (WINDOW, MOST[page_size])
 
 
 @both_sizes
@@ -210,7 +212,7 @@ def test_a_layer_without_a_window_keeps_all_pages():
         shapes = eqx.filter_eval_shape(
             lambda: ling3.init(Qwen2Config.from_dict({**SIZES, **changes}), key=jax.random.key(0), dtype=jnp.float32)
         )
-        return memory.window(shapes, EngineSettings(page_size=8))
+        return Footprint.of(shapes, EngineSettings(page_size=8)).window
 
     assert window(use_sliding_window=True, max_window_layers=0) == WINDOW
     assert window(use_sliding_window=True, max_window_layers=1) is None

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 from tiny import TINY, open_model
 
 import ling3
@@ -41,7 +41,7 @@ def whole(model, ids):
     return scores[np.arange(len(ids) - 1), ids[1:]]
 
 
-@pytest.mark.parametrize("count", slowly([2, 3, 129, 130, LONGEST], but=[130]))
+@pytest.mark.parametrize("count", exhaustively([2, 3, 129, 130, LONGEST], but=[130]))
 def test_a_text_of_one_window(model, count):
     ids = tokens(count)
     found = log_likelihoods(model, ids)
@@ -51,7 +51,7 @@ def test_a_text_of_one_window(model, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("context", "stride"), slowly([(16, 8), (16, 16), (150, 40), (1, 1), (64, None), (16, 1)], but=[(16, 8)])
+    ("context", "stride"), exhaustively([(16, 8), (16, 16), (150, 40), (1, 1), (64, None), (16, 1)], but=[(16, 8)])
 )
 def test_windows(model, context, stride):
     """Each token as its own window scores it: the one that begins where the docstring says."""

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from exhaustive_cases import exhaustively
 from family_laws import answers_in_company_and_alone, losses_of_training, prompts
 from published_configs import DEEPSEEK_V4_FLASH
 from rich.console import Console
-from slow_cases import slowly
 
 import ling3
 from ling3.cache import Span
@@ -359,7 +359,7 @@ def test_logits_are_the_equations(model, saved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", slowly([1, 3, 4, 5, 7, 8, 9, 16], but=[4, 7]))
+@pytest.mark.parametrize("cut", exhaustively([1, 3, 4, 5, 7, 8, 9, 16], but=[4, 7]))
 def test_any_split_of_a_prompt_is_the_whole(model, cut):
     """In two padded parts, and then token by token: windows, rings and entries are what one pass makes of them."""
     tokens = ids(0, 2, 24)

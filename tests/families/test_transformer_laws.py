@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import transformer_reference
+from exhaustive_cases import exhaustively
 from family_laws import answers_in_company_and_alone, losses_of_training
 from rich.console import Console
-from slow_cases import slowly
 from tiny_transformers import CASES, FROZEN, GREEDY, POSITIONS, TOKENS, VOCAB, open_model, write
 
 import ling3
@@ -20,7 +20,7 @@ from ling3.interpret.ablations import ablations
 from ling3.interpret.inspect import report
 
 # What takes long to compile: a user's run takes one family, `make exhaustive` the rest.
-SOME = slowly(CASES, but=["mistral"])
+SOME = exhaustively(CASES, but=["mistral"])
 ROW = np.asarray([TOKENS], np.int32)
 
 
@@ -35,7 +35,7 @@ def test_logits_are_transformers_and_the_equations(name, tmp_path):
     np.testing.assert_allclose(logits, transformer_reference.forward(weights, model.config, TOKENS), atol=2e-5)
 
 
-@pytest.mark.parametrize("name", slowly(CASES, but=["qwen2", "qwen3-moe"]))
+@pytest.mark.parametrize("name", exhaustively(CASES, but=["qwen2", "qwen3-moe"]))
 def test_step_is_the_forward_pass(name):
     """Prompts of unequal lengths on a cache, and then a token: what whole sequences say, beyond a window too."""
     model, lengths = open_model(name), np.asarray([20, 5], np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import transformer_reference
+from exhaustive_cases import exhaustively
 from published_transformers import (
     LLAMA_31_8B,
     LLAMA_31_405B,
@@ -22,7 +23,6 @@ from published_transformers import (
     QWEN3_235B_A22B,
     QWEN25_05B,
 )
-from slow_cases import slowly
 
 import ling3
 from ling3.checkpoint import weight_names
@@ -50,7 +50,7 @@ def config_of(tmp_path, raw):
     return read_config(tmp_path)
 
 
-@pytest.mark.parametrize("name", slowly(CENSUS, but=[name for name in CENSUS if "B-A" not in name]))
+@pytest.mark.parametrize("name", exhaustively(CENSUS, but=[name for name in CENSUS if "B-A" not in name]))
 def test_the_census_of_published_configs(tmp_path, name):
     """Parameters and tensors as on the hub; nothing is allocated, as no machine could hold the largest."""
     raw, parameters, tensors = CENSUS[name]

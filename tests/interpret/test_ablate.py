@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 from tiny import DEEP, FLASH, TINY, UNBOUNDED, open_model
 
 import ling3
@@ -83,7 +83,7 @@ BY_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", slowly(BY_WEIGHTS, but=["no output gate"]))
+@pytest.mark.parametrize("name", exhaustively(BY_WEIGHTS, but=["no output gate"]))
 def test_an_ablation_is_what_a_weight_can_do(name):
     expected = BY_WEIGHTS[name]()(TOKENS)
     # One rounding apart where a factor of exactly 1 or 0 is not multiplied by.
@@ -93,7 +93,7 @@ def test_an_ablation_is_what_a_weight_can_do(name):
 
 # Every ablation compiles three programs of its own: a user's test run takes the one that leaves out most.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slowly(ABLATIONS, but=["several at once"]))
+@pytest.mark.parametrize("name", exhaustively(ABLATIONS, but=["several at once"]))
 def test_what_is_left_is_a_model(name, tmp_path):
     model = ablated(name)
     assert jax.tree.structure(model) == jax.tree.structure(structure(model.config))

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive_cases import exhaustively
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from slow_cases import slowly
 from tiny import FLASH, TINY, UNBOUNDED, open_model
 
 from ling3.cache import KDAState
@@ -26,7 +26,7 @@ CASES = {
 }
 
 
-@pytest.fixture(params=slowly(CASES, but=["tiny-float64"]))
+@pytest.fixture(params=exhaustively(CASES, but=["tiny-float64"]))
 def name(request):
     with jax.enable_x64(CASES[request.param][1] == jnp.float64):
         yield request.param

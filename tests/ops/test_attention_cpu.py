@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tiny
 import tiny_transformers
+from exhaustive_cases import exhaustively
 from family_laws import answers_in_company_and_alone, prompts
 from native_kernels import installed, needs_compiler
-from slow_cases import slowly
 
 import ling3
 from ling3.execution import Execution
@@ -165,7 +165,7 @@ MODELS = {"llama": lambda: tiny_transformers.open_model("llama"), "ling3": tiny.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slowly(MODELS, but=["ling3"]))
+@pytest.mark.parametrize("name", exhaustively(MODELS, but=["ling3"]))
 def test_a_models_decode_steps_are_the_plain_forms(name):
     """What the engine and `generate` run, through the model's own caches."""
     model = MODELS[name]()

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive_cases import exhaustively
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_cases import slowly
 
 from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda, unit_lower_inverse
 
@@ -34,7 +34,7 @@ def largest(a, b):
 
 
 @pytest.mark.parametrize("bound", [-5.0, -20.0, None])
-@pytest.mark.parametrize("chunk_size", [16, *slowly([64])])
+@pytest.mark.parametrize("chunk_size", [16, *exhaustively([64])])
 def test_chunk_form_is_the_recurrence_in_float64(bound, chunk_size):
     with jax.enable_x64(True):
         for seq in (1, 15, 17, 65, 130):
@@ -45,7 +45,7 @@ def test_chunk_form_is_the_recurrence_in_float64(bound, chunk_size):
 
 
 @pytest.mark.parametrize("bound", [-5.0, None])
-@pytest.mark.parametrize("chunk_size", [16, *slowly([64])])
+@pytest.mark.parametrize("chunk_size", [16, *exhaustively([64])])
 def test_gradients_are_the_recurrences_in_float64(bound, chunk_size):
     def scalar(form, *x):
         o, state = form(*x)

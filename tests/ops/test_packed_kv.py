@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 
 from ling3.ops.packed_kv import ENTRIES, KEYS, hadamard, pack, pack_index, packed_bytes, unpack, unpack_index
 
@@ -326,7 +326,7 @@ def test_a_wrong_argument_is_named(call, message):
         call()
 
 
-@pytest.mark.parametrize(("page", "pages"), [(3, 4), *slowly([(64, 2)])])
+@pytest.mark.parametrize(("page", "pages"), [(3, 4), *exhaustively([(64, 2)])])
 @pytest.mark.parametrize("packing", [ENTRIES, KEYS], ids=["entries", "keys"])
 def test_entries_written_one_by_one_make_packed_pages(packing, page, pages):
     """In any order, over other bytes; those of no page are dropped, and reading gives what unpacking a page does."""

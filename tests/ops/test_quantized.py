@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 
 from ling3.ops import quantized
 from ling3.ops.lowering import XLA, XLA_CPU
@@ -100,7 +100,7 @@ def test_every_code_of_every_format():
         np.testing.assert_array_equal(integers.decoded()[0], np.arange(2**bits) - 2 ** (bits - 1))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, *slowly([jnp.bfloat16])], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [jnp.float32, *exhaustively([jnp.bfloat16])], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_with_the_decoded_numbers(kind, dtype, monkeypatch):
     matrix, numbers = drawn(kind)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive_cases import exhaustively
 from expert_cases import by_hand
 from native_kernels import installed, needs_compiler
-from slow_cases import slowly
 
 from ling3.ops import products_cpu
 from ling3.ops.experts import native_experts
@@ -30,7 +30,7 @@ FORMATS = [
     *(f"int{bits}-{group}-{dtype}" for bits in (4, 8) for group in (32, 128) for dtype in SCALES),
     *("int8-row-bfloat16", "int4-row-float32", "fp8-float32", "fp8-bfloat16", "fp8-powers", "mxfp4"),
 ]
-SOME = slowly(FORMATS, but=["int4-32-bfloat16", "int8-128-float16", "fp8-float32", "mxfp4"])
+SOME = exhaustively(FORMATS, but=["int4-32-bfloat16", "int8-128-float16", "fp8-float32", "mxfp4"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -232,7 +232,7 @@ EXPERT_FORMATS = ["int4-32-bfloat16", "int4-row-float32", "int8-32-bfloat16", "m
 
 
 class TestExperts:
-    @pytest.mark.parametrize("kind", slowly(EXPERT_FORMATS, but=["mxfp4"]))
+    @pytest.mark.parametrize("kind", exhaustively(EXPERT_FORMATS, but=["mxfp4"]))
     @pytest.mark.parametrize(
         ("tokens", "experts", "top_k", "limit"), [(1, 9, 3, 0.0), (7, 4, 4, 0.5), (150, 3, 2, 0.0)]
     )

@@ -20,8 +20,8 @@ import torch
 import transformers
 from cases import first_divergence
 from deepseek_v4_cases import CASES, LENGTH, float64_for_float32, in_double, make, open_theirs, stages_of
+from exhaustive_cases import exhaustively
 from family_cases import distance_on_a_cache, greedy_answers, logits_of
-from slow_cases import slowly
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import ling3
@@ -38,7 +38,7 @@ LENGTHS = {"small": (1, 4, 127, 128), "real head sizes": (127, 128)}
 ASKED = [(name, length) for name in CASES for length in (*LENGTHS.get(name, ()), LENGTH)]
 
 SOME = ["small", "real head sizes"]
-each_case = pytest.mark.parametrize("name", slowly(CASES, but=SOME))
+each_case = pytest.mark.parametrize("name", exhaustively(CASES, but=SOME))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_transformers_agrees_with_the_equations(open_v4, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), slowly(ASKED, but=[(name, length) for name, length in ASKED if name in SOME])
+    ("name", "length"), exhaustively(ASKED, but=[(name, length) for name, length in ASKED if name in SOME])
 )
 def test_logits(open_v4, name, length):
     case = open_v4(name)
@@ -104,7 +104,7 @@ def test_rows_of_unequal_length_on_a_cache(open_v4, name):
     assert distance_on_a_cache(case.theirs, case.ours, rows, following) <= LOGITS
 
 
-@pytest.mark.parametrize("name", slowly(["small", "real head sizes"], but=["small"]))
+@pytest.mark.parametrize("name", exhaustively(["small", "real head sizes"], but=["small"]))
 def test_greedy_continuations(open_v4, name):
     case = open_v4(name)
     expected, generated, served = greedy_answers(

@@ -14,8 +14,8 @@ pytest.importorskip("transformers", reason="the parity suite needs the extra `pa
 
 import torch
 import transformers
+from exhaustive_cases import exhaustively
 from family_cases import CASES, LENGTHS, distance_on_a_cache, greedy_answers, logits_of, tokens
-from slow_cases import slowly
 
 import ling3
 from ling3.evals.perplexity import log_likelihood
@@ -25,7 +25,7 @@ LOGITS = 2e-4
 
 # The logits of every case are in `test_family_closeness.py` too.
 @pytest.fixture(
-    scope="module", params=slowly(CASES, but=["llama", "llama 3.1", "mistral", "qwen2", "qwen3", "qwen3-moe"])
+    scope="module", params=exhaustively(CASES, but=["llama", "llama 3.1", "mistral", "qwen2", "qwen3", "qwen3-moe"])
 )
 def case(request, open_family):
     """transformers' model and ling3's, of one checkpoint."""

@@ -16,9 +16,9 @@ import kimi_reference
 import safetensors.numpy
 import torch
 import transformers
+from exhaustive_cases import exhaustively
 from family_cases import LENGTHS, distance_on_a_cache, greedy_answers, logits_of
 from published_configs import KIMI_LINEAR
-from slow_cases import slowly
 
 import ling3
 from ling3.checkpoint.names import leaves
@@ -87,7 +87,7 @@ def open_kimi(config, directory, seed=1):
     return types.SimpleNamespace(directory=directory, tokens=tokens, truth=truth, theirs=theirs, ours=ours)
 
 
-@pytest.fixture(scope="module", params=slowly(CONFIGS, but=["in groups"]))
+@pytest.fixture(scope="module", params=exhaustively(CONFIGS, but=["in groups"]))
 def case(request, tmp_path_factory):
     return open_kimi(CONFIGS[request.param], tmp_path_factory.mktemp("checkpoint"))
 

@@ -8,11 +8,10 @@ pytest.importorskip("gguf", reason="these tests need the extra `real`: `make rea
 pytest.importorskip("torch", reason="these tests need the extra `real`: `make real` installs it")
 pytest.importorskip("transformers", reason="these tests need the extra `real`: `make real` installs it")
 
-from small_engine import answer
+from small_engine import answer, crowd
 from smollm2_texts import PASSAGE, QUESTIONS
 
 import ling3
-from ling3.engine.scheduler import Scheduler
 
 PERSON = {
     "type": "object",
@@ -72,7 +71,7 @@ def test_after_preemption(new_engine, tokenizer, alone):
     long = ling3.SamplingParams(max_tokens=48, ignore_eos=True, logprobs=1)
     chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in QUESTIONS[:4]]
     crowded = new_engine(prefix_cache=False)
-    crowded._loop.scheduler = Scheduler(4, 17, 16)
+    crowd(crowded, slots=4, pages=17)
     expected = [answer(alone(tuple(ids), long).outputs[0]) for ids in chats]
     assert served(crowded, [(ids, long) for ids in chats]) == expected
     assert crowded.stats().preemptions > 0

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="these tests need the extra `real`: `make real` installs it")
 
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 from smollm2_texts import PASSAGE
 
 import ling3
@@ -22,7 +22,7 @@ def nats(model, ids):
     return -log_likelihoods(model, ids, context=128).mean()
 
 
-@pytest.mark.parametrize("to", slowly(COST, but=["int4"]))
+@pytest.mark.parametrize("to", exhaustively(COST, but=["int4"]))
 def test_it_is_quantized(to, directory, model, tokenizer, new_engine, tmp_path):
     ling3.quantize(directory, tmp_path / "x", to)
     own, dense = (ling3.load(tmp_path / "x", dtype=jnp.float32, dequantize=it) for it in (False, True))

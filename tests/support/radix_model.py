@@ -12,7 +12,6 @@ from ling3.engine.radix import RadixTree
 @dataclasses.dataclass(eq=False)
 class Snapshot:
     name: int
-    nbytes: int
 
 
 @dataclasses.dataclass
@@ -49,9 +48,6 @@ class FlatCache:
     def shadow_lock(self, prefix):
         return sum(prefix in needed for _, needed in self.locks.values())
 
-    def size(self, prefix):
-        return 0 if not self.live(prefix) else self.cells[prefix].shadow.nbytes if self.snapshots else 1
-
     def state(self):
         """What a walk over the tree must find: the slot, the shadow and the locks of each node."""
         return {
@@ -63,7 +59,7 @@ class FlatCache:
         pages, shadows = [0, 0], [0, 0]
         for prefix in self.cells:
             pages[self.full_lock(prefix) > 0] += 1
-            shadows[self.shadow_lock(prefix) > 0] += self.size(prefix)
+            shadows[self.shadow_lock(prefix) > 0] += self.live(prefix)
         return pages, shadows
 
     def shared(self, pages):
@@ -183,7 +179,7 @@ class FlatCache:
         freed = 0
         while freed < needed and (ends := [e for e in self.cells if self.live(e) and not self.shadow_lock(e)]):
             end = min(ends, key=self.worth)
-            freed += self.size(end)
+            freed += 1
             if self.leaf(end) and not self.full_lock(end):
                 self.delete(end)
             else:
@@ -255,13 +251,13 @@ class World:
         slots = matched + self.slots(end - shared)
         offered = []
         if self.snapshots and end > shared and rng.random() < 0.7:
-            offered = [Snapshot(len(self.issued_shadows), rng.randint(1, 9))]
+            offered = [Snapshot(len(self.issued_shadows))]
             self.issued_shadows.update(offered)
         elif self.window:
             freed = rng.choice([shared, rng.randint(shared, end), rng.randint(shared, end)])
             offered = self.shadow_slots(end - freed)
         shadows = [None] * (end - len(offered)) + offered
-        known = self.tree.insert(tokens, slots, offered, prev)
+        known = self.tree.insert(tokens, slots, offered)
         assert known == self.flat.insert(pages, list(slots), shadows, shared) * self.page_size
 
     def find(self, tokens):
@@ -324,7 +320,7 @@ class World:
         assert self.tree.evict(needed) == self.flat.evict(needed)
 
     def evict_shadow(self, rng):
-        needed = rng.randint(0, 9 if self.snapshots else 3)
+        needed = rng.randint(0, 3)
         assert self.tree.evict_shadow(needed) == self.flat.evict_shadow(needed)
 
     def forget(self, rng):

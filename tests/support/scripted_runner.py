@@ -19,13 +19,11 @@ from ling3.engine.forward import Extension
 from ling3.engine.front import Front
 from ling3.engine.grammars import WORD
 from ling3.engine.intake import Intake
-from ling3.engine.prefixes import Grid, Snapshot
 from ling3.engine.runner import Runner
 from ling3.engine.sampling import Choice
 from ling3.engine.sampling_params import MAX_LOGPROBS
 from ling3.engine.settings import DECODE_STEPS, EngineSettings
-from ling3.engine.shapes import Shapes
-from ling3.engine.snapshot_layout import Layout
+from ling3.engine.shapes import Grid, Shapes
 from ling3.serve import Loop
 
 VOCAB = CONFIG.vocab_size
@@ -97,7 +95,7 @@ class ScriptedRunner(Runner):
             self.pages[own] = self.pages[source]
         if saved is not None:
             self.pages[sequence.pages[: len(saved.pages)]] = saved.pages
-        before = saved.state if saved is not None else hashlib.blake2b() if snapshot is None else snapshot.states
+        before = saved.state if saved is not None else hashlib.blake2b() if snapshot is None else snapshot
         params, sequence.saved = sequence.params, None
         self.slots[sequence.slot] = Slot(
             length=sequence.held,
@@ -114,7 +112,7 @@ class ScriptedRunner(Runner):
         return Saved(self.slots[sequence.slot].state.copy(), self.pages[used])
 
     def state_of(self, sequence):
-        return Snapshot(self.slots[sequence.slot].state.copy(), STATE)
+        return self.slots[sequence.slot].state.copy()
 
     def scrub(self, slot, pages):
         self.pages[list(pages)], self.slots[slot] = EMPTY, None
@@ -197,7 +195,6 @@ def _allowed(mask: np.ndarray | None, token: int) -> bool:
 def scripted(rule: Rule = by_hash, pace: float = 0.0, text: bool = True, **changes) -> Front:
     """An engine of small_engine's settings, over a scripted runner; without `text` it has no tokenizer."""
     settings = EngineSettings(**SETTINGS | {"max_model_len": CONFIG.max_position_embeddings} | changes)
-    step = settings.prefix_step
     shapes = Shapes(
         slots=settings.max_running_requests,
         pages=settings.num_pages,
@@ -205,8 +202,7 @@ def scripted(rule: Rule = by_hash, pace: float = 0.0, text: bool = True, **chang
         columns=-(-settings.max_model_len // settings.page_size),
         buckets=settings.token_paddings,
         rows=(settings.decode_rows,),
-        most_pages=settings.most_pages(settings.max_model_len, None, step),
-        grid=Grid(step, STATE, 2**20) if settings.prefix_cache else None,
+        grid=Grid(settings.prefix_step, STATE, 2**20) if settings.prefix_cache else None,
     )
     decoder = tokenizer() if text else None
     intake = Intake(
@@ -216,6 +212,5 @@ def scripted(rule: Rule = by_hash, pace: float = 0.0, text: bool = True, **chang
         settings=settings,
         shapes=shapes,
         parts=frozenset({"masks"}),
-        layout=Layout(settings.page_size, (), [], lambda position: 0),
     )
     return Front(intake, Loop(ScriptedRunner(shapes, rule, pace), settings))

@@ -12,6 +12,7 @@ from tiny import TINY, open_model
 
 import ling3
 from ling3.engine.forward import Programs
+from ling3.engine.scheduler import Scheduler
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
 CONFIG = dataclasses.replace(TINY, vocab_size=400, max_position_embeddings=256, eos_token_id=(5,))
@@ -66,6 +67,12 @@ def engine(served=None, text=True, **changes):
     """An engine of the shapes above; `changes` to page or slot counts compile anew."""
     served = model() if served is None else served
     return ling3.Engine(served, tokenizer() if text else None, **{**SETTINGS, **changes})
+
+
+def crowd(served, **changes):
+    """Gives an engine an empty scheduler of other sizes than its pool's; it keeps prefixes only if given a grid."""
+    shapes = served._loop.runner.shapes
+    served._loop.scheduler = Scheduler(dataclasses.replace(shapes, **{"grid": None, **changes}))
 
 
 def without(*parts):

@@ -8,8 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from exhaustive_cases import exhaustively
 from hostile_templates import HOSTILE, IN_BOUNDS
-from slow_cases import slowly
 
 from ling3.runtime import limited_process
 from ling3.text import chat_template
@@ -119,7 +119,7 @@ def test_what_templates_use(source, expected):
     assert render(source) == expected
 
 
-@pytest.mark.parametrize("name", slowly(HOSTILE, but=list(HOSTILE)[::3]))
+@pytest.mark.parametrize("name", exhaustively(HOSTILE, but=list(HOSTILE)[::3]))
 def test_hostile_templates_are_refused_early(name, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     begin = time.perf_counter()

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_transformers
+from exhaustive_cases import exhaustively
 from jax.sharding import PartitionSpec
-from slow_cases import slowly
 from tiny import TINY, open_model
 
 import ling3
@@ -66,7 +66,7 @@ gradient_of = eqx.filter_jit(loss_and_gradient)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "data", "tensor"),
-    [("ling3", 4, 1), ("qwen3", 2, 2), *slowly([("qwen3-moe", 4, 1)])],
+    [("ling3", 4, 1), ("qwen3", 2, 2), *exhaustively([("qwen3-moe", 4, 1)])],
 )
 def test_loss_and_gradients_are_those_of_one_device(name, data, tensor):
     fsdp, whole, batch = Fsdp(mesh(data, tensor)), balanced(model(name)), next(batches(name))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 
 import ling3
 from experiments import nano_probes
@@ -98,7 +98,7 @@ def test_a_run_is_two_trainings_the_first_on_answers_that_stand_in_the_text():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "without", ["nothing", *slowly(["KDA", "decay", "bound", "bound -0.1", "beta", "shared expert"])]
+    "without", ["nothing", *exhaustively(["KDA", "decay", "bound", "bound -0.1", "beta", "shared expert"])]
 )
 def test_a_new_model_is_quiet(without, tokenizer):
     """No MLP says anything, and what a token leaves behind in a state is hardly heard six tokens later."""
@@ -122,7 +122,7 @@ def test_a_new_model_is_quiet(without, tokenizer):
     assert changed == (0 if without in ("KDA", "decay") else 3)
 
 
-@pytest.mark.parametrize("without", ["nothing", *slowly(["bound -20", "bound -0.1", "bound"])])
+@pytest.mark.parametrize("without", ["nothing", *exhaustively(["bound -20", "bound -0.1", "bound"])])
 def test_states_forget_at_first_by_the_same_rates_whatever_the_bound(without, tokenizer):
     model = quieted(init(Recipe(without=without).config(tokenizer), key=jax.random.key(1)))
     kda = model.model.layers[0].attention

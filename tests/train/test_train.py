@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slowly
+from exhaustive_cases import exhaustively
 
 import ling3
 from ling3.layers.moe import MoE
@@ -65,7 +65,7 @@ def same(a, b) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-@pytest.mark.parametrize("method", ["adamw", *slowly(["muon"])])
+@pytest.mark.parametrize("method", ["adamw", *exhaustively(["muon"])])
 def test_a_few_steps_learn_and_repeat(method):
     def run():
         curve = []

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-LEFT = (pytest.mark.slow, pytest.mark.exhaustive)
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
 
-def slowly(cases: Iterable[Any], but: Collection[Any] = ()) -> list[Any]:
+def exhaustively(cases: Iterable[Any], but: Collection[Any] = ()) -> list[Any]:
     """The cases for `pytest.mark.parametrize`, all but those in `but` exhaustive; a tuple has several arguments."""
     return [
-        case if case in but else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=LEFT)
+        case if case in but else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=EXHAUSTIVE)
         for case in cases
     ]
