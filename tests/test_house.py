@@ -109,7 +109,7 @@ SHARED_NAMES = {
     # A command's class is its name on the command line, and a body's class its name in OpenAPI.
     *("Chat", "Look", "Completion", "Text"),
     # Public exports, beside a name inside the engine or the mesh.
-    *("Choice", "Layout", "Snapshot"),
+    *("Choice", "Layout"),
     # Names of the server, the engine and the command line's options.
     *("AnyTool", "Model", "Options", "Sampling"),
     # What a step of training takes, a public export, and what a forward program takes.

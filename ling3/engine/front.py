@@ -55,6 +55,10 @@ class Server(Protocol):
         """The deltas of the answers as they come, each with the index of its prompt."""
         ...
 
+    def stats(self) -> Stats:
+        """The counts at this moment."""
+        ...
+
 
 class Front:
     """An engine's methods, over a loop that a thread of the engine's runs. `ling3.Engine` says what they promise."""
