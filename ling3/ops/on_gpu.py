@@ -66,7 +66,7 @@ def gpu_experts(
     from ling3.ops.experts_kernel import INNER, grouped_experts
 
     stacks = (gate_proj, up_proj, down_proj)
-    plain = all(not isinstance(w, Quantized) and w.dtype == x.dtype for w in stacks) and x.dtype != jnp.float64
-    if not plain or any(size % INNER for size in gate_proj.shape[1:]):
+    plain = [w for w in stacks if not isinstance(w, Quantized) and w.dtype == x.dtype != jnp.float64]
+    if len(plain) < len(stacks) or any(size % INNER for size in gate_proj.shape[1:]):
         return block_experts(x, chosen, weights, *stacks, limit, lowering, limit_first, spread)
-    return grouped_experts(x, chosen, weights, *stacks, limit, lowering, limit_first, spread, interpret=interpreted())
+    return grouped_experts(x, chosen, weights, *plain, limit, lowering, limit_first, spread, interpret=interpreted())
