@@ -69,4 +69,6 @@ def gpu_experts(
     plain = [w for w in stacks if not isinstance(w, Quantized) and w.dtype == x.dtype != jnp.float64]
     if len(plain) < len(stacks) or any(size % INNER for size in gate_proj.shape[1:]):
         return block_experts(x, chosen, weights, *stacks, limit, lowering, limit_first, spread)
-    return grouped_experts(x, chosen, weights, *plain, limit, lowering, limit_first, spread, interpret=interpreted())
+    gate, up, down = plain
+    settings = limit, lowering, limit_first, spread
+    return grouped_experts(x, chosen, weights, gate, up, down, *settings, interpret=interpreted())
