@@ -162,7 +162,7 @@ MANY_PARAMETERS = {
     **{"ops/latent_attention_kernel.py": 1, "ops/on_gpu.py": 2, "ops/products_cpu.py": 1, "mesh/collectives.py": 1},
     **{"afd/operators/sending.py": 4, "afd/operators/returning.py": 1},
     # The sizes of an engine's memory, and the public engine.
-    **{"engine/scheduler.py": 2, "serve.py": 2, "afd/attention_worker.py": 1},
+    **{"serve.py": 2, "afd/attention_worker.py": 1},
     # The sizes of an array or a layer, or the parts of a file or config.
     **{"cache.py": 1, "checkpoint/loading.py": 2, "families/config_fields.py": 1, "intervention.py": 1},
     **{"layers/gate.py": 1, "layers/mlp.py": 1, "layers/quantized.py": 1},

@@ -11,7 +11,7 @@ from family_laws import answers_in_company_and_alone, prompts
 
 import ling3
 from ling3.cache import Paged, is_paged, pages_of, slots_of
-from ling3.engine import memory
+from ling3.engine.memory import Footprint
 from ling3.families.deepseek_v4_config import HEAVY, SPARSE, DeepseekV4Config
 from ling3.ops.packed_kv import ENTRIES, KEYS, hadamard
 
@@ -148,9 +148,9 @@ def test_an_engine_packs_its_pages_alone(model):
 
 def test_an_engine_counts_bytes_of_packed_pages(model):
     settings = dataclasses.replace(FEW, page_size=256, cache_dtype="packed")
-    _, page = memory._bytes(model, settings)
+    page = Footprint.of(model, settings).page
     assert page == ENTRIES.bytes(64) + KEYS.bytes(64) + ENTRIES.bytes(32)
-    assert memory._bytes(model, dataclasses.replace(settings, cache_dtype="float32"))[1] > 3 * page
+    assert Footprint.of(model, dataclasses.replace(settings, cache_dtype="float32")).page > 3 * page
 
 
 @pytest.mark.parametrize(
