@@ -16,6 +16,7 @@ from ling3.bench import measure as local
 from ling3.bench.levels import Levels
 from ling3.bench.measure import SampleRequest, random_requests
 from ling3.bench.remote import RemoteServer, Stream, events, measure_server
+from ling3.bench.report import BenchReport
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,7 @@ def test_failures_are_shown_for_each_level():
     served = Stream(0.0, [], 1.0, "status 500").served()
     about = {"model": "m", "base_url": "u", "endpoint": "completions", "concurrency": 2, "client_cpu": 0.1}
     machine = {"cpu": "c", "cores": 2, "device": "cpu"}
-    report = local.Report([served], 1.0, float("inf"), about, {}, {}, machine)
+    report = BenchReport([served], 1.0, float("inf"), about, {}, {}, machine)
     text = io.StringIO()
     Console(file=text, width=100).print(Levels([report]))
     assert "1 × status 500, 2 at a time" in text.getvalue()
