@@ -90,14 +90,15 @@ def soak(requests: int, minutes: float, seed: int = 0) -> Found:
     service = Service(busy, tokenizer, "nano")
     found, begin, apart = Found(), time.monotonic(), 60 * minutes * CLIENTS / requests
     with _served(service) as url:
-        warm = int(requests * WARM)
+        warm, objects = int(requests * WARM), alive()
         for name, numbers in (("before", range(warm)), ("after", range(warm, requests))):
             due = ((number, begin + number // CLIENTS * apart) for number in numbers)
             asyncio.run(_clients(url, lonely, found, due, seed))
             _settle(service, lonely)
             busy.forget_prefixes()
             setattr(found, name, _counts())
-            objects = alive() if name == "before" else objects
+            if name == "before":
+                objects = alive()
     found.seconds, found.preemptions = round(time.monotonic() - begin, 1), busy.stats().preemptions
     found.leaks = leaks_of(busy, lonely, objects)
     for what, was in found.before.items():
