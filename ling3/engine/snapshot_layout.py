@@ -29,7 +29,7 @@ class Layout:
 
     @staticmethod
     def of(pool: Pool, shapes: Shapes) -> "Layout":
-        """That of an engine's pool."""
+        """The layout of an engine's pool."""
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), slots_of(pool.layers))
         paged = [each.entries for each in pages_of(pool.layers)]
         entries = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in paged]

@@ -39,7 +39,7 @@ def grouped_experts(
 
     Rows are laid out in blocks, each of one expert; a program finds its block's expert in a list and reads that
     expert's weights in place. Every sum belongs to one program and has a fixed order, so that a token's bits depend on
-    its own choice alone. `hidden` and `intermediate` are multiples of 64.
+    its own choice alone. Raises ValueError unless `hidden` and `intermediate` are multiples of INNER.
     """
     tokens, top_k = chosen.shape
     experts, intermediate, hidden = gate_proj.shape

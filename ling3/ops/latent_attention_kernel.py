@@ -1,4 +1,4 @@
-"""A decode step's attention over pages of latents as one kernel, which reads the cache once and in place."""
+"""A decode step's attention over pages of latents as two kernels: one reads the cache in place, one adds up."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def fused_latent_attention(
     A program computes a running softmax over SPLIT positions of one row (as in Flash-Decoding, Dao et al. 2023), and
     another kernel adds the splits up, relative to the largest score. Programs past a row's length write nothing, and
     are not read. `rows` is a power of two on a GPU, and 16 of them fill its matrix hardware; `entry` is cut into powers
-    of two, 576 into 512 and 64.
+    of two, 576 into 512 and 64. Raises ValueError for a page that holds no multiple of LEAST positions.
     """
     batch, rows, entry = q.shape
     page, columns = pages.shape[1], table.shape[1]

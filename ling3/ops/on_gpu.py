@@ -1,4 +1,7 @@
-"""What a GPU runs: the Pallas kernels where they suit, and the plain forms elsewhere."""
+"""The operators' forms for a GPU: a Pallas kernel where it suits the sizes, and the plain form elsewhere.
+
+Each has its operator's arguments, results and errors.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32

@@ -1,4 +1,4 @@
-"""Whether a GPU's kernels run in Pallas' interpreter."""
+"""A question that a GPU's kernels ask: whether Pallas is to interpret them."""
 
 import jax
 
