@@ -141,8 +141,7 @@ def _check(setting: Setting) -> Callable[[], str]:
 
 def _widened(model: ling3.CausalLM) -> ling3.CausalLM:
     """The model with its weights in float32."""
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    return eqx.combine(jax.tree.map(lambda x: x.astype(jnp.float32), arrays), rest)
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if eqx.is_inexact_array(leaf) else leaf, model)
 
 
 @case("gpu/prefill-8192", "Ling-3.0-tiny: a prompt of 8,192 tokens and one new token.", limit=50.0)
