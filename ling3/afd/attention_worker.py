@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from ling3.afd.messages import DATA, DRAIN, LEAVE, Computed, Failed, Routed, WorkerError
+from ling3.afd.messages import Computed, Failed, Routed, WorkerError
 from ling3.afd.operators.returning import attention_worker_combine, attention_worker_scheduler, ffn_to_attention
 from ling3.afd.operators.sending import complete_unrouted
 from ling3.afd.operators.windows import AttentionArea
@@ -32,11 +32,13 @@ from ling3.cache import Cache, Span, State, map_slots
 from ling3.engine.forward import Batch, Extension, Programs
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Choice, choose_active
-from ling3.engine.settings import DECODE_STEPS
+from ling3.engine.settings import DECODE_STEPS, EngineSettings
 from ling3.execution import Execution
 from ling3.layers.hyper import Mixing, mixed
 from ling3.layers.moe import NOBODY, MoE
 from ling3.model import CausalLM, DecoderLayer
+from ling3.serve import Engine
+from ling3.text.tokenizer import Tokenizer
 
 
 class MicroBatch(NamedTuple):
@@ -90,7 +92,6 @@ class AttentionWorker:
         self._window = committed(plan.attention_area(), model)
         self._next = 0  # the number of the micro-batch to send next: they take turns
         self._in_flight = 0  # micro-batches sent and not combined
-        self._blank = plan.blank_tokens()
         # Experts for the padding of a batch without a row: all FFN workers have some of them.
         spread = np.arange(plan.tokens * plan.top_k) * plan.experts // (plan.tokens * plan.top_k)
         self._everywhere = committed(jnp.asarray(spread.reshape(plan.tokens, plan.top_k), jnp.int32), model)
@@ -99,6 +100,11 @@ class AttentionWorker:
     def programs(self) -> Programs:
         """The programs that an engine runs instead of its own; they take no optional part of a batch."""
         return Programs(self.extend, self.decode, frozenset())
+
+    def engine(self, tokenizer: Tokenizer | None, settings: EngineSettings, execution: Execution) -> Engine:
+        """An engine that runs requests with these programs."""
+        settings = self.plan.settings(settings)
+        return Engine(self.model, tokenizer, settings, execution=execution, programs=self.programs)
 
     def extend(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
         """`engine.forward.extend` in pieces, for a batch of one row; the model is the one of this worker."""
@@ -135,7 +141,8 @@ class AttentionWorker:
 
     def leave(self) -> None:
         """Tells the FFN workers that this session sends no more."""
-        self._control(LEAVE)
+        for send in self._send:
+            send(self.plan.last_routed(self.session))
 
     def _through(
         self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution, empty: bool
@@ -150,7 +157,9 @@ class AttentionWorker:
                 some = pieces[begin : begin + self.plan.micro_batches]
                 yield from self._together(some, layers, execution, empty)
         except BaseException:
-            self._abandon()
+            # What is in flight is of an epoch that has ended: results are dropped here, and tokens by the FFN workers.
+            self._window, self._next, self._in_flight = committed(self.plan.attention_area(), self.model), 0, 0
+            self._epoch += 1
             raise
 
     def _together(
@@ -185,7 +194,7 @@ class AttentionWorker:
             expert_rank_table=self.plan.rank_table,
             moe_expert_num=self.plan.experts,
         )
-        header = np.asarray([DATA, self.session, self._epoch, micro_batch, sparse], np.int32)
+        header = np.asarray([self.session, self._epoch, micro_batch, sparse], np.int32)
         self._in_flight += 1
         self.counts.in_flight[self.session] = max(self.counts.in_flight[self.session], self._in_flight)
         for send in self._send:
@@ -212,17 +221,6 @@ class AttentionWorker:
             raise WorkerError(f"{message.worker} failed: {message.error!r}") from message.error
         if int(message.epoch) == self._epoch:
             self._window = returned(self._window, message.y, message, session_id=np.int32(self.session))
-
-    def _abandon(self) -> None:
-        """Drops the micro-batches in flight, here and at the FFN workers."""
-        self._window, self._next, self._in_flight = committed(self.plan.attention_area(), self.model), 0, 0
-        self._epoch += 1
-        self._control(DRAIN)
-
-    def _control(self, kind: int) -> None:
-        header = np.asarray([kind, self.session, self._epoch, 0, 0], np.int32)
-        for send in self._send:
-            send(self._blank._replace(header=header))
 
 
 def _split(pool: Pool) -> tuple[Pool, list[State]]:

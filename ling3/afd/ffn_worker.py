@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from ling3.afd.messages import DRAIN, LEAVE, Computed, Failed, ProtocolError, Routed, WorkerError
+from ling3.afd.messages import GONE, Computed, Failed, ProtocolError, Routed, WorkerError
 from ling3.afd.operators.batching import FfnBatch, ffn_worker_batching, ffn_worker_scheduler
 from ling3.afd.operators.sending import attention_to_ffn
 from ling3.afd.operators.windows import EMPTY, FfnArea
@@ -41,7 +41,6 @@ class FfnWorker:
         self._area = committed(plan.ffn_area(), share)
         self._epochs = [0] * plan.attention_workers
         self._left: set[int] = set()
-        self._farewell = plan.blank_results()
 
     def serve(self) -> None:
         """Runs until every session has left, or a None in the inbox; WorkerError if another worker failed."""
@@ -59,16 +58,16 @@ class FfnWorker:
                     pass
 
     def _take(self, message: Routed | Failed) -> None:
-        """Writes a message into the window, flag last; drops the messages in flight of a session that starts over."""
+        """Writes a message into the window, flag last; drops a session's earlier ones if it gave up their pass."""
         if isinstance(message, Failed):
             raise WorkerError(f"{message.worker} failed: {message.error!r}") from message.error
-        kind, session, epoch, micro_batch, layer = np.asarray(message.header).tolist()
-        if kind in (DRAIN, LEAVE):
+        session, epoch, micro_batch, layer = np.asarray(message.header).tolist()
+        if epoch != self._epochs[session]:
             self._area, self._epochs[session] = drained(self._area, np.int32(session)), epoch
-            if kind == LEAVE:
-                self._left.add(session)
-                self._deliver[session](self._farewell)
-        elif epoch == self._epochs[session] and not self._arrived(message, session, micro_batch, layer):
+        if epoch == GONE:
+            self._left.add(session)
+            self._deliver[session](self.plan.last_computed())
+        elif not self._arrived(message, session, micro_batch, layer):
             # A session does not wait for a card that got no row of a micro-batch: its next layer may be here before
             # the card has looked at the last.
             while self._compute():

@@ -91,13 +91,14 @@ class AfdPlan:
         """An attention worker's window before the first result; results are float32."""
         return AttentionArea.empty(self.micro_batches, self.tokens, self.top_k, slot_bytes(2 * self.hidden, 0))
 
-    def blank_tokens(self) -> Routed:
-        """An empty message to an FFN worker."""
+    def last_routed(self, session: int) -> Routed:
+        """A session's last message to an FFN worker, without tokens."""
         x = jnp.zeros((self.tokens, self.width), self.payload_dtype)
-        return Routed(np.zeros(5, np.int32), x, jnp.full((self.tokens, self.top_k), -1, jnp.int32))
+        header = np.asarray([session, GONE, 0, 0], np.int32)
+        return Routed(header, x, jnp.full((self.tokens, self.top_k), -1, jnp.int32))
 
-    def blank_results(self) -> Computed:
-        """An empty message to an attention worker, the last of its sender."""
+    def last_computed(self) -> Computed:
+        """An FFN worker's last message to a session, without rows."""
         rows = self.tokens * self.top_k
         y, ids = jnp.zeros((rows, self.hidden), jnp.float32), jnp.full(rows, -1, jnp.int32)
         return Computed(np.asarray(GONE, np.int32), y, ids, ids, ids, ids, jnp.zeros((), jnp.int32))
