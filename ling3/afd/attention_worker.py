@@ -26,7 +26,7 @@ from ling3.afd.messages import Computed, Failed, Routed, WorkerError
 from ling3.afd.operators.returning import attention_worker_combine, attention_worker_scheduler, ffn_to_attention
 from ling3.afd.operators.sending import complete_unrouted
 from ling3.afd.operators.windows import AttentionArea
-from ling3.afd.plan import AfdPlan, committed, is_sparse
+from ling3.afd.plan import AfdPlan, committed
 from ling3.afd.stats import Counts
 from ling3.cache import Cache, Span, State, map_slots
 from ling3.engine.forward import Batch, Extension, Programs
@@ -84,7 +84,7 @@ class AttentionWorker:
         self._failed: Failed | None = None
         layers = model.model.layers
         self._head = dataclasses.replace(model, model=dataclasses.replace(model.model, layers=()))
-        ranks, memories = np.cumsum([is_sparse(layer) for layer in layers]), 0
+        ranks, memories = np.cumsum([isinstance(layer.mlp, MoE) for layer in layers]), 0
         self._steps: list[tuple[DecoderLayer, int, int]] = []  # each layer, its memory's number, its sparse number
         for layer, rank in zip(layers, ranks.tolist(), strict=True):
             self._steps.append((layer, memories, rank - 1))

@@ -54,8 +54,7 @@ class FfnWorker:
             if message is None:
                 return
             with self.counts.working("ffn", self.rank):
-                while self._compute():
-                    pass
+                self._compute()
 
     def _take(self, message: Routed | Failed) -> None:
         """Writes a message into the window, flag last; drops a session's earlier ones if it gave up their pass."""
@@ -67,45 +66,42 @@ class FfnWorker:
         if epoch == GONE:
             self._left.add(session)
             self._deliver[session](self.plan.last_computed())
-        elif not self._arrived(message, session, micro_batch, layer):
-            # A session does not wait for a card that got no row of a micro-batch: its next layer may be here before
-            # the card has looked at the last.
-            while self._compute():
-                pass
-            if not self._arrived(message, session, micro_batch, layer):
-                raise ProtocolError(f"session {session} sent micro-batch {micro_batch} again before it was read")
+            return
+        # A session does not wait for a card that got no row of a micro-batch: its next layer may be here before the
+        # card has looked at the last.
+        for _ in range(2):
+            self._area, sent = arrived(
+                self._area,
+                message.x,
+                session_id=np.int32(session),
+                micro_batch_id=np.int32(micro_batch),
+                layer_id=np.int32(layer),
+                expert_ids=message.expert_ids,
+                expert_rank_table=self.plan.rank_table,
+                rank=np.int32(self.rank),
+                moe_expert_num=self.plan.experts,
+                token_dtype=self.plan.token_dtype,
+                # A session alone is one group, whose micro-batches are taken in turn, those without a row here too.
+                sync_flag=int(self.plan.attention_workers > 1),
+            )
+            if sent:
+                return
+            self._compute()
+        raise ProtocolError(f"session {session} sent micro-batch {micro_batch} again before it was read")
 
-    def _arrived(self, message: Routed, session: int, micro_batch: int, layer: int) -> bool:
-        """Writes a micro-batch into the window; False if the last one in its place was not read yet."""
-        self._area, sent = arrived(
-            self._area,
-            message.x,
-            session_id=np.int32(session),
-            micro_batch_id=np.int32(micro_batch),
-            layer_id=np.int32(layer),
-            expert_ids=message.expert_ids,
-            expert_rank_table=self.plan.rank_table,
-            rank=np.int32(self.rank),
-            moe_expert_num=self.plan.experts,
-            token_dtype=self.plan.token_dtype,
-            # A session alone is one group, whose micro-batches are taken in turn, those without a row here too.
-            sync_flag=int(self.plan.attention_workers > 1),
-        )
-        return bool(sent)
-
-    def _compute(self) -> bool:
-        """Runs the experts on one micro-batch of each session that is ready; False if none is."""
-        self._area = scheduled(self._area)
-        ready = int(self._area.out_num)
-        if not ready:
-            return False
-        sessions = np.asarray(self._area.session_ids)[:ready].tolist()
-        y, batch = computed(self._area, self.share, self.plan, self.execution)
-        self.counts.rows[self.rank] += int(batch.actual_token_num)
-        for session in sessions:
-            epoch = np.int32(self._epochs[session])
-            self._deliver[session](of_session(y, batch, np.int32(session), epoch, self.plan))
-        return True
+    def _compute(self) -> None:
+        """Runs the experts on one micro-batch of each session that is ready, until none is."""
+        while True:
+            self._area = scheduled(self._area)
+            ready = int(self._area.out_num)
+            if not ready:
+                return
+            sessions = np.asarray(self._area.session_ids)[:ready].tolist()
+            y, batch = computed(self._area, self.share, self.plan, self.execution)
+            self.counts.rows[self.rank] += int(batch.actual_token_num)
+            for session in sessions:
+                epoch = np.int32(self._epochs[session])
+                self._deliver[session](of_session(y, batch, np.int32(session), epoch, self.plan))
 
 
 arrived = jax.jit(

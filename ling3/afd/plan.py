@@ -150,9 +150,9 @@ class Halves(NamedTuple):
     shares: tuple[ExpertShard, ...]
 
 
-def is_sparse(layer: DecoderLayer) -> bool:
-    """True for a layer with routed experts, which FFN workers hold."""
-    return isinstance(layer.mlp, MoE)
+def without_experts(layer: DecoderLayer) -> DecoderLayer:
+    """The layer without its routed experts, which FFN workers hold."""
+    return eqx.tree_at(lambda own: own.mlp.experts, layer, None) if isinstance(layer.mlp, MoE) else layer
 
 
 def agree(
@@ -201,10 +201,7 @@ def halve(model: CausalLM, plan: AfdPlan, ranks: Iterable[int]) -> Halves:
     """The model's halves, with the shares of these FFN workers; the attention half is not copied."""
     layers = model.model.layers
     experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoE)]
-    bare = tuple(
-        eqx.tree_at(lambda own: own.mlp.experts, layer, None) if is_sparse(layer) else layer for layer in layers
-    )
-    attention = eqx.tree_at(lambda m: m.model.layers, model, bare)
+    attention = eqx.tree_at(lambda m: m.model.layers, model, tuple(map(without_experts, layers)))
     return Halves(attention, tuple(_share(experts, plan.share(rank)) for rank in ranks))
 
 

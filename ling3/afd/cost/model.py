@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ling3.afd.plan import without_experts
 from ling3.cache import Paged, State, pages_of
 from ling3.checkpoint.names import structure
 from ling3.layers.csa import CSA
@@ -200,7 +201,7 @@ def _blocks(model: CausalLM, states: tuple[State, ...], weight_bytes: float) -> 
 
 def _block(layer: DecoderLayer, state: State, weight_bytes: float) -> Block:
     """A decoder layer without its routed experts."""
-    rest = eqx.tree_at(lambda layer: layer.mlp.experts, layer, None) if isinstance(layer.mlp, MoE) else layer
+    rest = without_experts(layer)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(rest) if jnp.issubdtype(leaf.dtype, jnp.floating))
     moved, flops, reads = 0.0, 0.0, ()
     if layer.attention is not None:
