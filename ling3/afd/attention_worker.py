@@ -50,11 +50,6 @@ class MicroBatch(NamedTuple):
     table: Int32[Array, "rows columns"]
     first: Int32[Array, ""]
 
-    def cut(self, first: int, size: int) -> "MicroBatch":
-        """`size` rows of a pass over all slots, from `first` on."""
-        tokens, start, length, table = (part[first : first + size] for part in self[:-1])
-        return MicroBatch(tokens, start, length, table, jnp.asarray(first, jnp.int32))
-
     def span(self, execution: Execution) -> Span:
         """The layers' view of it."""
         return Span(self.start, self.length, self.table, execution, tokens=self.tokens)
@@ -114,8 +109,10 @@ class AttentionWorker:
         padded = np.zeros((count, 1, size), np.int32)
         padded.reshape(-1)[:length] = np.asarray(batch.tokens)[0, :length]
         start, first = begin_extend(small, batch.rows)
-        own = [jnp.asarray([min(size, length - i * size)], jnp.int32) for i in range(count)]
-        pieces = [MicroBatch(padded[i], start + i * size, own[i], batch.rows.table, first) for i in range(count)]
+        lengths = np.clip(length - size * np.arange(count, dtype=np.int32), 0, size)
+        pieces = [
+            MicroBatch(padded[i], start + i * size, lengths[i : i + 1], batch.rows.table, first) for i in range(count)
+        ]
         for _ in self._through(pieces, layers, execution, empty=not length):
             pass
         extension, small = end_extend(batch.rows, batch.lengths, small)
@@ -130,12 +127,10 @@ class AttentionWorker:
         empty = not np.asarray(batch.lengths).any()
         for i in range(DECODE_STEPS):
             step = np.int32(i)
-            tokens, start, length, unfinished = begin_decode(batch, step, small)
+            pieces, unfinished = begin_decode(batch, step, small, size)
             if not bool(unfinished) and (i or not empty):  # a batch without a row, of a warm-up, runs one step
                 break
-            whole = MicroBatch(tokens, start, length, batch.rows.table, jnp.zeros((), jnp.int32))
-            cut = [whole.cut(first, size) for first in range(0, count, size)]
-            hidden = tuple(self._through(cut, layers, execution, empty))
+            hidden = tuple(self._through(pieces, layers, execution, empty))
             out, small = end_decode(self._head, hidden, batch, step, out, small, execution)
         return out, dataclasses.replace(small, layers=tuple(layers))
 
@@ -303,14 +298,19 @@ def end_extend(rows: Rows, lengths: Int32[Array, " 1"], pool: Pool) -> tuple[Ext
     return Extension(after.length, None, {}), pool.put(rows, after)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="size")
 def begin_decode(
-    batch: Batch, step: Int32[Array, ""], pool: Pool
-) -> tuple[Int32[Array, "rows 1"], Int32[Array, " rows"], Int32[Array, " rows"], Bool[Array, ""]]:
-    """Each row's newest token, its position, 1 or 0 for a row that gets no token, and whether any row gets one."""
+    batch: Batch, step: Int32[Array, ""], pool: Pool, size: int
+) -> tuple[tuple[MicroBatch, ...], Bool[Array, ""]]:
+    """Micro-batches of `size` rows with their newest tokens, and whether any row gets one: its length is 1, else 0."""
     view = pool.take(batch.rows)
     active = ~view.done & (step < batch.lengths)
-    return view.token[:, None], view.length, active.astype(jnp.int32), jnp.any(active)
+    rows = (view.token[:, None], view.length, active.astype(jnp.int32), batch.rows.table)
+    pieces = [
+        MicroBatch(*(part[first : first + size] for part in rows), jnp.asarray(first, jnp.int32))
+        for first in range(0, active.shape[0], size)
+    ]
+    return tuple(pieces), jnp.any(active)
 
 
 @functools.partial(jax.jit, static_argnames="execution")

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from ling3.afd.cost.deployment import Stage
+from ling3.afd.cost.model import at_least
 from ling3.afd.operators.batching import ffn_worker_scheduler
 from ling3.afd.operators.limits import ALIGNMENT
 from ling3.afd.operators.returning import attention_worker_scheduler
@@ -79,9 +80,7 @@ def simulate(
     ValueError for counts below 1, a negative jitter, and stages without times for A sessions.
     """
     counts = {"attention_workers": attention_workers, "ffn_workers": ffn_workers, "micro_batches": micro_batches}
-    for name, count in {**counts, "stages": len(stages), "steps": steps, "warm": warm}.items():
-        if count < 1:
-            raise ValueError(f"{name} is {count}, expected at least 1")
+    at_least(1, **counts, stages=len(stages), steps=steps, warm=warm)
     if not (jitter >= 0 and math.isfinite(jitter)):
         raise ValueError(f"jitter is {jitter}, expected a finite number, 0 or more")
     for stage in stages:

@@ -20,6 +20,7 @@ from ling3.afd.operators.windows import (
     checked,
     to_bytes,
     token_bytes,
+    within,
 )
 
 QUANTIZED = 127.0
@@ -160,8 +161,7 @@ def _sent(
 
     place = (session_id, micro_batch_id, zero)
     old = lax.dynamic_slice(area.token_info, place, (1, 1, area.token_info.shape[2])).reshape(-1)
-    sent = (session_id >= 0) & (session_id < sessions) & (micro_batch_id >= 0) & (micro_batch_id < micro_batches)
-    sent &= old[0] != 1
+    sent = within(session_id, sessions) & within(micro_batch_id, micro_batches) & (old[0] != 1)
     raised = sent & jnp.any(goes) if sync_flag else sent
     head = jnp.where(raised, jnp.stack([jnp.ones_like(layer_id), layer_id]), old[:2])
     written = jnp.where(sent & goes.reshape(-1), ids.reshape(-1), old[2:])
@@ -180,7 +180,7 @@ def _completed(
     attn: AttentionArea, micro_batch_id: Int32[Array, ""], ranks: Int32[Array, "tokens slots"]
 ) -> AttentionArea:
     micro_batches = attn.token_info.shape[0]
-    unrouted = (ranks < 0) & (micro_batch_id >= 0) & (micro_batch_id < micro_batches)
+    unrouted = (ranks < 0) & within(micro_batch_id, micro_batches)
     flags = jnp.where(unrouted, 1, lax.dynamic_index_in_dim(attn.token_info, micro_batch_id, keepdims=False))
     data = lax.dynamic_index_in_dim(attn.token_data, micro_batch_id, keepdims=False)
     data = jnp.where(unrouted[:, :, None], 0, data)
@@ -204,7 +204,7 @@ def _routes(
     shared = moe_expert_num + jnp.arange(slots - top_k, dtype=jnp.int32)
     experts = jnp.concatenate([expert_ids, jnp.broadcast_to(shared, (tokens, slots - top_k))], axis=1)
     known = jnp.arange(slots, dtype=jnp.int32)[None] >= top_k
-    known |= (experts >= 0) & (experts < moe_expert_num)
+    known |= within(experts, moe_expert_num)
     experts = jnp.where(known, experts, 0)
     count = table[experts, 0]
     column = 1 + 2 * (session_id % jnp.maximum(count, 1))
