@@ -8,12 +8,11 @@ from typing import Any
 
 from ling3.afd.messages import WorkerError
 from ling3.engine.outputs import Delta
-from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room, of_generate
+from ling3.engine.sampling_params import SamplingParams, check_prompt, of_generate
 from ling3.serve import Engine
 
 
 def answers(
-    config: Any,
     engines: Mapping[str, Engine],
     prompts: Iterable[Any],
     params: SamplingParams | None = None,
@@ -26,11 +25,11 @@ def answers(
     """
     count, each = len(engines), list(engines.values())
     common = of_generate(params, fields)
-    common.check(config.vocab_size, config.eos_token_id)
+    vocab = each[0].intake.vocab
+    common.check(vocab, each[0].intake.ends)
     ids, wanted = [], []
     for i, prompt in enumerate(prompts):
-        check_room(prompt, common.max_tokens, config.max_position_embeddings, f"prompt {i}")
-        ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
+        ids.append(check_prompt(prompt, vocab, f"prompt {i}"))
         wanted.append(dataclasses.replace(common, seed=(common.seed or 0) + i))
         each[i % count].check(ids[i], wanted[i], name=f"prompt {i}")
     stopping = threading.Event()

@@ -29,6 +29,7 @@ from ling3.afd.operators.windows import AttentionArea
 from ling3.afd.plan import AfdPlan, committed
 from ling3.afd.stats import Counts
 from ling3.cache import Cache, Span, State, map_slots
+from ling3.engine.arrays import AnyArray
 from ling3.engine.forward import Batch, Extension, Programs
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Choice, choose_active
@@ -46,7 +47,7 @@ class MicroBatch(NamedTuple):
 
     tokens: Int[Array, "rows seq"]
     start: Int32[Array, " rows"]
-    length: Int32[Array, " rows"]
+    length: Int32[AnyArray, " rows"]
     table: Int32[Array, "rows columns"]
     first: Int32[Array, ""]
 
@@ -91,15 +92,15 @@ class AttentionWorker:
         spread = np.arange(plan.tokens * plan.top_k) * plan.experts // (plan.tokens * plan.top_k)
         self._everywhere = committed(jnp.asarray(spread.reshape(plan.tokens, plan.top_k), jnp.int32), model)
 
-    @property
-    def programs(self) -> Programs:
-        """The programs that an engine runs instead of its own; they take no optional part of a batch."""
-        return Programs(self.extend, self.decode, frozenset())
-
     def engine(self, tokenizer: Tokenizer | None, settings: EngineSettings, execution: Execution) -> Engine:
-        """An engine that runs requests with these programs."""
-        settings = self.plan.settings(settings)
-        return Engine(self.model, tokenizer, settings, execution=execution, programs=self.programs)
+        """An engine that runs `extend` and `decode`, which take no optional part of a batch, instead of its own.
+
+        A decode call has a row for each request, and equally many in each micro-batch.
+        """
+        requests = -(-settings.max_running_requests // self.plan.micro_batches) * self.plan.micro_batches
+        changes = {"max_running_requests": requests, "decode_rows": requests, "batch_invariant": True}
+        programs = Programs(self.extend, self.decode, frozenset())
+        return Engine(self.model, tokenizer, settings, execution=execution, programs=programs, **changes)
 
     def extend(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
         """`engine.forward.extend` in pieces, for a batch of one row; the model is the one of this worker."""
@@ -307,7 +308,7 @@ def begin_decode(
     active = ~view.done & (step < batch.lengths)
     rows = (view.token[:, None], view.length, active.astype(jnp.int32), batch.rows.table)
     pieces = [
-        MicroBatch(*(part[first : first + size] for part in rows), jnp.asarray(first, jnp.int32))
+        MicroBatch._make((*(part[first : first + size] for part in rows), jnp.asarray(first, jnp.int32)))
         for first in range(0, active.shape[0], size)
     ]
     return tuple(pieces), jnp.any(active)

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from ling3.afd.messages import GONE, Computed, Routed
 from ling3.afd.operators import limits
 from ling3.afd.operators.windows import TOKEN_DTYPES, AttentionArea, FfnArea, slot_bytes
-from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.layers.moe import Experts, MoE
 from ling3.model import CausalLM, DecoderLayer
@@ -48,11 +47,6 @@ class AfdPlan:
     hidden: int
     dtype: str
     activations: Activations = "exact"
-
-    def settings(self, wanted: EngineSettings) -> EngineSettings:
-        """An attention worker's settings: a decode call has a row per request, equally many in each micro-batch."""
-        requests = -(-wanted.max_running_requests // self.micro_batches) * self.micro_batches
-        return dataclasses.replace(wanted, max_running_requests=requests, decode_rows=requests, batch_invariant=True)
 
     @property
     def token_dtype(self) -> int:

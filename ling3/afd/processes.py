@@ -99,8 +99,7 @@ class AttentionProcess:
     def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None, **fields: Any) -> list[list[int]]:
         """The new token ids of this process's prompts; arguments, results and errors are `System.generate`'s."""
         self.worker.counts.clear()
-        engines = {f"attention worker {self.worker.session}": self.engine}
-        return answers(self.worker.model.config, engines, prompts, params, **fields)
+        return answers({f"attention worker {self.worker.session}": self.engine}, prompts, params, **fields)
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`; the FFN workers' are in their processes."""

@@ -82,7 +82,7 @@ class System:
         """
         self._counts.clear()
         engines = {f"attention worker {session}": engine for session, engine in enumerate(self.engines)}
-        return answers(self.attention_workers[0].config, engines, prompts, params, **fields)
+        return answers(engines, prompts, params, **fields)
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`."""

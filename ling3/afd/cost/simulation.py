@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from ling3.afd.cost.deployment import Stage
-from ling3.afd.cost.model import at_least
+from ling3.afd.cost.model import Number, at_least
 from ling3.afd.operators.batching import ffn_worker_scheduler
 from ling3.afd.operators.limits import ALIGNMENT
 from ling3.afd.operators.returning import attention_worker_scheduler
@@ -158,7 +158,7 @@ class _Run:
         """The step and the layer of a micro-batch."""
         return divmod(self.blocks[session][micro_batch], len(self.stages))
 
-    def work(self, worker: str, seconds: float, taken: list[tuple[int, int]]) -> float:
+    def work(self, worker: str, seconds: Number, taken: list[tuple[int, int]]) -> float:
         """Notes a worker's work from now on, on micro-batches of sessions; how long it takes."""
         seconds = float(seconds) * next(self.factors)
         served = tuple(session for session, _ in taken)

@@ -22,6 +22,12 @@ def _field(form: str) -> Any:
 
 
 @no_type_check
+def _area(field: dataclasses.Field) -> Any:
+    """The class of a field that is an area itself; None for a number or bytes."""
+    return None if field.metadata else field.default_factory
+
+
+@no_type_check
 @dataclasses.dataclass(frozen=True)
 class _Area:
     """A part of the structure, whose fields lie in it in order and without gaps."""
@@ -33,10 +39,7 @@ class _Area:
     @classmethod
     def layout(cls) -> struct.Struct:
         """How the fields lie in bytes."""
-        forms = (
-            field.metadata.get("format") or f"{field.default_factory.layout().size}s"
-            for field in dataclasses.fields(cls)
-        )
+        forms = (field.metadata.get("format") or f"{_area(field).layout().size}s" for field in dataclasses.fields(cls))
         return struct.Struct("<" + "".join(forms))
 
     @classmethod
@@ -49,8 +52,8 @@ class _Area:
             raise ValueError(f"b is a {type(b).__name__}, expected {layout.size} bytes") from None
         if len(data) != layout.size:
             raise ValueError(f"b has {len(data)} bytes, expected {layout.size}")
-        values = zip(dataclasses.fields(cls), layout.unpack(data))
-        return cls(*(value if field.metadata else field.default_factory.from_bytes(value) for field, value in values))
+        areas = map(_area, dataclasses.fields(cls))
+        return cls(*(area.from_bytes(value) if area else value for area, value in zip(areas, layout.unpack(data))))
 
     def to_bytes(self) -> bytes:
         """The bytes, the reserved ones as they were read."""
@@ -149,11 +152,12 @@ class ScheduleContext(_Area):
 @no_type_check
 def _checked(value: Any, field: dataclasses.Field) -> Any:
     """A field's value: an area, bytes or an int."""
-    name, form = field.name, field.metadata.get("format")
-    if form is None:
-        if not isinstance(value, field.default_factory):
-            raise ValueError(f"{name} is a {type(value).__name__}, expected {field.default_factory.__name__}")
+    name, area = field.name, _area(field)
+    if area:
+        if not isinstance(value, area):
+            raise ValueError(f"{name} is a {type(value).__name__}, expected {area.__name__}")
         return value
+    form = field.metadata["format"]
     size = struct.calcsize("<" + form)
     if form.endswith("s"):
         if not isinstance(value, bytes | bytearray) or len(value) != size:
