@@ -265,6 +265,7 @@ def sending(module):
 
 def windows(module):
     module.from_bytes(module.to_bytes(numbers(2, 3)), jnp.dtype(jnp.float32))
+    module.within(jnp.zeros(3, jnp.int32), 2)
 
 
 SLOW = (

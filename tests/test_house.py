@@ -150,7 +150,7 @@ MANY_PARAMETERS = {
     # Public entries, whose options are keywords.
     **{
         "afd/cost/simulation.py": 1,
-        "afd/processes.py": 2,
+        "afd/processes.py": 1,
         "afd/system.py": 1,
         "bench/measure.py": 1,
     },

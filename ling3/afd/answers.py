@@ -2,48 +2,45 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ling3.afd.messages import WorkerError
 from ling3.engine.outputs import Delta
-from ling3.engine.sampling_params import SamplingParams, check_prompt, check_room, of_generate
+from ling3.engine.sampling_params import SamplingParams, check_prompt, of_generate
 from ling3.serve import Engine
 
 
 def answers(
-    config: Any,
-    engines: Sequence[Engine],
-    names: Sequence[str],
+    engines: Mapping[str, Engine],
     prompts: Iterable[Any],
     params: SamplingParams | None = None,
     **fields: Any,
 ) -> list[list[int]]:
     """The new token ids of each prompt, by `ling3.generate`'s `params` and fields; prompt i goes to engine i mod count.
 
-    Raises ParameterError before any work; WorkerError if a worker fails, with its name from `names` if it is an
-    engine's. Requests of other engines are completed first.
+    Raises ParameterError before any work; WorkerError if a worker fails, with the name of the engine if it is that
+    one's. Requests of other engines are completed first.
     """
+    count, each = len(engines), list(engines.values())
     common = of_generate(params, fields)
-    common.check(config.vocab_size, config.eos_token_id)
+    vocab = each[0].intake.vocab
+    common.check(vocab, each[0].intake.ends)
     ids, wanted = [], []
     for i, prompt in enumerate(prompts):
-        check_room(prompt, common.max_tokens, config.max_position_embeddings, f"prompt {i}")
-        ids.append(check_prompt(prompt, config.vocab_size, f"prompt {i}"))
+        ids.append(check_prompt(prompt, vocab, f"prompt {i}"))
         wanted.append(dataclasses.replace(common, seed=(common.seed or 0) + i))
-        engines[i % len(engines)].check(ids[i], wanted[i], name=f"prompt {i}")
-    stopping, count = threading.Event(), len(engines)
+        each[i % count].check(ids[i], wanted[i], name=f"prompt {i}")
+    stopping = threading.Event()
     with ThreadPoolExecutor(count, thread_name_prefix="ling3-afd") as callers:
-        runs = [
-            callers.submit(_run, engine, ids[i::count], wanted[i::count], stopping) for i, engine in enumerate(engines)
-        ]
+        runs = [callers.submit(_run, each[i], ids[i::count], wanted[i::count], stopping) for i in range(count)]
         try:
             errors = [run.exception() for run in runs]
         except BaseException:
             stopping.set()
             raise
-    for name, error in zip(names, errors, strict=True):
+    for name, error in zip(engines, errors, strict=True):
         if isinstance(error, WorkerError | FloatingPointError):
             raise error
         if error is not None:

@@ -22,21 +22,24 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from ling3.afd.messages import DATA, DRAIN, LEAVE, Computed, Failed, Routed, WorkerError
+from ling3.afd.messages import Computed, Failed, Routed, WorkerError
 from ling3.afd.operators.returning import attention_worker_combine, attention_worker_scheduler, ffn_to_attention
 from ling3.afd.operators.sending import complete_unrouted
 from ling3.afd.operators.windows import AttentionArea
-from ling3.afd.plan import AfdPlan, committed, is_sparse
+from ling3.afd.plan import AfdPlan, committed
 from ling3.afd.stats import Counts
 from ling3.cache import Cache, Span, State, map_slots
+from ling3.engine.arrays import AnyArray
 from ling3.engine.forward import Batch, Extension, Programs
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Choice, choose_active
-from ling3.engine.settings import DECODE_STEPS
+from ling3.engine.settings import DECODE_STEPS, EngineSettings
 from ling3.execution import Execution
 from ling3.layers.hyper import Mixing, mixed
 from ling3.layers.moe import NOBODY, MoE
 from ling3.model import CausalLM, DecoderLayer
+from ling3.serve import Engine
+from ling3.text.tokenizer import Tokenizer
 
 
 class MicroBatch(NamedTuple):
@@ -44,14 +47,9 @@ class MicroBatch(NamedTuple):
 
     tokens: Int[Array, "rows seq"]
     start: Int32[Array, " rows"]
-    length: Int32[Array, " rows"]
+    length: Int32[AnyArray, " rows"]
     table: Int32[Array, "rows columns"]
     first: Int32[Array, ""]
-
-    def cut(self, first: int, size: int) -> "MicroBatch":
-        """`size` rows of a pass over all slots, from `first` on."""
-        tokens, start, length, table = (part[first : first + size] for part in self[:-1])
-        return MicroBatch(tokens, start, length, table, jnp.asarray(first, jnp.int32))
 
     def span(self, execution: Execution) -> Span:
         """The layers' view of it."""
@@ -82,7 +80,7 @@ class AttentionWorker:
         self._failed: Failed | None = None
         layers = model.model.layers
         self._head = dataclasses.replace(model, model=dataclasses.replace(model.model, layers=()))
-        ranks, memories = np.cumsum([is_sparse(layer) for layer in layers]), 0
+        ranks, memories = np.cumsum([isinstance(layer.mlp, MoE) for layer in layers]), 0
         self._steps: list[tuple[DecoderLayer, int, int]] = []  # each layer, its memory's number, its sparse number
         for layer, rank in zip(layers, ranks.tolist(), strict=True):
             self._steps.append((layer, memories, rank - 1))
@@ -90,15 +88,19 @@ class AttentionWorker:
         self._window = committed(plan.attention_area(), model)
         self._next = 0  # the number of the micro-batch to send next: they take turns
         self._in_flight = 0  # micro-batches sent and not combined
-        self._blank = plan.blank_tokens()
         # Experts for the padding of a batch without a row: all FFN workers have some of them.
         spread = np.arange(plan.tokens * plan.top_k) * plan.experts // (plan.tokens * plan.top_k)
         self._everywhere = committed(jnp.asarray(spread.reshape(plan.tokens, plan.top_k), jnp.int32), model)
 
-    @property
-    def programs(self) -> Programs:
-        """The programs that an engine runs instead of its own; they take no optional part of a batch."""
-        return Programs(self.extend, self.decode, frozenset())
+    def engine(self, tokenizer: Tokenizer | None, settings: EngineSettings, execution: Execution) -> Engine:
+        """An engine that runs `extend` and `decode`, which take no optional part of a batch, instead of its own.
+
+        A decode call has a row for each request, and equally many in each micro-batch.
+        """
+        requests = -(-settings.max_running_requests // self.plan.micro_batches) * self.plan.micro_batches
+        changes = {"max_running_requests": requests, "decode_rows": requests, "batch_invariant": True}
+        programs = Programs(self.extend, self.decode, frozenset())
+        return Engine(self.model, tokenizer, settings, execution=execution, programs=programs, **changes)
 
     def extend(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
         """`engine.forward.extend` in pieces, for a batch of one row; the model is the one of this worker."""
@@ -108,8 +110,10 @@ class AttentionWorker:
         padded = np.zeros((count, 1, size), np.int32)
         padded.reshape(-1)[:length] = np.asarray(batch.tokens)[0, :length]
         start, first = begin_extend(small, batch.rows)
-        own = [jnp.asarray([min(size, length - i * size)], jnp.int32) for i in range(count)]
-        pieces = [MicroBatch(padded[i], start + i * size, own[i], batch.rows.table, first) for i in range(count)]
+        lengths = np.clip(length - size * np.arange(count, dtype=np.int32), 0, size)
+        pieces = [
+            MicroBatch(padded[i], start + i * size, lengths[i : i + 1], batch.rows.table, first) for i in range(count)
+        ]
         for _ in self._through(pieces, layers, execution, empty=not length):
             pass
         extension, small = end_extend(batch.rows, batch.lengths, small)
@@ -124,18 +128,17 @@ class AttentionWorker:
         empty = not np.asarray(batch.lengths).any()
         for i in range(DECODE_STEPS):
             step = np.int32(i)
-            tokens, start, length, unfinished = begin_decode(batch, step, small)
+            pieces, unfinished = begin_decode(batch, step, small, size)
             if not bool(unfinished) and (i or not empty):  # a batch without a row, of a warm-up, runs one step
                 break
-            whole = MicroBatch(tokens, start, length, batch.rows.table, jnp.zeros((), jnp.int32))
-            cut = [whole.cut(first, size) for first in range(0, count, size)]
-            hidden = tuple(self._through(cut, layers, execution, empty))
+            hidden = tuple(self._through(pieces, layers, execution, empty))
             out, small = end_decode(self._head, hidden, batch, step, out, small, execution)
         return out, dataclasses.replace(small, layers=tuple(layers))
 
     def leave(self) -> None:
         """Tells the FFN workers that this session sends no more."""
-        self._control(LEAVE)
+        for send in self._send:
+            send(self.plan.last_routed(self.session))
 
     def _through(
         self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution, empty: bool
@@ -150,7 +153,9 @@ class AttentionWorker:
                 some = pieces[begin : begin + self.plan.micro_batches]
                 yield from self._together(some, layers, execution, empty)
         except BaseException:
-            self._abandon()
+            # What is in flight is of an epoch that has ended: results are dropped here, and tokens by the FFN workers.
+            self._window, self._next, self._in_flight = committed(self.plan.attention_area(), self.model), 0, 0
+            self._epoch += 1
             raise
 
     def _together(
@@ -185,7 +190,7 @@ class AttentionWorker:
             expert_rank_table=self.plan.rank_table,
             moe_expert_num=self.plan.experts,
         )
-        header = np.asarray([DATA, self.session, self._epoch, micro_batch, sparse], np.int32)
+        header = np.asarray([self.session, self._epoch, micro_batch, sparse], np.int32)
         self._in_flight += 1
         self.counts.in_flight[self.session] = max(self.counts.in_flight[self.session], self._in_flight)
         for send in self._send:
@@ -212,17 +217,6 @@ class AttentionWorker:
             raise WorkerError(f"{message.worker} failed: {message.error!r}") from message.error
         if int(message.epoch) == self._epoch:
             self._window = returned(self._window, message.y, message, session_id=np.int32(self.session))
-
-    def _abandon(self) -> None:
-        """Drops the micro-batches in flight, here and at the FFN workers."""
-        self._window, self._next, self._in_flight = committed(self.plan.attention_area(), self.model), 0, 0
-        self._epoch += 1
-        self._control(DRAIN)
-
-    def _control(self, kind: int) -> None:
-        header = np.asarray([kind, self.session, self._epoch, 0, 0], np.int32)
-        for send in self._send:
-            send(self._blank._replace(header=header))
 
 
 def _split(pool: Pool) -> tuple[Pool, list[State]]:
@@ -305,14 +299,19 @@ def end_extend(rows: Rows, lengths: Int32[Array, " 1"], pool: Pool) -> tuple[Ext
     return Extension(after.length, None, {}), pool.put(rows, after)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="size")
 def begin_decode(
-    batch: Batch, step: Int32[Array, ""], pool: Pool
-) -> tuple[Int32[Array, "rows 1"], Int32[Array, " rows"], Int32[Array, " rows"], Bool[Array, ""]]:
-    """Each row's newest token, its position, 1 or 0 for a row that gets no token, and whether any row gets one."""
+    batch: Batch, step: Int32[Array, ""], pool: Pool, size: int
+) -> tuple[tuple[MicroBatch, ...], Bool[Array, ""]]:
+    """Micro-batches of `size` rows with their newest tokens, and whether any row gets one: its length is 1, else 0."""
     view = pool.take(batch.rows)
     active = ~view.done & (step < batch.lengths)
-    return view.token[:, None], view.length, active.astype(jnp.int32), jnp.any(active)
+    rows = (view.token[:, None], view.length, active.astype(jnp.int32), batch.rows.table)
+    pieces = [
+        MicroBatch._make((*(part[first : first + size] for part in rows), jnp.asarray(first, jnp.int32)))
+        for first in range(0, active.shape[0], size)
+    ]
+    return tuple(pieces), jnp.any(active)
 
 
 @functools.partial(jax.jit, static_argnames="execution")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from ling3.afd.messages import DRAIN, LEAVE, Computed, Failed, ProtocolError, Routed, WorkerError
+from ling3.afd.messages import GONE, Computed, Failed, ProtocolError, Routed, WorkerError
 from ling3.afd.operators.batching import FfnBatch, ffn_worker_batching, ffn_worker_scheduler
 from ling3.afd.operators.sending import attention_to_ffn
 from ling3.afd.operators.windows import EMPTY, FfnArea
@@ -41,7 +41,6 @@ class FfnWorker:
         self._area = committed(plan.ffn_area(), share)
         self._epochs = [0] * plan.attention_workers
         self._left: set[int] = set()
-        self._farewell = plan.blank_results()
 
     def serve(self) -> None:
         """Runs until every session has left, or a None in the inbox; WorkerError if another worker failed."""
@@ -55,58 +54,54 @@ class FfnWorker:
             if message is None:
                 return
             with self.counts.working("ffn", self.rank):
-                while self._compute():
-                    pass
+                self._compute()
 
     def _take(self, message: Routed | Failed) -> None:
-        """Writes a message into the window, flag last; drops the messages in flight of a session that starts over."""
+        """Writes a message into the window, flag last; drops a session's earlier ones if it gave up their pass."""
         if isinstance(message, Failed):
             raise WorkerError(f"{message.worker} failed: {message.error!r}") from message.error
-        kind, session, epoch, micro_batch, layer = np.asarray(message.header).tolist()
-        if kind in (DRAIN, LEAVE):
+        session, epoch, micro_batch, layer = np.asarray(message.header).tolist()
+        if epoch != self._epochs[session]:
             self._area, self._epochs[session] = drained(self._area, np.int32(session)), epoch
-            if kind == LEAVE:
-                self._left.add(session)
-                self._deliver[session](self._farewell)
-        elif epoch == self._epochs[session] and not self._arrived(message, session, micro_batch, layer):
-            # A session does not wait for a card that got no row of a micro-batch: its next layer may be here before
-            # the card has looked at the last.
-            while self._compute():
-                pass
-            if not self._arrived(message, session, micro_batch, layer):
-                raise ProtocolError(f"session {session} sent micro-batch {micro_batch} again before it was read")
+        if epoch == GONE:
+            self._left.add(session)
+            self._deliver[session](self.plan.last_computed())
+            return
+        # A session does not wait for a card that got no row of a micro-batch: its next layer may be here before the
+        # card has looked at the last.
+        for _ in range(2):
+            self._area, sent = arrived(
+                self._area,
+                message.x,
+                session_id=np.int32(session),
+                micro_batch_id=np.int32(micro_batch),
+                layer_id=np.int32(layer),
+                expert_ids=message.expert_ids,
+                expert_rank_table=self.plan.rank_table,
+                rank=np.int32(self.rank),
+                moe_expert_num=self.plan.experts,
+                token_dtype=self.plan.token_dtype,
+                # A session alone is one group, whose micro-batches are taken in turn, those without a row here too.
+                sync_flag=int(self.plan.attention_workers > 1),
+            )
+            if sent:
+                return
+            self._compute()
+        raise ProtocolError(f"session {session} sent micro-batch {micro_batch} again before it was read")
 
-    def _arrived(self, message: Routed, session: int, micro_batch: int, layer: int) -> bool:
-        """Writes a micro-batch into the window; False if the last one in its place was not read yet."""
-        self._area, sent = arrived(
-            self._area,
-            message.x,
-            session_id=np.int32(session),
-            micro_batch_id=np.int32(micro_batch),
-            layer_id=np.int32(layer),
-            expert_ids=message.expert_ids,
-            expert_rank_table=self.plan.rank_table,
-            rank=np.int32(self.rank),
-            moe_expert_num=self.plan.experts,
-            token_dtype=self.plan.token_dtype,
-            # A session alone is one group, whose micro-batches are taken in turn, those without a row here too.
-            sync_flag=int(self.plan.attention_workers > 1),
-        )
-        return bool(sent)
-
-    def _compute(self) -> bool:
-        """Runs the experts on one micro-batch of each session that is ready; False if none is."""
-        self._area = scheduled(self._area)
-        ready = int(self._area.out_num)
-        if not ready:
-            return False
-        sessions = np.asarray(self._area.session_ids)[:ready].tolist()
-        y, batch = computed(self._area, self.share, self.plan, self.execution)
-        self.counts.rows[self.rank] += int(batch.actual_token_num)
-        for session in sessions:
-            epoch = np.int32(self._epochs[session])
-            self._deliver[session](of_session(y, batch, np.int32(session), epoch, self.plan))
-        return True
+    def _compute(self) -> None:
+        """Runs the experts on one micro-batch of each session that is ready, until none is."""
+        while True:
+            self._area = scheduled(self._area)
+            ready = int(self._area.out_num)
+            if not ready:
+                return
+            sessions = np.asarray(self._area.session_ids)[:ready].tolist()
+            y, batch = computed(self._area, self.share, self.plan, self.execution)
+            self.counts.rows[self.rank] += int(batch.actual_token_num)
+            for session in sessions:
+                epoch = np.int32(self._epochs[session])
+                self._deliver[session](of_session(y, batch, np.int32(session), epoch, self.plan))
 
 
 arrived = jax.jit(

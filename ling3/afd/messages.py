@@ -5,9 +5,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-DATA, DRAIN, LEAVE = 0, 1, 2
-"""A message's kind: a micro-batch; drop this session's messages in flight; the session sends no more."""
-
 GONE = -1
 """The epoch of a message that is the last from its sender."""
 
@@ -15,9 +12,14 @@ GONE = -1
 class Routed(NamedTuple):
     """A session's micro-batch on its way to an FFN worker, with the experts of each token; padding has none."""
 
-    header: Int32[np.ndarray | Array, " 5"]  # kind, session, epoch (passes it gave up), micro-batch, sparse layer
+    header: Int32[np.ndarray | Array, " 4"]  # session, epoch (passes it gave up), micro-batch, sparse layer
     x: Float[Array, "tokens width"]
     expert_ids: Int32[Array, "tokens top_k"]
+
+    @property
+    def epoch(self) -> int:
+        """The session's, as in `Computed`."""
+        return int(np.asarray(self.header)[1])
 
 
 class Computed(NamedTuple):

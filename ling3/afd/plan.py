@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from ling3.afd.messages import GONE, Computed, Routed
 from ling3.afd.operators import limits
 from ling3.afd.operators.windows import TOKEN_DTYPES, AttentionArea, FfnArea, slot_bytes
-from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution
 from ling3.layers.moe import Experts, MoE
 from ling3.model import CausalLM, DecoderLayer
@@ -48,11 +47,6 @@ class AfdPlan:
     hidden: int
     dtype: str
     activations: Activations = "exact"
-
-    def settings(self, wanted: EngineSettings) -> EngineSettings:
-        """An attention worker's settings: a decode call has a row per request, equally many in each micro-batch."""
-        requests = -(-wanted.max_running_requests // self.micro_batches) * self.micro_batches
-        return dataclasses.replace(wanted, max_running_requests=requests, decode_rows=requests, batch_invariant=True)
 
     @property
     def token_dtype(self) -> int:
@@ -91,13 +85,14 @@ class AfdPlan:
         """An attention worker's window before the first result; results are float32."""
         return AttentionArea.empty(self.micro_batches, self.tokens, self.top_k, slot_bytes(2 * self.hidden, 0))
 
-    def blank_tokens(self) -> Routed:
-        """An empty message to an FFN worker."""
+    def last_routed(self, session: int) -> Routed:
+        """A session's last message to an FFN worker, without tokens."""
         x = jnp.zeros((self.tokens, self.width), self.payload_dtype)
-        return Routed(np.zeros(5, np.int32), x, jnp.full((self.tokens, self.top_k), -1, jnp.int32))
+        header = np.asarray([session, GONE, 0, 0], np.int32)
+        return Routed(header, x, jnp.full((self.tokens, self.top_k), -1, jnp.int32))
 
-    def blank_results(self) -> Computed:
-        """An empty message to an attention worker, the last of its sender."""
+    def last_computed(self) -> Computed:
+        """An FFN worker's last message to a session, without rows."""
         rows = self.tokens * self.top_k
         y, ids = jnp.zeros((rows, self.hidden), jnp.float32), jnp.full(rows, -1, jnp.int32)
         return Computed(np.asarray(GONE, np.int32), y, ids, ids, ids, ids, jnp.zeros((), jnp.int32))
@@ -149,9 +144,9 @@ class Halves(NamedTuple):
     shares: tuple[ExpertShard, ...]
 
 
-def is_sparse(layer: DecoderLayer) -> bool:
-    """True for a layer with routed experts, which FFN workers hold."""
-    return isinstance(layer.mlp, MoE)
+def without_experts(layer: DecoderLayer) -> DecoderLayer:
+    """The layer without its routed experts, which FFN workers hold."""
+    return eqx.tree_at(lambda own: own.mlp.experts, layer, None) if isinstance(layer.mlp, MoE) else layer
 
 
 def agree(
@@ -200,10 +195,7 @@ def halve(model: CausalLM, plan: AfdPlan, ranks: Iterable[int]) -> Halves:
     """The model's halves, with the shares of these FFN workers; the attention half is not copied."""
     layers = model.model.layers
     experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoE)]
-    bare = tuple(
-        eqx.tree_at(lambda own: own.mlp.experts, layer, None) if is_sparse(layer) else layer for layer in layers
-    )
-    attention = eqx.tree_at(lambda m: m.model.layers, model, bare)
+    attention = eqx.tree_at(lambda m: m.model.layers, model, tuple(map(without_experts, layers)))
     return Halves(attention, tuple(_share(experts, plan.share(rank)) for rank in ranks))
 
 

@@ -8,6 +8,7 @@ raises at once. A session that is gone is forgotten by the FFN workers; one that
 """
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,8 +20,8 @@ from jax.experimental import multihost_utils, transfer
 from ling3.afd.answers import answers
 from ling3.afd.attention_worker import AttentionWorker
 from ling3.afd.ffn_worker import FfnWorker
-from ling3.afd.messages import GONE, LEAVE, Computed, Failed, Routed
-from ling3.afd.plan import REQUESTS, AfdPlan, Device, agree, halve
+from ling3.afd.messages import GONE, Failed
+from ling3.afd.plan import REQUESTS, Device, agree, halve
 from ling3.afd.stats import AfdStats, Counts
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
@@ -53,66 +54,62 @@ class Links:
         self._sent[to] += 1
         self._server.await_pull(number, jax.tree.leaves(jax.device_put(message, self._device)))
 
-    def receive(self, peer: int, like: Any, put: Callable[[Any], bool], gone: Callable[[Exception], object]) -> None:
-        """Pulls messages of the shapes of `like` from a process, in a thread, until `put` of one returns False.
+    def receive(
+        self, peer: int, like: Any, put: Callable[[Any], object], gone: Callable[[Exception], Any]
+    ) -> threading.Thread:
+        """Pulls messages of the shapes of `like` from a process in a thread, which ends after the sender's last one.
 
-        `gone` is called if the process is no longer there.
+        Each goes to `put`, and so does `gone(error)` if the process is no longer there.
         """
         connection = self._server.connect(self._addresses[peer])
         place = jax.sharding.SingleDeviceSharding(self._device)
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like)
 
         def pull() -> None:
-            number = 0
             try:
-                while put(jax.block_until_ready(connection.pull(_number(peer, jax.process_index(), number), wanted))):
-                    number += 1
+                for number in itertools.count():
+                    message = connection.pull(_number(peer, jax.process_index(), number), wanted)
+                    put(jax.block_until_ready(message))
+                    if int(message.epoch) == GONE:
+                        return
             except Exception as error:
-                gone(error)
+                put(gone(error))
 
-        threading.Thread(target=pull, name=f"ling3-afd-from-{peer}", daemon=True).start()
+        thread = threading.Thread(target=pull, name=f"ling3-afd-from-{peer}", daemon=True)
+        thread.start()
+        return thread
 
 
 class AttentionProcess:
     """An attention worker with a process of its own: an engine whose experts are in other processes."""
 
-    def __init__(
-        self,
-        session: int,
-        model: CausalLM,
-        tokenizer: Tokenizer | None,
-        plan: AfdPlan,
-        settings: EngineSettings,
-        links: Links,
-        device: Device,
-        execution: Execution,
-    ):
-        self._plan, self._counts = plan, Counts(plan)
-        cards = range(plan.attention_workers, plan.attention_workers + plan.ffn_workers)
-        send = [functools.partial(links.send, process) for process in cards]
-        half = jax.device_put(halve(model, plan, []).attention, device)
-        self.worker = AttentionWorker(session, half, plan, send, self._counts)
-        self.engine = Engine(half, tokenizer, settings, execution=execution, programs=self.worker.programs)
-        self._farewells = threading.Semaphore(0)
-        like = plan.blank_results()
-        for rank, process in enumerate(cards):
-            links.receive(process, like, self._put, functools.partial(self._gone, f"FFN worker {rank}"))
+    def __init__(self, worker: AttentionWorker, engine: Engine, links: Links):
+        self.worker, self.engine = worker, engine
+        plan = worker.plan
+        self._receiving = [
+            links.receive(
+                plan.attention_workers + rank,
+                plan.last_computed(),
+                worker.inbox.put,
+                functools.partial(Failed, f"FFN worker {rank}"),
+            )
+            for rank in range(plan.ffn_workers)
+        ]
 
     def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None, **fields: Any) -> list[list[int]]:
         """The new token ids of this process's prompts; arguments, results and errors are `System.generate`'s."""
-        self._counts.clear()
-        names = [f"attention worker {self.worker.session}"]
-        return answers(self.worker.model.config, [self.engine], names, prompts, params, **fields)
+        self.worker.counts.clear()
+        return answers({f"attention worker {self.worker.session}": self.engine}, prompts, params, **fields)
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`; the FFN workers' are in their processes."""
-        return self._counts.stats()
+        return self.worker.counts.stats()
 
     def leave(self) -> None:
         """Tells the FFN workers that this session sends no more, and waits until all know."""
         self.worker.leave()
-        for _ in range(self._plan.ffn_workers):
-            self._farewells.acquire()
+        for thread in self._receiving:
+            thread.join()
 
     def __enter__(self) -> "AttentionProcess":
         return self
@@ -120,30 +117,15 @@ class AttentionProcess:
     def __exit__(self, *_: object) -> None:
         self.leave()
 
-    def _put(self, message: Computed) -> bool:
-        """Takes a message; False if it is the last of its sender."""
-        if int(message.epoch) == GONE:
-            self._farewells.release()
-            return False
-        self.worker.inbox.put(message)
-        return True
-
-    def _gone(self, name: str, error: Exception) -> None:
-        self.worker.inbox.put(Failed(name, error))
-        self._farewells.release()
-
 
 class FfnProcess:
     """An FFN worker with a process of its own."""
 
-    def __init__(self, rank: int, model: CausalLM, plan: AfdPlan, links: Links, device: Device, execution: Execution):
-        self._counts = Counts(plan)
-        share = jax.device_put(halve(model, plan, [rank]).shares[0], device)
-        deliver = [functools.partial(links.send, session) for session in range(plan.attention_workers)]
-        self.worker = FfnWorker(rank, share, plan, deliver, self._counts, execution)
-        like = plan.blank_tokens()
-        for session in range(plan.attention_workers):
-            links.receive(session, like, self._put, functools.partial(self._gone, like, session))
+    def __init__(self, worker: FfnWorker, links: Links):
+        self.worker = worker
+        for session in range(worker.plan.attention_workers):
+            last = worker.plan.last_routed(session)  # a session that is gone has left
+            links.receive(session, last, worker.inbox.put, lambda error, last=last: last)
 
     def serve(self) -> None:
         """Runs experts until every session has left or is gone."""
@@ -151,17 +133,7 @@ class FfnProcess:
 
     def stats(self) -> AfdStats:
         """The counts so far; the attention workers' are in their processes."""
-        return self._counts.stats()
-
-    def _put(self, message: Routed) -> bool:
-        header = np.asarray(message.header)
-        self.worker.inbox.put(message._replace(header=header))
-        return int(header[0]) != LEAVE
-
-    def _gone(self, like: Routed, session: int, error: Exception) -> None:
-        """A session that is gone has left, as far as this worker is concerned."""
-        header = np.asarray([LEAVE, session, GONE, 0, 0], np.int32)
-        self.worker.inbox.put(like._replace(header=header))
+        return self.worker.counts.stats()
 
 
 def join(
@@ -204,11 +176,17 @@ def join(
     device, process = jax.local_devices()[0], jax.process_index()
     execution = Execution.default() if execution is None else execution
     links = Links(device, address)
+    sessions = range(attention_workers)
     with jax.default_device(device):
-        if process >= attention_workers:
-            return FfnProcess(process - attention_workers, model, plan, links, device, execution)
-        own = plan.settings(settings)
-        return AttentionProcess(process, model, tokenizer, plan, own, links, device, execution)
+        if process not in sessions:
+            rank = process - attention_workers
+            deliver = [functools.partial(links.send, session) for session in sessions]
+            share = jax.device_put(halve(model, plan, [rank]).shares[0], device)
+            return FfnProcess(FfnWorker(rank, share, plan, deliver, Counts(plan), execution), links)
+        send = [functools.partial(links.send, attention_workers + rank) for rank in range(ffn_workers)]
+        half = jax.device_put(halve(model, plan, []).attention, device)
+        worker = AttentionWorker(process, half, plan, send, Counts(plan))
+        return AttentionProcess(worker, worker.engine(tokenizer, settings, execution), links)
 
 
 def _number(sender: int, receiver: int, count: int) -> int:

@@ -72,8 +72,7 @@ class System:
         self.engines: tuple[Engine, ...] = ()
         for worker, device in zip(sessions, attention_devices, strict=True):
             with jax.default_device(device):
-                engine = Engine(worker.model, tokenizer, settings, execution=execution, programs=worker.programs)
-            self.engines += (engine,)
+                self.engines += (worker.engine(tokenizer, settings, execution),)
 
     def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None, **fields: Any) -> list[list[int]]:
         """The new token ids of each prompt, as `ling3.generate` has them; prompt i goes to session i mod A.
@@ -82,8 +81,8 @@ class System:
         the requests of other sessions are completed first.
         """
         self._counts.clear()
-        names = [f"attention worker {session}" for session in range(len(self.engines))]
-        return answers(self.attention_workers[0].config, self.engines, names, prompts, params, **fields)
+        engines = {f"attention worker {session}": engine for session, engine in enumerate(self.engines)}
+        return answers(engines, prompts, params, **fields)
 
     def stats(self) -> AfdStats:
         """The counts of the last `generate`."""
@@ -127,7 +126,7 @@ def disaggregate(
     settings = EngineSettings(max_running_requests=REQUESTS) if settings is None else settings
     plan = agree(model, attention_workers, ffn_workers, micro_batches, settings.max_running_requests, activations)
     execution = Execution.default() if execution is None else execution
-    return System(model, tokenizer, plan, plan.settings(settings), execution, devices or jax.devices())
+    return System(model, tokenizer, plan, settings, execution, devices or jax.devices())
 
 
 def devices_of(plan: AfdPlan, devices: Sequence[Device]) -> tuple[list[Device], list[Device]]:

@@ -16,7 +16,7 @@ from ling3.engine.settings import EngineSettings, changed
 from ling3.execution import Execution
 from ling3.fleet import cluster
 from ling3.fleet.places import Lost, Places
-from ling3.fleet.replica import Answer, Checkpoint, Job, Plan, Process, Source, Warmup
+from ling3.fleet.replica import Answer, Checkpoint, Job, Plan, Process, Source
 from ling3.fleet.work import BATCH, Work
 from ling3.mesh import Rules
 from ling3.runtime.progress import progress
@@ -71,7 +71,7 @@ class Fleet:
         cluster.join_cluster(ray, address, replicas * (cpus or 1))
         options = cluster.reserved(ray, replicas, mesh, cpus)
         options["max_concurrency"] = min(settings.max_running_requests, 1000) + BATCH
-        self._warmup: Warmup | None = None
+        self._first_token: bool | None = None  # as of the last `warmup`
         self._ids, self._runs, self._running = itertools.count(), itertools.count(), False
         plan = Plan(source, settings, execution, mesh, rules, replicas, os.getcwd())  # noqa: PTH109
         self._places = Places(ray, plan, options)
@@ -127,8 +127,8 @@ class Fleet:
         RuntimeError while a run is under way.
         """
         self._check_idle()
-        self._warmup = {"first_token": first_token}
-        self._places.warm(self._warmup)
+        self._first_token = first_token
+        self._places.warm(first_token)
 
     def stats(self) -> Stats:
         """The counts of all replicas that can answer now, added up, with the shortest time of compiling."""
@@ -188,7 +188,7 @@ class Fleet:
             for place in places:
                 batch = work.hand(place.number, self.settings.max_running_requests, sharers)
                 if batch:
-                    self._places.ask(place, run, [_job(i, requests[i]) for i in batch], self._warmup)
+                    self._places.ask(place, run, [_job(i, requests[i]) for i in batch], self._first_token)
                     handed.append(place)
             places = handed
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ling3.engine.outputs import Stats
-from ling3.fleet.replica import Answer, Card, Job, Plan, Process, Replica, Warmup
+from ling3.fleet.replica import Answer, Card, Job, Plan, Process, Replica
 from ling3.fleet.work import FleetError
 from ling3.runtime.quoting import shown
 
@@ -89,13 +89,13 @@ class Places:
 
     # What they are asked
 
-    def ask(self, place: ReplicaPlace, run: int, jobs: Sequence[Job], warmup: Warmup | None) -> None:
-        """Asks for the answers to a batch; the replica compiles as `warmup` says before its first."""
-        self._pending[place.actor.answer.options(num_returns="streaming").remote(run, jobs, warmup)] = place
+    def ask(self, place: ReplicaPlace, run: int, jobs: Sequence[Job], first_token: bool | None) -> None:
+        """Asks for the answers to a batch; the replica compiles first, as by `warm`, unless for None."""
+        self._pending[place.actor.answer.options(num_returns="streaming").remote(run, jobs, first_token)] = place
 
-    def warm(self, warmup: Warmup) -> None:
+    def warm(self, first_token: bool) -> None:
         """Has those that can answer compile, and waits for it."""
-        calls = {place.actor.warm.remote(warmup): place for place in self.ready()}
+        calls = {place.actor.warm.remote(first_token): place for place in self.ready()}
         self._pending |= calls
         while calls.keys() & self._pending.keys():
             self.wait()

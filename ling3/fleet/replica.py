@@ -121,17 +121,13 @@ class Answer:
     output: RequestOutput
 
 
-Warmup = dict[str, Any]
-"""The arguments of `Engine.warmup`."""
-
-
 class Replica:
     """One engine, for callers in other processes; each call has a thread of its own."""
 
     def __init__(self) -> None:
         self._left = -1
         self._warming = threading.Lock()
-        self._warm: list[Warmup] = []
+        self._warm: set[bool] = set()
 
     def where(self) -> Process:
         """Where it runs."""
@@ -161,17 +157,17 @@ class Replica:
         }
         return Card(settings, self._engine.intake.portable(), facts)
 
-    def warm(self, warmup: Warmup) -> None:
-        """Has the engine compile, once for the same arguments."""
+    def warm(self, first_token: bool) -> None:
+        """Has the engine compile, once for each `first_token`."""
         with self._warming:
-            if warmup not in self._warm:
-                self._engine.warmup(**warmup)
-                self._warm.append(warmup)
+            if first_token not in self._warm:
+                self._engine.warmup(first_token)
+                self._warm.add(first_token)
 
-    def answer(self, run: int, jobs: Sequence[Job], warmup: Warmup | None) -> Iterator[Answer]:
-        """The answers to a batch as they finish, until the run is left; first the engine compiles."""
-        if warmup is not None:
-            self.warm(warmup)
+    def answer(self, run: int, jobs: Sequence[Job], first_token: bool | None) -> Iterator[Answer]:
+        """The answers to a batch as they finish, until the run is left; first the engine compiles, unless for None."""
+        if first_token is not None:
+            self.warm(first_token)
         prompts, params = [job.ids for job in jobs], [job.params for job in jobs]
         with contextlib.closing(self._engine.stream_all(prompts, params)) as deltas:
             for i, delta in deltas:

@@ -7,7 +7,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from ling3.afd.cost.model import Hardware, ModelCost, Number, at_least, distinct
+from ling3.afd.cost.model import Hardware, ModelCost, Number, at_least, distinct, positive
 from ling3.afd.operators.windows import slot_bytes
 
 
@@ -27,7 +27,7 @@ class Deployment:
     divided: bool = True
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "attention_workers", "ffn_workers")
+        at_least(1, attention_workers=self.attention_workers, ffn_workers=self.ffn_workers)
         same = (self.attention_workers, self.hardware) == (self.ffn_workers, self.ffn_hardware)
         if not (self.divided or same):
             raise ValueError(f"ffn_workers is {self.ffn_workers}, expected the attention workers themselves: undivided")
@@ -72,8 +72,8 @@ class DecodeStep:
     once_per_card: bool = False
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "batch", "micro_batches")
-        at_least(self, 0, "context")
+        at_least(1, batch=self.batch, micro_batches=self.micro_batches)
+        at_least(0, context=self.context)
 
 
 @no_type_check
@@ -91,7 +91,7 @@ class Stage:
     latency: float
 
     def __post_init__(self) -> None:
-        at_least(self, 0.0, "attention", "experts", "out", "back", "latency")
+        at_least(0.0, **vars(self))
 
     @property
     def round_trip(self) -> Number:
@@ -111,8 +111,7 @@ class Stage:
         is longer than what the others keep it busy. Undivided, M = 1 is a synchronous step, and M = 2 the overlap of
         two half batches' computation and communication.
         """
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches is {micro_batches}, expected at least 1")
+        at_least(1, micro_batches=micro_batches)
         both = np.maximum if divided else np.add
         busy = np.maximum(both(self.attention, self.experts[-1]), both(self.out, self.back))
         return np.maximum(micro_batches * busy, self.round_trip)
@@ -175,8 +174,7 @@ def fullest(model: ModelCost, work: DecodeStep, deployment: Deployment, limit: f
     More sequences never lower the throughput: every part of a step is the time of a bandwidth or of the peak, and grows
     at most in proportion. So the largest batch is also the best one. ValueError for a limit of 0 or less.
     """
-    if not limit > 0:
-        raise ValueError(f"limit is {limit}, expected a number of seconds above 0")
+    positive(limit=limit)
     low, high = 0, int(max(deployment.room(model), 0.0) / model.sequence(work.context)) // work.micro_batches
     while low < high:
         tried = np.unique(np.linspace(low + 1, high, 64).astype(int))

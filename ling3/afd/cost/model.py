@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ling3.afd.plan import without_experts
 from ling3.cache import Paged, State, pages_of
 from ling3.checkpoint.names import structure
 from ling3.layers.csa import CSA
@@ -32,11 +33,19 @@ Number = float | np.ndarray
 
 
 @no_type_check
-def at_least(record: Any, least: float, *names: str) -> None:
-    """ValueError unless these fields of a record are at least `least`."""
-    for name in names:
-        if not np.min(getattr(record, name)) >= least:
-            raise ValueError(f"{name} is {getattr(record, name)}, expected at least {least:g}")
+def at_least(least: float, **values: Number) -> None:
+    """ValueError unless these values are at least `least`."""
+    for name, value in values.items():
+        if not np.min(value) >= least:
+            raise ValueError(f"{name} is {value}, expected at least {least:g}")
+
+
+@no_type_check
+def positive(**values: float) -> None:
+    """ValueError unless these values are above 0."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}, expected a number above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +66,8 @@ class Hardware:
     """In any unit; throughputs are per price."""
 
     def __post_init__(self) -> None:
-        at_least(self, 0.0, "link_latency")
-        for name in ("memory", "memory_bandwidth", "flops", "link_bandwidth", "price"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a number above 0")
+        at_least(0.0, link_latency=self.link_latency)
+        positive(**{name: value for name, value in vars(self).items() if name != "link_latency"})
 
     @no_type_check
     def time(self, bytes: Number, flops: Number) -> Number:
@@ -138,9 +145,7 @@ class ModelCost:
         (norms, routers and the like stay float32), `packed` caches those of `ling3.ops.packed_kv`. Shared experts and
         dense layers count with the attention. ValueError if there are no routed experts.
         """
-        if not (weight_bytes > 0 and expert_bytes > 0):
-            name = "expert_bytes" if weight_bytes > 0 else "weight_bytes"
-            raise ValueError(f"{name} is {min(weight_bytes, expert_bytes)}, expected a number above 0")
+        positive(weight_bytes=weight_bytes, expert_bytes=expert_bytes)
         model = structure(config, jnp.bfloat16)
         sparse = [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, MoE)]
         if not sparse:
@@ -200,7 +205,7 @@ def _blocks(model: CausalLM, states: tuple[State, ...], weight_bytes: float) -> 
 
 def _block(layer: DecoderLayer, state: State, weight_bytes: float) -> Block:
     """A decoder layer without its routed experts."""
-    rest = eqx.tree_at(lambda layer: layer.mlp.experts, layer, None) if isinstance(layer.mlp, MoE) else layer
+    rest = without_experts(layer)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(rest) if jnp.issubdtype(leaf.dtype, jnp.floating))
     moved, flops, reads = 0.0, 0.0, ()
     if layer.attention is not None:

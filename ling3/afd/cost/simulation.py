@@ -11,13 +11,14 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, no_type_check
 
 import jax
 import numpy as np
 
 from ling3.afd.cost.deployment import Stage
+from ling3.afd.cost.model import Number, at_least
 from ling3.afd.operators.batching import ffn_worker_scheduler
 from ling3.afd.operators.limits import ALIGNMENT
 from ling3.afd.operators.returning import attention_worker_scheduler
@@ -79,18 +80,14 @@ def simulate(
     ValueError for counts below 1, a negative jitter, and stages without times for A sessions.
     """
     counts = {"attention_workers": attention_workers, "ffn_workers": ffn_workers, "micro_batches": micro_batches}
-    for name, count in {**counts, "stages": len(stages), "steps": steps, "warm": warm}.items():
-        if count < 1:
-            raise ValueError(f"{name} is {count}, expected at least 1")
+    at_least(1, **counts, stages=len(stages), steps=steps, warm=warm)
     if not (jitter >= 0 and math.isfinite(jitter)):
         raise ValueError(f"jitter is {jitter}, expected a finite number, 0 or more")
     for stage in stages:
         if len(stage.experts) != attention_workers:
             raise ValueError(f"stages have times for {len(stage.experts)} sessions, expected {attention_workers}")
-    sessions = [_Session(a, micro_batches, ffn_workers) for a in range(attention_workers)]
-    cards = [_Card(w, attention_workers, micro_batches, ffn_workers, sync_group_size) for w in range(ffn_workers)]
-    run = _Run(tuple(stages), sessions, cards, warm + steps + 1, _factors(jitter, seed))
-    run.to_the_end()
+    run = _Run(stages, attention_workers, ffn_workers, micro_batches, sync_group_size, warm + steps + 1)
+    run.to_the_end(_factors(jitter, seed))
     start, end = (sum(times) / len(times) for times in (run.done[warm - 1], run.done[warm + steps - 1]))
     busy = {"session": 0.0, "card": 0.0}
     for interval in run.timeline:
@@ -104,83 +101,39 @@ def simulate(
     )
 
 
-_Message = tuple[int, int, int]
-"""Step, layer and micro-batch."""
-_Taken = list[tuple[int, _Message]]
-"""Messages with their sessions."""
+_Worker = Generator[float | None, None, None]
+"""Gives the seconds after which it goes on; None where it waits for a message."""
 
 
 # Events are many: what comes in is checked by `simulate`, and not with each of them again.
 
 
 @no_type_check
-class _Session:
-    """An attention worker: its window, and what each of its micro-batches does next."""
-
-    def __init__(self, number: int, micro_batches: int, cards: int) -> None:
-        self.number, self.name, self.waits = number, f"session {number}", True
-        # Every micro-batch begins as one whose rows are back.
-        self.flags = np.ones((micro_batches, 1, cards), np.int32)
-        self.area = AttentionArea.empty(micro_batches, 1, cards, ALIGNMENT)
-        self.next: list[_Message] = [(0, 0, m) for m in range(micro_batches)]
-        self.sent, self.returned = 0.0, [0.0] * cards  # until when the link is taken
-
-    def take(self) -> _Taken:
-        self.area, ready = _session_turn(dataclasses.replace(self.area, token_info=self.flags))
-        self.flags = np.array(self.area.token_info)
-        return [(self.number, self.next[int(self.area.micro_batch_id)])] if ready else []
-
-    def seconds(self, stages: Sequence[Stage], taken: _Taken) -> float:
-        return float(stages[taken[0][1][1]].attention)
-
-
-@no_type_check
-class _Card:
-    """An FFN worker: its window, and the messages in it."""
-
-    def __init__(self, number: int, sessions: int, micro_batches: int, cards: int, group: int | None) -> None:
-        self.number, self.name, self.waits, self.group = number, f"card {number}", True, group
-        self.info = np.zeros((sessions, micro_batches, 2 + cards), np.int32)
-        self.area = FfnArea.empty(sessions, micro_batches, 1, cards, ALIGNMENT)
-        self.messages: dict[tuple[int, int], _Message] = {}
-
-    def take(self) -> _Taken:
-        self.area = area = _card_turn(dataclasses.replace(self.area, token_info=self.info), self.group)
-        self.info, number = np.array(area.token_info), int(area.out_num)
-        ids = (np.asarray(part)[:number].tolist() for part in (area.layer_ids, area.session_ids, area.micro_batch_ids))
-        taken = []
-        for layer, session, micro_batch in zip(*ids, strict=True):
-            message = self.messages.pop((session, micro_batch))
-            assert message[1:] == (layer, micro_batch), "the window has another message"
-            taken.append((session, message))
-        return taken
-
-    def seconds(self, stages: Sequence[Stage], taken: _Taken) -> float:
-        layers = collections.Counter(layer for _, (_, layer, _) in taken)
-        return float(sum(stages[layer].experts[served - 1] for layer, served in layers.items()))
-
-
-@no_type_check
 class _Run:
-    """The queue of events. What happens at one time happens in the order in which it was planned."""
+    """The windows of all workers, and the events, which at one time happen in the order in which they were planned."""
 
     def __init__(
-        self,
-        stages: tuple[Stage, ...],
-        sessions: list[_Session],
-        cards: list[_Card],
-        steps: int,
-        factors: Iterator[float],
+        self, stages: Sequence[Stage], sessions: int, cards: int, micro_batches: int, group: int | None, steps: int
     ) -> None:
-        self.stages, self.sessions, self.cards, self.steps, self.factors = stages, sessions, cards, steps, factors
+        self.stages, self.group, self.steps = stages, group, steps
+        self.shape = sessions, micro_batches, 1, cards
+        # Every micro-batch begins as one whose rows are back.
+        self.flags = np.ones(self.shape, np.int32)
+        self.info = np.zeros((cards, sessions, micro_batches, 2 + cards), np.int32)
+        self.blocks = [[0] * micro_batches for _ in range(sessions)]  # that each has gone through, in all steps
+        self.sessions = [self.session(a) for a in range(sessions)]
+        self.cards = [self.card(w) for w in range(cards)]
+        self.waiting: set[_Worker] = set()
         self.done: list[list[float]] = [[] for _ in range(steps)]
         self.timeline: list[Interval] = []
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.planned, self.now = itertools.count(), 0.0
 
-    def to_the_end(self) -> None:
+    def to_the_end(self, factors: Iterator[float]) -> None:
+        self.factors = factors
         for session in self.sessions:
-            self.turn(session)
+            self.plan(0.0, self.go_on, session)
+        self.waiting.update(self.cards)
         while self.events:
             self.now, _, happen = heapq.heappop(self.events)
             happen()
@@ -188,62 +141,91 @@ class _Run:
     def plan(self, time: float, happen: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self.events, (time, next(self.planned), functools.partial(happen, *arguments)))
 
-    def turn(self, worker: _Session | _Card) -> None:
-        """Asks the scheduler of a worker that waits, after everything else that arrives at this time."""
-        if worker.waits:
-            worker.waits = False
-            self.plan(self.now, self.ask, worker)
+    def go_on(self, worker: _Worker) -> None:
+        seconds = next(worker)
+        if seconds is None:
+            self.waiting.add(worker)
+        else:
+            self.plan(self.now + seconds, self.go_on, worker)
 
-    def ask(self, worker: _Session | _Card) -> None:
-        taken = worker.take()
-        if not taken:
-            worker.waits = True
-            return
-        end = self.now + worker.seconds(self.stages, taken) * next(self.factors)
+    def wake(self, worker: _Worker) -> None:
+        """A worker that waits asks its scheduler, after everything else that arrives at this time."""
+        if worker in self.waiting:
+            self.waiting.remove(worker)
+            self.plan(self.now, self.go_on, worker)
+
+    def place(self, session: int, micro_batch: int) -> tuple[int, int]:
+        """The step and the layer of a micro-batch."""
+        return divmod(self.blocks[session][micro_batch], len(self.stages))
+
+    def work(self, worker: str, seconds: Number, taken: list[tuple[int, int]]) -> float:
+        """Notes a worker's work from now on, on micro-batches of sessions; how long it takes."""
+        seconds = float(seconds) * next(self.factors)
         served = tuple(session for session, _ in taken)
-        self.timeline.append(Interval(worker.name, self.now, end, *taken[0][1], sessions=served))
-        self.plan(end, self.answered if isinstance(worker, _Card) else self.attended, worker, taken)
+        self.timeline.append(
+            Interval(worker, self.now, self.now + seconds, *self.place(*taken[0]), taken[0][1], sessions=served)
+        )
+        return seconds
 
-    def attended(self, session: _Session, taken: _Taken) -> None:
-        """A session's rows go over its link to all cards."""
-        _, message = taken[0]
-        stage = self.stages[message[1]]
-        session.sent = max(self.now, session.sent) + float(stage.out)
-        for card in self.cards:
-            self.plan(session.sent + stage.latency, self.received, card, session.number, message)
-        session.waits = True
-        self.turn(session)
+    def session(self, number: int) -> _Worker:
+        """An attention worker, whose rows go over its link to all cards."""
+        area, sent = AttentionArea.empty(*self.shape[1:], ALIGNMENT), 0.0  # until when the link is taken
+        while True:
+            area, ready = _session_turn(dataclasses.replace(area, token_info=self.flags[number]))
+            self.flags[number] = area.token_info
+            if not ready:
+                yield None
+                continue
+            micro_batch = int(area.micro_batch_id)
+            stage = self.stages[self.place(number, micro_batch)[1]]
+            yield self.work(f"session {number}", stage.attention, [(number, micro_batch)])
+            sent = max(self.now, sent) + float(stage.out)
+            for card in range(len(self.cards)):
+                self.plan(sent + stage.latency, self.received, card, number, micro_batch)
+            yield 0.0
 
-    def received(self, card: _Card, session: int, message: _Message) -> None:
+    def received(self, card: int, session: int, micro_batch: int) -> None:
         """Data before flag; expert w lies on card w."""
-        _, layer, micro_batch = message
-        assert card.info[session, micro_batch, 0] == 0, "a message that was not taken is overwritten"
-        card.messages[session, micro_batch] = message
-        card.info[session, micro_batch] = [1, layer, *range(len(self.cards))]
-        self.turn(card)
+        window = self.info[card, session, micro_batch]
+        assert window[0] == 0, "a message that was not taken is overwritten"
+        window[:] = [1, self.place(session, micro_batch)[1], *range(len(self.cards))]
+        self.wake(self.cards[card])
 
-    def answered(self, card: _Card, taken: _Taken) -> None:
-        """A card's rows go back, to each session over its own link."""
-        for number, message in taken:
-            session, stage = self.sessions[number], self.stages[message[1]]
-            session.returned[card.number] = max(self.now, session.returned[card.number]) + float(stage.back)
-            self.plan(session.returned[card.number] + stage.latency, self.returned, session, card.number, message)
-        card.waits = True
-        self.turn(card)
+    def card(self, number: int) -> _Worker:
+        """An FFN worker, whose rows go back to each session over that one's own link."""
+        area, links = FfnArea.empty(*self.shape, ALIGNMENT), [0.0] * self.shape[0]
+        while True:
+            area = _card_turn(dataclasses.replace(area, token_info=self.info[number]), self.group)
+            self.info[number] = area.token_info
+            ids = (area.layer_ids, area.session_ids, area.micro_batch_ids)
+            layers, *places = (np.asarray(part)[: int(area.out_num)].tolist() for part in ids)
+            if not layers:
+                yield None
+                continue
+            taken = list(zip(*places, strict=True))
+            served = collections.Counter(layers).items()
+            seconds = sum(self.stages[layer].experts[sessions - 1] for layer, sessions in served)
+            yield self.work(f"card {number}", seconds, taken)
+            for layer, (session, micro_batch) in zip(layers, taken, strict=True):
+                assert layer == self.place(session, micro_batch)[1], "the window has another message"
+                links[session] = max(self.now, links[session]) + float(self.stages[layer].back)
+                time = links[session] + self.stages[layer].latency
+                self.plan(time, self.returned, session, micro_batch, number)
+            yield 0.0
 
-    def returned(self, session: _Session, card: int, message: _Message) -> None:
-        step, layer, micro_batch = message
-        session.flags[micro_batch, 0, card] = 1
-        if not session.flags[micro_batch].all():
+    def returned(self, session: int, micro_batch: int, card: int) -> None:
+        flags = self.flags[session, micro_batch]
+        flags[0, card] = 1
+        if not flags.all():
             return
-        last = layer + 1 == len(self.stages)
-        if last:
+        step, layer = self.place(session, micro_batch)
+        self.blocks[session][micro_batch] += 1
+        if layer + 1 == len(self.stages):
             self.done[step].append(self.now)
             if step + 1 == self.steps:
-                session.flags[micro_batch] = 0  # this micro-batch ends here
+                flags[:] = 0  # this micro-batch ends here
                 return
-        session.next[micro_batch] = (step + 1, 0, micro_batch) if last else (step, layer + 1, micro_batch)
-        self.turn(session)
+        self.wake(self.sessions[session])
 
 
 def _factors(jitter: float, seed: int) -> Iterator[float]:

@@ -8,7 +8,7 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from ling3.afd.operators import limits
 from ling3.afd.operators.windows import (
@@ -20,6 +20,7 @@ from ling3.afd.operators.windows import (
     checked,
     from_bytes,
     token_bytes,
+    within,
 )
 from ling3.ops.experts import Groups
 
@@ -128,13 +129,13 @@ def _checked_max_out_shape(shape, area) -> tuple[int, int]:
 def _batched(area: FfnArea, expert_num: int, layer_num: int, token_dtype: int, rows: int, hidden: int) -> FfnBatch:
     sessions, micro_batches, tokens, slots, _ = area.token_data.shape
     counted = jnp.arange(sessions, dtype=jnp.int32) < area.out_num
-    counted &= _within(area.session_ids, sessions) & _within(area.micro_batch_ids, micro_batches)
+    counted &= within(area.session_ids, sessions) & within(area.micro_batch_ids, micro_batches)
     experts, per_layer = area.expert_ids, expert_num
     if layer_num:
         per_layer = expert_num // layer_num
-        counted &= _within(area.layer_ids, layer_num)
+        counted &= within(area.layer_ids, layer_num)
         experts = area.layer_ids[:, None, None] * per_layer + area.expert_ids
-    chosen = jnp.where(counted[:, None, None] & _within(area.expert_ids, per_layer), experts, expert_num)
+    chosen = jnp.where(counted[:, None, None] & within(area.expert_ids, per_layer), experts, expert_num)
     groups = Groups.of(chosen.reshape(-1, slots), expert_num)
 
     row, number = groups.order, jnp.sum(groups.counts, dtype=jnp.int32)
@@ -168,10 +169,6 @@ def _batched(area: FfnArea, expert_num: int, layer_num: int, token_dtype: int, r
 
 # Of the first four dimensions one, and of a slot's bytes the first ones.
 _SLOTS_READ = lax.GatherDimensionNumbers((1,), (0, 1, 2, 3), (0, 1, 2, 3))
-
-
-def _within(ids: Int32[Array, "*shape"], number: int) -> Bool[Array, "*shape"]:
-    return (ids >= 0) & (ids < number)
 
 
 def _group_list(counts: Int32[Array, " experts"]) -> Int32[Array, "experts 2"]:

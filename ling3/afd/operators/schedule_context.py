@@ -6,12 +6,9 @@ FfnWorkerBatching, so that reading and writing changes no byte. Addresses (`…_
 
 import dataclasses
 import struct
-from typing import Any, no_type_check
+from typing import Any, Self, no_type_check
 
 from ling3.afd.operators import limits
-
-SIZE = 1024
-
 
 # The package's type checker would look at `__init__` before `__post_init__` and raise another error.
 
@@ -25,21 +22,43 @@ def _field(form: str) -> Any:
 
 
 @no_type_check
+def _area(field: dataclasses.Field) -> Any:
+    """The class of a field that is an area itself; None for a number or bytes."""
+    return None if field.metadata else field.default_factory
+
+
+@no_type_check
 @dataclasses.dataclass(frozen=True)
 class _Area:
     """A part of the structure, whose fields lie in it in order and without gaps."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = _checked(field.name, getattr(self, field.name), field.metadata["format"])
-            object.__setattr__(self, field.name, value)
+            object.__setattr__(self, field.name, _checked(getattr(self, field.name), field))
 
     @classmethod
-    def _format(cls) -> str:
-        return "<" + "".join(field.metadata["format"] for field in dataclasses.fields(cls))
+    def layout(cls) -> struct.Struct:
+        """How the fields lie in bytes."""
+        forms = (field.metadata.get("format") or f"{_area(field).layout().size}s" for field in dataclasses.fields(cls))
+        return struct.Struct("<" + "".join(forms))
 
-    def _pack(self) -> bytes:
-        return struct.pack(self._format(), *(getattr(self, field.name) for field in dataclasses.fields(self)))
+    @classmethod
+    def from_bytes(cls, b: Any) -> Self:
+        """The area in its bytes, or in an array of so many. ValueError for any other length."""
+        layout = cls.layout()
+        try:
+            data = b.tobytes() if hasattr(b, "tobytes") else bytes(memoryview(b))
+        except TypeError:
+            raise ValueError(f"b is a {type(b).__name__}, expected {layout.size} bytes") from None
+        if len(data) != layout.size:
+            raise ValueError(f"b has {len(data)} bytes, expected {layout.size}")
+        areas = map(_area, dataclasses.fields(cls))
+        return cls(*(area.from_bytes(value) if area else value for area, value in zip(areas, layout.unpack(data))))
+
+    def to_bytes(self) -> bytes:
+        """The bytes, the reserved ones as they were read."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return self.layout().pack(*(value.to_bytes() if isinstance(value, _Area) else value for value in values))
 
 
 @no_type_check
@@ -117,7 +136,7 @@ class FfnContext(_Area):
 
 @no_type_check
 @dataclasses.dataclass(frozen=True)
-class ScheduleContext:
+class ScheduleContext(_Area):
     """The whole structure. `dataclasses.replace` changes a field, of it or of one of its parts.
 
     ValueError, which names the field, for a value that a field cannot hold.
@@ -129,38 +148,16 @@ class ScheduleContext:
     ffn: FfnContext = dataclasses.field(default_factory=FfnContext)
     reserve6: bytes = _field("384s")
 
-    def __post_init__(self) -> None:
-        for name, kind in _PARTS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name} is a {type(getattr(self, name)).__name__}, expected {kind.__name__}")
-        object.__setattr__(self, "reserve6", _checked("reserve6", self.reserve6, "384s"))
-
-    @classmethod
-    def from_bytes(cls, b: Any) -> "ScheduleContext":
-        """The structure in 1,024 bytes, or in an array of so many. ValueError for any other length."""
-        try:
-            data = b.tobytes() if hasattr(b, "tobytes") else bytes(memoryview(b))
-        except TypeError:
-            raise ValueError(f"b is a {type(b).__name__}, expected {SIZE} bytes") from None
-        if len(data) != SIZE:
-            raise ValueError(f"b has {len(data)} bytes, expected {SIZE}")
-        parts, start = {}, 0
-        for name, kind in _PARTS.items():
-            parts[name] = kind(*struct.unpack_from(kind._format(), data, start))
-            start += struct.calcsize(kind._format())
-        return cls(**parts, reserve6=data[start:])
-
-    def to_bytes(self) -> bytes:
-        """The 1,024 bytes, the reserved ones as they were read."""
-        return b"".join(getattr(self, name)._pack() for name in _PARTS) + self.reserve6
-
-
-_PARTS = {"common": CommonArea, "control": ControlArea, "attention": AttentionContext, "ffn": FfnContext}
-
 
 @no_type_check
-def _checked(name: str, value: Any, form: str) -> int | bytes:
-    """A field's value, as an int or as bytes."""
+def _checked(value: Any, field: dataclasses.Field) -> Any:
+    """A field's value: an area, bytes or an int."""
+    name, area = field.name, _area(field)
+    if area:
+        if not isinstance(value, area):
+            raise ValueError(f"{name} is a {type(value).__name__}, expected {area.__name__}")
+        return value
+    form = field.metadata["format"]
     size = struct.calcsize("<" + form)
     if form.endswith("s"):
         if not isinstance(value, bytes | bytearray) or len(value) != size:

@@ -20,6 +20,7 @@ from ling3.afd.operators.windows import (
     checked,
     to_bytes,
     token_bytes,
+    within,
 )
 
 QUANTIZED = 127.0
@@ -74,11 +75,11 @@ def attention_to_ffn(
     check_holds(area, token_bytes(x.shape[1], token_dtype), f"x of shape {x.shape} and token_dtype {token_dtype}")
     session_id = limits.scalar("session_id", session_id, 0, sessions - 1)
     micro_batch_id = limits.scalar("micro_batch_id", micro_batch_id, 0, micro_batches - 1)
-    route = _checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask)
+    route = _routed(session_id, tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask)
     rank = limits.scalar("rank", rank, 0)
     layer_id = limits.scalar("layer_id", layer_id)
     sync_flag = limits.integer("sync_flag", sync_flag, 0, 1)
-    return _sent(area, x, session_id, micro_batch_id, layer_id, rank, *route, token_dtype, sync_flag)
+    return _sent(area, x, session_id, micro_batch_id, layer_id, rank, route, token_dtype, sync_flag)
 
 
 @no_type_check
@@ -101,8 +102,8 @@ def complete_unrouted(
     micro_batches, tokens, slots, _ = attn.token_data.shape
     session_id = limits.scalar("session_id", session_id, 0, limits.SESSIONS - 1)
     micro_batch_id = limits.scalar("micro_batch_id", micro_batch_id, 0, micro_batches - 1)
-    route = _checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask)
-    return _completed(attn, session_id, micro_batch_id, *route)
+    ranks, _ = _routed(session_id, tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask)
+    return _completed(attn, micro_batch_id, ranks)
 
 
 @no_type_check
@@ -116,8 +117,8 @@ def check_top_k(name, top_k, slots) -> None:
 
 
 @no_type_check
-def _checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask) -> tuple[Any, ...]:
-    """expert_ids, expert_rank_table, active_mask and moe_expert_num for a micro-batch of this size."""
+def _routed(session_id, tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask):
+    """The card of each slot of a micro-batch of this size, -1 for none, and the expert's id there."""
     expert_ids = limits.array("expert_ids", expert_ids, jnp.int32, (tokens, "K"), f" with {tokens} tokens")
     top_k = expert_ids.shape[1]
     check_top_k("expert_ids", top_k, slots)
@@ -134,13 +135,13 @@ def _checked_route(tokens, slots, expert_ids, expert_rank_table, moe_expert_num,
         found = np.asarray(active_mask)
         if found[found.sum() :].any():
             raise ValueError(f"active_mask is {found.tolist()}, expected the True ones first")
-    return expert_ids, table, active, moe_expert_num
+    return _routes(session_id, expert_ids, table, active, moe_expert_num, slots)
 
 
 # The operators' bodies are programs of their own, so that they run as one program eagerly too.
 
 
-@functools.partial(jax.jit, static_argnames=("moe_expert_num", "token_dtype", "sync_flag"))
+@functools.partial(jax.jit, static_argnames=("token_dtype", "sync_flag"))
 def _sent(
     area: FfnArea,
     x: Float[Array, "tokens hidden"],
@@ -148,23 +149,19 @@ def _sent(
     micro_batch_id: Int32[Array, ""],
     layer_id: Int32[Array, ""],
     rank: Int32[Array, ""],
-    expert_ids: Int32[Array, "tokens top_k"],
-    table: Int32[Array, "experts columns"],
-    active: Bool[Array, " tokens"],
-    moe_expert_num: int,
+    route: tuple[Int32[Array, "tokens slots"], Int32[Array, "tokens slots"]],
     token_dtype: int,
     sync_flag: int,
 ) -> tuple[FfnArea, Bool[Array, ""]]:
     sessions, micro_batches, tokens, slots, _ = area.token_data.shape
-    ranks, ids = _routes(session_id, expert_ids, table, active, moe_expert_num, slots)
+    ranks, ids = route
     goes = (ranks == rank) & (ranks >= 0)
     payload = _payload(x, token_dtype)
     zero = jnp.zeros((), jnp.int32)
 
     place = (session_id, micro_batch_id, zero)
     old = lax.dynamic_slice(area.token_info, place, (1, 1, area.token_info.shape[2])).reshape(-1)
-    sent = (session_id >= 0) & (session_id < sessions) & (micro_batch_id >= 0) & (micro_batch_id < micro_batches)
-    sent &= old[0] != 1
+    sent = within(session_id, sessions) & within(micro_batch_id, micro_batches) & (old[0] != 1)
     raised = sent & jnp.any(goes) if sync_flag else sent
     head = jnp.where(raised, jnp.stack([jnp.ones_like(layer_id), layer_id]), old[:2])
     written = jnp.where(sent & goes.reshape(-1), ids.reshape(-1), old[2:])
@@ -178,19 +175,12 @@ def _sent(
     return dataclasses.replace(area, token_info=info, token_data=data), sent
 
 
-@functools.partial(jax.jit, static_argnames="moe_expert_num")
+@jax.jit
 def _completed(
-    attn: AttentionArea,
-    session_id: Int32[Array, ""],
-    micro_batch_id: Int32[Array, ""],
-    expert_ids: Int32[Array, "tokens top_k"],
-    table: Int32[Array, "experts columns"],
-    active: Bool[Array, " tokens"],
-    moe_expert_num: int,
+    attn: AttentionArea, micro_batch_id: Int32[Array, ""], ranks: Int32[Array, "tokens slots"]
 ) -> AttentionArea:
-    micro_batches, _, slots = attn.token_info.shape
-    ranks, _ = _routes(session_id, expert_ids, table, active, moe_expert_num, slots)
-    unrouted = (ranks < 0) & (micro_batch_id >= 0) & (micro_batch_id < micro_batches)
+    micro_batches = attn.token_info.shape[0]
+    unrouted = (ranks < 0) & within(micro_batch_id, micro_batches)
     flags = jnp.where(unrouted, 1, lax.dynamic_index_in_dim(attn.token_info, micro_batch_id, keepdims=False))
     data = lax.dynamic_index_in_dim(attn.token_data, micro_batch_id, keepdims=False)
     data = jnp.where(unrouted[:, :, None], 0, data)
@@ -201,6 +191,7 @@ def _completed(
     )
 
 
+@functools.partial(jax.jit, static_argnames=("moe_expert_num", "slots"))
 def _routes(
     session_id: Int32[Array, ""],
     expert_ids: Int32[Array, "tokens top_k"],
@@ -209,12 +200,11 @@ def _routes(
     moe_expert_num: int,
     slots: int,
 ) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "tokens slots"]]:
-    """The card of each slot, -1 for none, and the expert's id there."""
     tokens, top_k = expert_ids.shape
     shared = moe_expert_num + jnp.arange(slots - top_k, dtype=jnp.int32)
     experts = jnp.concatenate([expert_ids, jnp.broadcast_to(shared, (tokens, slots - top_k))], axis=1)
     known = jnp.arange(slots, dtype=jnp.int32)[None] >= top_k
-    known |= (experts >= 0) & (experts < moe_expert_num)
+    known |= within(experts, moe_expert_num)
     experts = jnp.where(known, experts, 0)
     count = table[experts, 0]
     column = 1 + 2 * (session_id % jnp.maximum(count, 1))
@@ -224,7 +214,7 @@ def _routes(
 
 
 def _payload(x: Float[Array, "tokens hidden"], token_dtype: int) -> UInt8[Array, "tokens payload"]:
-    """The header of a slot."""
+    """The bytes of a slot."""
     if token_dtype < 2:
         return to_bytes(x)
     q, scale = _quantized(x.astype(jnp.float32))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Shaped, UInt8
+from jaxtyping import Bool, Int32, Shaped, UInt8
 
 from ling3.afd.operators import limits
 
@@ -119,6 +119,11 @@ def from_bytes(data: UInt8[Array, "*batch bytes"], dtype: jnp.dtype) -> Shaped[A
     if dtype.itemsize > 1:
         data = data.reshape(*data.shape[:-1], -1, dtype.itemsize)
     return lax.bitcast_convert_type(data, dtype)
+
+
+def within(ids: Int32[Array, "*shape"], number: int) -> Bool[Array, "*shape"]:
+    """True for ids in [0, number)."""
+    return (ids >= 0) & (ids < number)
 
 
 @no_type_check
