@@ -25,6 +25,6 @@ def nano_app():
     """An app over an engine."""
 
     def app(engine, keys=()):
-        return build(Service(engine, engine.tokenizer, "nano", max_queue), keys)
+        return build(Service(engine, engine.tokenizer, "nano"), keys)
 
     return app
