@@ -35,7 +35,7 @@ async def answer(service: Service, asked: Completion) -> Response:
     scored = asked.echo and (asked.logprobs is not None or most == 0)
     params = asked.params(most, asked.logprobs, (asked.logprobs or 0) if scored else None)
     deltas = await service.start(prompts, params, "prompt", asked.grammar)
-    return await respond(_Texts(service, asked, prompts), deltas, asked.stream)
+    return await respond(_Texts(service, asked, prompts), deltas, asked.stream, len(prompts))
 
 
 def _prompts(service: Service, several: Sequence[str | list[int]], asked: Completion) -> list[list[int]]:

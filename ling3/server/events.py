@@ -19,7 +19,7 @@ from ling3.server.service import Deltas
 from ling3.text.json_text import dumped
 
 
-class Answer(abc.ABC):
+class ProtocolAnswer(abc.ABC):
     """The answer to one request in the words of its protocol. Events are given as the text that is sent."""
 
     @abc.abstractmethod
@@ -43,24 +43,24 @@ class Answer(abc.ABC):
         """The last events of a stream that ends in an error."""
 
 
-async def respond(answer: Answer, deltas: Deltas, stream: bool | None) -> Response:
-    """The response: events as the deltas come, or a body after the last of them."""
+async def respond(answer: ProtocolAnswer, deltas: Deltas, stream: bool | None, prompts: int = 1) -> Response:
+    """The response: events as the deltas of the prompts come, or a body after the last of them."""
     if stream:
-        return Events(answer, deltas)
+        return Events(answer, deltas, prompts)
     async with contextlib.aclosing(deltas):
         outputs = {place: delta.output async for place, delta in deltas if delta.output is not None}
     return Response(await answer.whole(_in_order(outputs)), media_type="application/json")
 
 
 class Events(Response):
-    """A stream of an answer's events; its errors are events too, and leaving closes the deltas."""
+    """A stream of an answer's events, all of a delta at once; errors are events too, and leaving closes the deltas."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, deltas: Deltas):
+    def __init__(self, answer: ProtocolAnswer, deltas: Deltas, prompts: int):
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
-        self._answer, self._deltas = answer, deltas
+        self._answer, self._deltas, self._prompts = answer, deltas, prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them; whoever ends the stream early finds the answer in the scope."""
@@ -70,22 +70,24 @@ class Events(Response):
         async def put(text: str, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
+        failed = ""
         try:
-            text, outputs = self._answer.begin(), dict[int, RequestOutput]()
             async with contextlib.aclosing(self._deltas):
+                text, outputs = self._answer.begin(), dict[int, RequestOutput]()
                 async for place, delta in self._deltas:
                     if delta.output is not None:
                         outputs[place] = delta.output
-                    if text := text + await self._answer.news(place, delta):
+                    text += await self._answer.news(place, delta)
+                    if text and len(outputs) < self._prompts:
                         await put(text)
-                    text = ""
-            last = text + self._answer.end(_in_order(outputs))
+                        text = ""
+            await put(text + self._answer.end(_in_order(outputs)))
         except ApiError as error:
-            last = self._answer.failed(error)
+            failed = self._answer.failed(error)
         except Exception:
             log.logger.exception("the engine failed")
-            last = self._answer.failed(ApiError(500, "the engine failed"))
-        await put(last, False)
+            failed = self._answer.failed(ApiError(500, "the engine failed"))
+        await put(failed, False)
 
 
 def _in_order(outputs: dict[int, RequestOutput]) -> list[RequestOutput]:
@@ -101,7 +103,7 @@ def event(said: dict[str, Any]) -> str:
 DONE = "data: [DONE]\n\n"
 
 
-class Choices(Answer):
+class Choices(ProtocolAnswer):
     """An answer as OpenAI's choices: whole with a usage, or as chunks of them up to [DONE].
 
     The usage comes in a last chunk if `stream_options` ask for it, and so far in every chunk if it is to be continuous.

@@ -12,7 +12,7 @@ from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Reg
 from ling3.runtime.parameters import ParameterError, meanings, parameters
 from ling3.server.custom_tools import CustomTool
 from ling3.server.errors import ApiError
-from ling3.server.known_fields import MODERATION, REQUEST, VERBOSITY, Known, List, Names
+from ling3.server.known_fields import MODERATION, REQUEST, VERBOSITY, FieldNames, Known, List
 from ling3.server.reply_grammars import Callable
 from ling3.server.tools import MOST, Tool, ToolOf
 
@@ -35,7 +35,7 @@ KINDS = {"json": JSONSchema, "regex": Regex, "choice": Choice, "grammar": Gramma
 class Options(Known):
     """How a stream reports."""
 
-    names = Names({"include_obfuscation": "padding against those who see the sizes of packets"})
+    names = FieldNames({"include_obfuscation": "padding against those who see the sizes of packets"})
 
     include_usage: bool | None = None
     """A last event with the usage."""
@@ -152,7 +152,7 @@ def _formatted(value: dict[str, Any]) -> Structured | None:
 class Completion(Fields):
     """A request to continue texts or ids."""
 
-    names = Names({**REQUEST, "store": "nothing is stored"}, {"suffix": "models continue texts, and fill no gaps"})
+    names = FieldNames({**REQUEST, "store": "nothing is stored"}, {"suffix": "models continue texts, and fill no gaps"})
 
     prompt: str | List[str] | List[int] | List[List[int]]
     logprobs: int | None = pydantic.Field(None, ge=0, le=20)
@@ -163,7 +163,7 @@ class Completion(Fields):
 class Chat(Fields):
     """A request to answer a conversation."""
 
-    names = Names(
+    names = FieldNames(
         {
             **REQUEST,
             "store": "nothing is stored",

@@ -1,8 +1,8 @@
 """Fields of OpenAI's specification that no model here has: which are ignored, which are refused, and why.
 
 A field of a request is honoured, as the models' fields are, ignored or refused; `tests/server/test_openai_schema.py`
-holds the specification against the `Names` of each type. What stands in none is unknown, and refused unless the server
-allows it.
+holds the specification against the `FieldNames` of each type. What stands in none is unknown, and refused unless the
+server allows it.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ REQUEST = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
+class FieldNames:
     """Fields that are known and not honoured, each with the reason, which a client is told of those refused."""
 
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -65,7 +65,7 @@ class Known(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
-    names: ClassVar[Names] = Names()
+    names: ClassVar[FieldNames] = FieldNames()
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ling3.server.errors import ApiError, wrong
-from ling3.server.known_fields import CACHING, CITATIONS, Names
+from ling3.server.known_fields import CACHING, CITATIONS, FieldNames
 from ling3.server.service import Service
 from ling3.text.custom_inputs import INPUT
 from ling3.text.json_text import loaded
@@ -14,11 +14,11 @@ CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
 """Of a reply's pieces that begin a call: its type in a chat, and the field with its text."""
 GOES_ON = {"arguments": "call", "input": "custom"}
 """Pieces that go on with a call, and what began it."""
-MESSAGE_NAMES = Names(
+MESSAGE_NAMES = FieldNames(
     {"annotations": CITATIONS},
     {"audio": "messages are text", "function_call": "give `tool_calls`"},
 )
-PART_NAMES = Names(
+PART_NAMES = FieldNames(
     {"prompt_cache_breakpoint": CACHING, "annotations": CITATIONS, "logprobs": "of a text that was said before"}
 )
 KNOWN = {"role", "content", "name"}

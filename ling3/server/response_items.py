@@ -5,11 +5,11 @@ from typing import Any, Literal, NamedTuple
 
 from ling3.server.errors import wrong
 from ling3.server.events import identifier
-from ling3.server.known_fields import Names
+from ling3.server.known_fields import FieldNames
 from ling3.server.messages import CALLS, GOES_ON, joined
 from ling3.text.replies import Piece
 
-ITEM_NAMES = Names(
+ITEM_NAMES = FieldNames(
     {
         "id": "nothing is stored under it",
         "status": "an item that comes back has ended",

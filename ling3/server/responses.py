@@ -12,10 +12,10 @@ from ling3.engine.outputs import Completion, Delta, RequestOutput
 from ling3.server import chat
 from ling3.server.custom_tools import Custom, ResponseFormat
 from ling3.server.errors import ApiError
-from ling3.server.events import Answer, event, identifier, respond, usage_of
+from ling3.server.events import ProtocolAnswer, event, identifier, respond, usage_of
 from ling3.server.fields import Chat, Sampling
 from ling3.server.fields import Options as StreamOptions
-from ling3.server.known_fields import MODERATION, REQUEST, VERBOSITY, Known, List, Names
+from ling3.server.known_fields import MODERATION, REQUEST, VERBOSITY, FieldNames, Known, List
 from ling3.server.response_items import Items, messages_of
 from ling3.server.service import Service
 from ling3.server.tools import MOST, Function, ToolOf
@@ -39,7 +39,7 @@ NAMES = {
 class Effort(Known):
     """How much thinking there is to be; summaries are not made, so that their form may be left to the server alone."""
 
-    names = Names(refused={"generate_summary": "thinking comes as it is, without summaries"})
+    names = FieldNames(refused={"generate_summary": "thinking comes as it is, without summaries"})
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
@@ -51,7 +51,7 @@ class Effort(Known):
 class Text(Known):
     """The form of the answer."""
 
-    names = Names({"verbosity": VERBOSITY})
+    names = FieldNames({"verbosity": VERBOSITY})
 
     format: dict[str, Any] | None = None
 
@@ -59,7 +59,7 @@ class Text(Known):
 class Direct(Known):
     """A tool that the model calls itself, at once, and always knows."""
 
-    names = Names({"output_schema": "it is for programs that call tools, which are refused"})
+    names = FieldNames({"output_schema": "it is for programs that call tools, which are refused"})
 
     allowed_callers: List[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
@@ -88,7 +88,7 @@ class Options(Known):
 class Asked(Sampling):
     """A request."""
 
-    names = Names(
+    names = FieldNames(
         {
             **REQUEST,
             "max_tool_calls": "it counts calls of built-in tools, which there are none of",
@@ -202,7 +202,7 @@ def _head(service: Service, asked: Asked) -> dict[str, Any]:
     }
 
 
-class _Response(Answer):
+class _Response(ProtocolAnswer):
     """A response, as numbered events."""
 
     def __init__(self, tokenizer: Tokenizer, head: dict[str, Any], reply: TokenReply):

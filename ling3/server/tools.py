@@ -18,8 +18,8 @@ MOST = 128
 NAME = r"^[A-Za-z0-9_.:/-]{1,64}$"
 """What a tool may be called."""
 
-
-Functional, Textual = TypeVar("Functional"), TypeVar("Textual")
+Functional = TypeVar("Functional")
+Textual = TypeVar("Textual")
 
 
 def _type(tool: Any) -> str:

@@ -19,7 +19,7 @@ from typing_extensions import is_typeddict
 from ling3.server.app import build
 from ling3.server.custom_tools import ChatFormat, CustomTool, ResponseFormat, Syntax
 from ling3.server.fields import Chat, Completion, Options
-from ling3.server.known_fields import Names
+from ling3.server.known_fields import FieldNames
 from ling3.server.messages import KNOWN, MESSAGE_NAMES, OF_ROLE, PART_NAMES
 from ling3.server.response_items import FIELDS, ITEM_NAMES
 from ling3.server.responses import Asked, CustomToolParam, Effort, FunctionTool, Text
@@ -52,8 +52,8 @@ KINDS = {
     "ChatCompletionToolMessageParam": [(OF_ROLE["tool"], MESSAGE_NAMES)],
     "ChatCompletionContentPartTextParam": [(TEXT, PART_NAMES)],
     "ChatCompletionContentPartRefusalParam": [(REFUSAL, PART_NAMES)],
-    "ChatCompletionMessageFunctionToolCallParam": [({"id", "type", "function"}, Names())],
-    "ChatCompletionMessageCustomToolCallParam": [({"id", "type", "custom"}, Names())],
+    "ChatCompletionMessageFunctionToolCallParam": [({"id", "type", "function"}, FieldNames())],
+    "ChatCompletionMessageCustomToolCallParam": [({"id", "type", "custom"}, FieldNames())],
     "ResponseInputTextParam": [(TEXT, PART_NAMES)],
     "ResponseInputTextContentParam": [(TEXT, PART_NAMES)],
     "ResponseOutputTextParam": [(TEXT, PART_NAMES)],
