@@ -111,7 +111,7 @@ SHARED_NAMES = {
     # Public exports, beside a name inside the engine or the mesh.
     *("Choice", "Layout"),
     # Names of the server, the engine and the command line's options.
-    *("AnyTool", "Model", "Options", "Sampling"),
+    *("Model", "Options", "Sampling"),
     # What a step of training takes, a public export, and what a forward program takes.
     "Batch",
 }

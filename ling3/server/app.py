@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.endpoints import HTTPEndpoint
@@ -11,13 +11,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from ling3.server import chat, completions, fields, openapi, page, responses, tokens
-from ling3.server.errors import ApiError
+from ling3.server.body import Post
+from ling3.server.errors import ApiError, Guarded
 from ling3.server.observed import Observed
 from ling3.server.origins import Hosts, Origins
-from ling3.server.post import Post
 from ling3.server.service import Service
 
 POSTS = {
@@ -52,8 +52,7 @@ def build(
         Route("/openapi.json", _description, include_in_schema=False),
     ]
     health = Route("/health", Health)
-    keyed = Keys(Router(routes), api_keys) if api_keys else Router(routes)
-    guarded = Mount("/", Origins(keyed, hosts, allow_origins))
+    guarded = Mount("/", Guarded(Router(routes), Origins(hosts, allow_origins).refusal, _keyed(api_keys)))
     handlers = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _fault}
     whole = Starlette(routes=[health, Route("/", page.answer), guarded], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
     whole.state.service = service
@@ -65,25 +64,21 @@ def build(
     return Observed(app, service, timeout)
 
 
-class Keys:
-    """Asks for an API key."""
+def _keyed(keys: Sequence[str]) -> Callable[[Scope], ApiError | None]:
+    """Refuses what has none of the keys, if there are any; ValueError for a blank one."""
+    if not all(key.strip() for key in keys):
+        raise ValueError("an API key is blank")
+    digests = [_digest(key.encode()) for key in keys]
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
-        if not all(key.strip() for key in keys):
-            raise ValueError("an API key is blank")
-        self._app, self._keys = app, [_digest(key.encode()) for key in keys]
+    def refusal(scope: Scope) -> ApiError | None:
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        digest = _digest(given)
+        known = any([hmac.compare_digest(digest, key) for key in digests])  # noqa: C419 -- all are compared
+        if not digests or (scheme.lower() == b"bearer" and known):
+            return None
+        return ApiError(401, "no valid API key was given", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what has a key."""
-        app = self._app
-        if scope["type"] == "http":
-            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            digest = _digest(given)
-            known = any([hmac.compare_digest(digest, key) for key in self._keys])  # noqa: C419 -- all are compared
-            if scheme.lower() != b"bearer" or not known:
-                headers = {"WWW-Authenticate": "Bearer"}
-                app = ApiError(401, "no valid API key was given", None, "invalid_api_key", headers).response()
-        await app(scope, receive, send)
+    return refusal
 
 
 def _digest(key: bytes) -> bytes:

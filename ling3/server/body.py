@@ -1,17 +1,20 @@
-"""Request bodies: bounded, strict JSON, checked by a pydantic model whose errors name the field."""
+"""Endpoints that read a body: bounded, strict JSON, checked by a pydantic model whose errors name the field."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pydantic
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ling3.runtime.quoting import printable
 from ling3.server import limits
 from ling3.server.errors import ApiError, wrong
-from ling3.server.known_fields import ALLOW
+from ling3.server.known_fields import ALLOW, Known
+from ling3.server.service import Service
 from ling3.text.json_text import loaded
 
 SHORT = 2**16
@@ -21,7 +24,38 @@ MOST_ERRORS = 64
 PARSER = ThreadPoolExecutor(1, "bodies")
 """One thread, as parsing keeps the interpreter: the event loop waits for one body, not for several."""
 
-Model = TypeVar("Model", bound=pydantic.BaseModel)
+Model = TypeVar("Model", bound=Known)
+
+
+class Post:
+    """An endpoint: `answer` makes a response of a body, a `model`, and is cancelled if the client goes away."""
+
+    def __init__(self, model: type[Known], answer: Callable[[Service, Any], Awaitable[Response]]):
+        self.model, self._answer = model, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        request = Request(scope, receive)
+        service: Service = request.app.state.service
+        asked: Any = await read(request, self.model)
+        service.check_model(asked.model)
+
+        async def answered() -> None:
+            response = await self._answer(service, asked)
+            await response(scope, receive, send)
+
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work, watch = asyncio.create_task(answered()), asyncio.create_task(gone())
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for each in (work, watch):
+                each.cancel()
 
 
 async def read(request: Request, model: type[Model]) -> Model:
@@ -53,6 +87,7 @@ def _validated(content: bytes, model: type[Model], allow: bool) -> Model:
     value = parse(content)
     if not isinstance(value, dict):
         raise ApiError(400, "the body is no JSON object")
+    model.names.check(value, None)
     try:
         return model.model_validate(value, context={ALLOW: allow})
     except pydantic.ValidationError as error:

@@ -2,46 +2,29 @@
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
 from ling3.engine.front import SHORT
-from ling3.engine.outputs import Completion, Delta
+from ling3.engine.outputs import Completion, Delta, RequestOutput
 from ling3.server import tools
 from ling3.server.errors import wrong
-from ling3.server.events import Chunks, Events, StrictResponse, identifier, outputs_of, streamed, usage_of
+from ling3.server.events import Choices, head_of, identifier, respond
 from ling3.server.fields import Chat
-from ling3.server.messages import rendered
+from ling3.server.messages import CALLS, GOES_ON, rendered
 from ling3.server.reply_grammars import Callable, after_thinking
 from ling3.server.scores import of_chat
 from ling3.server.service import Deltas, Service
 from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking
 from ling3.text.tokenizer import thinking
 
-CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
-"""Of the pieces that begin a call: its type, and the field with its text."""
-TEXTS = {"arguments": CALLS["call"], "input": CALLS["custom"]}
-"""The same of the pieces that go on with one."""
-
 
 async def answer(service: Service, asked: Chat) -> Response:
     """The endpoint."""
-    head = {"id": identifier("chatcmpl"), "created": int(time.time()), "model": service.name}
     deltas, replies, tokens = await begin(service, asked, asked.offered)
-    if asked.stream:
-        chunks = Chunks({**head, "object": "chat.completion.chunk"}, *asked.reports_usage, tokens)
-        return Events(_events(service, chunks, deltas, replies))
-    [output] = outputs = await outputs_of(deltas)
-    choices = []
-    for completion, reply in zip(output.outputs, replies, strict=True):
-        message = _message(pieces(reply, completion))
-        logprobs = None if completion.logprobs is None else of_chat(service.tokenizer, completion.logprobs)
-        choice = {"index": completion.index, "message": message, "logprobs": logprobs}
-        choices.append({**choice, "finish_reason": _reason(reply, completion)})
-    return StrictResponse({**head, "object": "chat.completion", "choices": choices, "usage": usage_of(outputs)})
+    return await respond(_Messages(service, asked, replies, tokens), deltas, asked.stream)
 
 
 async def begin(service: Service, asked: Chat, given: Sequence[Callable]) -> tuple[Deltas, list[TokenReply], int]:
@@ -80,6 +63,38 @@ async def begin(service: Service, asked: Chat, given: Sequence[Callable]) -> tup
     return deltas, replies, len(ids)
 
 
+class _Messages(Choices):
+    """Choices with a message each."""
+
+    def __init__(self, service: Service, asked: Chat, replies: Sequence[TokenReply], prompt_tokens: int):
+        head = head_of("chatcmpl", "chat.completion", service.name)
+        super().__init__(head, asked, prompt_tokens, bool(asked.logprobs), "chat.completion.chunk")
+        self._tokenizer, self._replies = service.tokenizer, replies
+
+    def complete(self, place: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        for completion, reply in zip(output.outputs, self._replies, strict=True):
+            message = _message(pieces(reply, completion))
+            logprobs = None if completion.logprobs is None else of_chat(self._tokenizer, completion.logprobs)
+            reason = _reason(reply, completion)
+            yield {"index": completion.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        return (_chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._replies)))
+
+    def new(self, place: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        reply = self._replies[delta.index]
+        logprobs = of_chat(self._tokenizer, delta.logprobs) if delta.logprobs else None
+        said = [_news(piece) for piece in pieces(reply, delta)]
+        for i, new in enumerate(said or ([{"content": ""}] if logprobs else [])):
+            yield _chunk(delta.index, new, logprobs=None if i else logprobs)
+        if delta.finish_reason is not None:
+            yield _chunk(delta.index, {}, _reason(reply, delta))
+
+
+def _chunk(index: int, new: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+    return {"index": index, "delta": new, "logprobs": logprobs, "finish_reason": reason}
+
+
 def _message(said: Sequence[Piece]) -> dict[str, Any]:
     """A reply's pieces as a message."""
     reasoning, text = ("".join(x.text for x in said if x.kind == kind) for kind in ("reasoning", "content"))
@@ -87,41 +102,20 @@ def _message(said: Sequence[Piece]) -> dict[str, Any]:
     for piece in said:
         if piece.kind in CALLS:
             calls.append(_call(piece))
-        elif piece.kind in TEXTS:
-            kind, name = TEXTS[piece.kind]
+        elif piece.kind in GOES_ON:
+            kind, name = CALLS[GOES_ON[piece.kind]]
             calls[piece.call][kind][name] += piece.text
     made = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
     made |= {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
     return {**made, "tool_calls": calls} if calls else made
 
 
-def _events(
-    service: Service, chunks: Chunks, deltas: Deltas, replies: Sequence[TokenReply]
-) -> AsyncGenerator[str, None]:
-    """The text of the events, those together that are sent at once."""
-
-    def chunk(index: int, new: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
-        return chunks.of({"index": index, "delta": new, "logprobs": logprobs, "finish_reason": reason})
-
-    async def news(place: int, delta: Delta) -> str:
-        some, reply = "", replies[delta.index]
-        chunks.count(delta)
-        logprobs = of_chat(service.tokenizer, delta.logprobs) if delta.logprobs else None
-        said = [_news(piece) for piece in pieces(reply, delta)]
-        for i, new in enumerate(said or ([{"content": ""}] if logprobs else [])):
-            some += chunk(delta.index, new, None, None if i else logprobs)
-        return some + (chunk(delta.index, {}, _reason(reply, delta)) if delta.finish_reason is not None else "")
-
-    roles = (chunk(index, {"role": "assistant", "content": ""}) for index in range(len(replies)))
-    return streamed(deltas, 1, "".join(roles), news, chunks.last)
-
-
 def _news(piece: Piece) -> dict[str, Any]:
     """A piece as a chunk's delta."""
     if piece.kind in CALLS:
         return {"tool_calls": [{"index": piece.call, **_call(piece)}]}
-    if piece.kind in TEXTS:
-        kind, name = TEXTS[piece.kind]
+    if piece.kind in GOES_ON:
+        kind, name = CALLS[GOES_ON[piece.kind]]
         return {"tool_calls": [{"index": piece.call, kind: {name: piece.text}}]}
     return dict.fromkeys(("content",) if piece.kind == "content" else ("reasoning_content", "reasoning"), piece.text)
 

@@ -10,11 +10,11 @@ import pathlib
 import sys
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ling3.server import log
-from ling3.server.errors import ApiError
+from ling3.server.errors import ApiError, Guarded
 from ling3.text.json_text import dumped
 
 LONGEST_HEAD = 2**16
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
         """Takes the connection if there is room."""
         super().connection_made(transport)
         if not self._connections.add(self):
-            self.app = _Crowded(self.app)  # pyright: ignore[reportAttributeAccessIssue]
+            self.app = Guarded(self.app, _crowded)  # pyright: ignore[reportAttributeAccessIssue]
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -213,16 +213,9 @@ class Connection(HttpToolsProtocol):
         self.loop.call_later(LAST_WORDS, self.transport.abort)
 
 
-class _Crowded:
-    """The app for connections beyond the most, which may only look."""
-
-    def __init__(self, app: Any):
-        self._app: ASGIApp = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what has the method GET."""
-        app = self._app
-        if scope["type"] == "http" and scope["method"] != "GET":
-            headers = {"Retry-After": "1", "Connection": "close"}
-            app = ApiError(503, "the server has too many connections", None, "too_many_connections", headers).response()
-        await app(scope, receive, send)
+def _crowded(scope: Scope) -> ApiError | None:
+    """Refuses what may do more than look, on connections beyond the most."""
+    if scope["method"] == "GET":
+        return None
+    headers = {"Retry-After": "1", "Connection": "close"}
+    return ApiError(503, "the server has too many connections", None, "too_many_connections", headers)

@@ -1,10 +1,11 @@
 """Errors as OpenAI's clients expect them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pydantic
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -50,6 +51,19 @@ class ApiError(Exception):
     def response(self) -> Response:
         """The answer."""
         return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
+
+
+class Guarded:
+    """An app that answers a request only if none of the `refusals` has an error for its scope."""
+
+    def __init__(self, app: ASGIApp, *refusals: Callable[[Scope], ApiError | None]):
+        self._app, self._refusals = app, refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers, or refuses by the first error."""
+        errors = (refusal(scope) for refusal in self._refusals if scope["type"] == "http")
+        error = next((error for error in errors if error is not None), None)
+        await (self._app if error is None else error.response())(scope, receive, send)
 
 
 def wrong(field: str, what: str, code: str | None = None) -> ApiError:

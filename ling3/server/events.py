@@ -1,97 +1,96 @@
-"""Answers as server-sent events, and as one body of JSON."""
+"""Answers in the words of a protocol: whole, as one body of JSON, or as server-sent events."""
 
+import abc
+import asyncio
 import contextlib
-import operator
+import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ling3.engine.outputs import Delta, RequestOutput
 from ling3.server import log
 from ling3.server.errors import ApiError
+from ling3.server.fields import Fields
 from ling3.server.service import Deltas
 from ling3.text.json_text import dumped
 
 
-class StrictResponse(JSONResponse):
-    """An answer as strict JSON in UTF-8."""
+class ProtocolAnswer(abc.ABC):
+    """The answer to one request in the words of its protocol. Events are given as the text that is sent."""
 
-    def render(self, content: Any) -> bytes:
-        """The body; ValueError for numbers that are not finite."""
-        return dumped(content).encode()
+    @abc.abstractmethod
+    async def whole(self, outputs: list[RequestOutput]) -> str:
+        """The body in JSON, of the outputs of all prompts."""
+
+    @abc.abstractmethod
+    def begin(self) -> str:
+        """The events before any token's."""
+
+    @abc.abstractmethod
+    async def news(self, place: int, delta: Delta) -> str:
+        """The events of a delta of the prompt at a place."""
+
+    @abc.abstractmethod
+    def end(self, outputs: list[RequestOutput]) -> str:
+        """The last events."""
+
+    @abc.abstractmethod
+    def failed(self, error: ApiError) -> str:
+        """The last events of a stream that ends in an error."""
+
+
+async def respond(answer: ProtocolAnswer, deltas: Deltas, stream: bool | None, prompts: int = 1) -> Response:
+    """The response: events as the deltas of the prompts come, or a body after the last of them."""
+    if stream:
+        return Events(answer, deltas, prompts)
+    async with contextlib.aclosing(deltas):
+        outputs = {place: delta.output async for place, delta in deltas if delta.output is not None}
+    return Response(await answer.whole(_in_order(outputs)), media_type="application/json")
 
 
 class Events(Response):
-    """Server-sent events, then [DONE]; errors are an event, and leaving ends the events.
-
-    An item of `events` is the text of those that are sent at once. `failed` makes the object of an event of an error,
-    by default OpenAI's; without `done` there is no [DONE].
-    """
+    """A stream of an answer's events, all of a delta at once; errors are events too, and leaving closes the deltas."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[str, None],
-        failed: Callable[[ApiError], dict[str, Any]] = operator.attrgetter("body"),
-        done: bool = True,
-    ):
+    def __init__(self, answer: ProtocolAnswer, deltas: Deltas, prompts: int):
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
-        self._events, self._failed, self._end = events, failed, "data: [DONE]\n\n" if done else ""
-
-    def failure(self, error: ApiError) -> str:
-        """The last events of a stream that ends in an error."""
-        return event(self._failed(error)) + self._end
+        self._answer, self._deltas, self._prompts = answer, deltas, prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them; whoever ends the stream early finds it as the scope's `events`."""
-        scope["events"] = self
+        """Sends them; whoever ends the stream early finds the answer in the scope."""
+        scope["answer"] = self._answer
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
         async def put(text: str, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
-        end = self._end
-        async with contextlib.aclosing(self._events) as events:
-            try:
-                async for some in events:
-                    await put(some)
-            except ApiError as error:
-                end = self.failure(error)
-            except Exception:
-                log.logger.exception("the engine failed")
-                end = self.failure(ApiError(500, "the engine failed"))
-        await put(end, False)
+        failed = ""
+        try:
+            async with contextlib.aclosing(self._deltas):
+                text, outputs = self._answer.begin(), dict[int, RequestOutput]()
+                async for place, delta in self._deltas:
+                    if delta.output is not None:
+                        outputs[place] = delta.output
+                    text += await self._answer.news(place, delta)
+                    if text and len(outputs) < self._prompts:
+                        await put(text)
+                        text = ""
+            await put(text + self._answer.end(_in_order(outputs)))
+        except ApiError as error:
+            failed = self._answer.failed(error)
+        except Exception:
+            log.logger.exception("the engine failed")
+            failed = self._answer.failed(ApiError(500, "the engine failed"))
+        await put(failed, False)
 
 
-async def streamed(
-    deltas: Deltas,
-    prompts: int,
-    begin: str,
-    news: Callable[[int, Delta], Awaitable[str]],
-    end: Callable[[list[RequestOutput]], str],
-) -> AsyncGenerator[str, None]:
-    """The text of events, those together that are sent at once: the first with `begin`, and the last with the `end`."""
-    some, outputs = begin, dict[int, RequestOutput]()
-    async with contextlib.aclosing(deltas):
-        async for place, delta in deltas:
-            some += await news(place, delta)
-            if delta.output is not None:
-                outputs[place] = delta.output
-            if some and len(outputs) < prompts:
-                yield some
-                some = ""
-    yield some + end([outputs[place] for place in sorted(outputs)])
-
-
-async def outputs_of(deltas: Deltas) -> list[RequestOutput]:
-    """The answers to all prompts, in their order."""
-    async with contextlib.aclosing(deltas):
-        outputs = {place: delta.output async for place, delta in deltas if delta.output is not None}
+def _in_order(outputs: dict[int, RequestOutput]) -> list[RequestOutput]:
     return [outputs[place] for place in sorted(outputs)]
 
 
@@ -101,30 +100,77 @@ def event(said: dict[str, Any]) -> str:
     return f"{name}data: {dumped(said)}\n\n"
 
 
-class Chunks:
-    """The events of one stream of OpenAI's chunks, whose `head` is encoded once.
+DONE = "data: [DONE]\n\n"
 
-    They say the `usage` last, and each says it so far if it is `continuous`.
+
+class Choices(ProtocolAnswer):
+    """An answer as OpenAI's choices: whole with a usage, or as chunks of them up to [DONE].
+
+    The usage comes in a last chunk if `stream_options` ask for it, and so far in every chunk if it is to be continuous.
+    Choices whose tokens have scores are made on another thread once the prompt is answered, as many take seconds.
     """
 
-    def __init__(self, head: dict[str, Any], usage: bool, continuous: bool, prompt: int):
-        self._usage, self._continuous, self._prompt, self._new = usage, continuous, prompt, 0
-        self._before, self._after = f"data: {dumped(head)[:-1]}, ", ', "usage": null}\n\n' if usage else "}\n\n"
+    def __init__(self, head: dict[str, Any], asked: Fields, prompt_tokens: int, scored: bool, chunk: str):
+        options = asked.stream_options
+        self._usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._head, self._prompt, self._new, self._scored = head, prompt_tokens, 0, scored
+        self._before = f"data: {dumped({**head, 'object': chunk})[:-1]}, "  # encoded once
+        self._after = ', "usage": null}\n\n' if self._usage else "}\n\n"
 
-    def count(self, delta: Delta) -> None:
-        """Adds a delta's tokens to the usage so far."""
+    @abc.abstractmethod
+    def complete(self, place: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """The choices of the prompt at a place."""
+
+    @abc.abstractmethod
+    def opening(self) -> Iterable[dict[str, Any]]:
+        """The choices of the first chunks, before any token's."""
+
+    @abc.abstractmethod
+    def new(self, place: int, delta: Delta) -> Iterable[dict[str, Any]]:
+        """The choices of a delta's chunks."""
+
+    async def whole(self, outputs: list[RequestOutput]) -> str:
+        """The head, the choices and the usage; each choice is encoded by itself, as other threads wait for that."""
+
+        def choices() -> str:
+            made = (choice for place, output in enumerate(outputs) for choice in self.complete(place, output))
+            return ", ".join(map(dumped, made))
+
+        usage = dumped(usage_of(outputs))
+        return f'{dumped(self._head)[:-1]}, "choices": [{await self._made(choices, True)}], "usage": {usage}}}'
+
+    def begin(self) -> str:
+        """The first chunks."""
+        return "".join(map(self._chunk, self.opening()))
+
+    async def news(self, place: int, delta: Delta) -> str:
+        """A delta's chunks."""
         self._new += len(delta.token_ids)
+        return await self._made(lambda: "".join(map(self._chunk, self.new(place, delta))), delta.output is not None)
 
-    def of(self, choice: dict[str, Any]) -> str:
-        """The event of a chunk with this choice."""
+    def end(self, outputs: list[RequestOutput]) -> str:
+        """The usage, if it is requested."""
+        usage = f'{self._before}"choices": [], "usage": {dumped(usage_of(outputs))}}}\n\n' if self._usage else ""
+        return usage + DONE
+
+    def failed(self, error: ApiError) -> str:
+        """The error object."""
+        return event(error.body) + DONE
+
+    async def _made(self, make: Callable[[], str], answered: bool) -> str:
+        return await asyncio.to_thread(make) if self._scored and answered else make()
+
+    def _chunk(self, choice: dict[str, Any]) -> str:
         after = self._after
         if self._continuous:
             after = f', "usage": {dumped(_counts(self._prompt, self._new))}}}\n\n'
         return f'{self._before}"choices": [{dumped(choice)}]{after}'
 
-    def last(self, outputs: list[RequestOutput]) -> str:
-        """The event of the usage, if it is asked for."""
-        return f'{self._before}"choices": [], "usage": {dumped(usage_of(outputs))}}}\n\n' if self._usage else ""
+
+def head_of(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """What a whole answer and its chunks begin with."""
+    return {"id": identifier(prefix), "object": kind, "created": int(time.time()), "model": model}
 
 
 def identifier(prefix: str) -> str:

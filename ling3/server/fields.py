@@ -1,9 +1,9 @@
-"""The requests' fields. What is neither listed here nor in `known_fields.IGNORED` is refused by name."""
+"""The requests' fields. What is neither listed here nor in their `names` is refused by name."""
 
 # pyright: reportMissingImports=false
 # What it takes is an extra, and types are checked without it too.
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -12,10 +12,11 @@ from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Reg
 from ling3.runtime.parameters import ParameterError, meanings, parameters
 from ling3.server.custom_tools import CustomTool
 from ling3.server.errors import ApiError
-from ling3.server.known_fields import Known
+from ling3.server.known_fields import MODERATION, REQUEST, VERBOSITY, FieldNames, Known, List
 from ling3.server.reply_grammars import Callable
-from ling3.server.tools import MOST, Tool
+from ling3.server.tools import MOST, Tool, ToolOf
 
+TOOLS = "give `tools` and `tool_choice`"
 SEEDS = MAX_SEED + 1
 """How many seeds the engine has; others of OpenAI's 64-bit seeds stand for their remainder by this number."""
 
@@ -34,7 +35,7 @@ KINDS = {"json": JSONSchema, "regex": Regex, "choice": Choice, "grammar": Gramma
 class Options(Known):
     """How a stream reports."""
 
-    kind = "stream_options"
+    names = FieldNames({"include_obfuscation": "padding against those who see the sizes of packets"})
 
     include_usage: bool | None = None
     """A last event with the usage."""
@@ -58,7 +59,7 @@ COMMON: dict[str, Any] = {
 class Sampling(pydantic.create_model("Common", __base__=Known, **COMMON)):
     """How answers are drawn and where they end: the engine's parameters, some within OpenAI's bounds."""
 
-    stop: str | list[str] | None = honoured("stop")
+    stop: str | List[str] | None = honoured("stop")
     seed: int | None = honoured("seed", ge=-(2**63), lt=2**63)
     temperature: float | None = honoured("temperature", ge=0, le=2)
     top_p: float | None = honoured("top_p", ge=0, le=1)
@@ -66,7 +67,7 @@ class Sampling(pydantic.create_model("Common", __base__=Known, **COMMON)):
     presence_penalty: float | None = honoured("presence_penalty", ge=-2, le=2)
     frequency_penalty: float | None = honoured("frequency_penalty", ge=-2, le=2)
     logit_bias: dict[str, float] | None = honoured("logit_bias")
-    stop_token_ids: list[int] | None = honoured("stop_token_ids")
+    stop_token_ids: List[int] | None = honoured("stop_token_ids")
 
 
 class Fields(Sampling):
@@ -81,14 +82,8 @@ class Fields(Sampling):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: List[str] | None = None
     guided_grammar: str | None = None
-
-    @property
-    def reports_usage(self) -> tuple[bool, bool]:
-        """Whether a stream reports the usage at its end, and in every event."""
-        options = self.stream_options or Options()
-        return bool(options.include_usage), bool(options.continuous_usage_stats)
 
     @property
     def grammar(self) -> str | None:
@@ -157,42 +152,43 @@ def _formatted(value: dict[str, Any]) -> Structured | None:
 class Completion(Fields):
     """A request to continue texts or ids."""
 
-    kind = "completion"
+    names = FieldNames({**REQUEST, "store": "nothing is stored"}, {"suffix": "models continue texts, and fill no gaps"})
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | List[str] | List[int] | List[List[int]]
     logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: Literal[1] | None = None
 
 
-def kind_of_tool(tool: Any) -> str:
-    """Which of a union's models has a tool; one of a type that there is not is told so as a function."""
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "of a custom tool" if kind == "custom" else "of a function"
-
-
-AnyTool = Annotated[
-    Annotated[Tool, pydantic.Tag("of a function")] | Annotated[CustomTool, pydantic.Tag("of a custom tool")],
-    pydantic.Discriminator(kind_of_tool),
-]
-"""A tool of a chat, by its type."""
-
-
 class Chat(Fields):
     """A request to answer a conversation."""
 
-    kind = "chat"
+    names = FieldNames(
+        {
+            **REQUEST,
+            "store": "nothing is stored",
+            "verbosity": VERBOSITY,
+            "prediction": "a guess at the answer, which only makes it faster",
+        },
+        {
+            "audio": "answers are text",
+            "moderation": MODERATION,
+            "web_search_options": "there is no web search",
+            "functions": TOOLS,
+            "function_call": TOOLS,
+        },
+    )
 
-    messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
+    messages: List[dict[str, Any]] = pydantic.Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    tools: list[AnyTool] | None = pydantic.Field(None, max_length=MOST)
+    tools: List[ToolOf[Tool, CustomTool]] | None = pydantic.Field(None, max_length=MOST)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: List[Literal["text"]] | None = None
 
     @property
     def offered(self) -> list[Callable]:

@@ -5,10 +5,6 @@ and of what follows grows with the counts that are bounded here.
 """
 
 import itertools
-from typing import Any
-
-import pydantic
-from pydantic_core import CoreSchema
 
 from ling3.server.errors import ApiError
 
@@ -48,21 +44,3 @@ def check(content: bytes) -> None:
     brackets = outside.translate(LEVELS, other)[: 2 * MOST_LISTS]  # more than that are an error
     if max(itertools.accumulate(1 if each == ord("+") else -1 for each in brackets), default=0) > DEEPEST:
         raise ApiError(400, f"the body's JSON has more than {DEEPEST} levels")
-
-
-def _failing_fast(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_failing_fast(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    inner = {name: _failing_fast(each) for name, each in schema.items()}
-    return {**inner, "fail_fast": True} if schema.get("type") == "list" else inner
-
-
-class FirstErrors(pydantic.BaseModel):
-    """A model whose lists are checked up to their first wrong item: pydantic would report every one."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
-        """The model's schema, with `fail_fast` in each list's."""
-        return _failing_fast(handler(source))

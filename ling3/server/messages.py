@@ -4,12 +4,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ling3.server.errors import ApiError, wrong
-from ling3.server.known_fields import check_names
+from ling3.server.known_fields import CACHING, CITATIONS, FieldNames
 from ling3.server.service import Service
 from ling3.text.custom_inputs import INPUT
 from ling3.text.json_text import loaded
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
+"""Of a reply's pieces that begin a call: its type in a chat, and the field with its text."""
+GOES_ON = {"arguments": "call", "input": "custom"}
+"""Pieces that go on with a call, and what began it."""
+MESSAGE_NAMES = FieldNames(
+    {"annotations": CITATIONS},
+    {"audio": "messages are text", "function_call": "give `tool_calls`"},
+)
+PART_NAMES = FieldNames(
+    {"prompt_cache_breakpoint": CACHING, "annotations": CITATIONS, "logprobs": "of a text that was said before"}
+)
 KNOWN = {"role", "content", "name"}
 OF_ROLE = {
     "assistant": {*KNOWN, "refusal", "reasoning_content", "reasoning", "tool_calls"},
@@ -24,21 +35,20 @@ def rendered(
     given: Sequence[dict[str, Any]],
     variables: Mapping[str, Any] | None,
     tools: Sequence[dict[str, Any]] = (),
-    param: str = "messages",
 ) -> tuple[str, list[int]]:
     """The rendered prompt and its ids; ApiError 400, which names no file, for messages that it cannot take."""
     called: dict[str, str] = {}
     allow = service.allow_unknown_fields
-    messages = [_message(message, f"{param}[{i}]", called, allow) for i, message in enumerate(given)]
+    messages = [_message(message, f"messages[{i}]", called, allow) for i, message in enumerate(given)]
     tokenizer = service.tokenizer
     if any(message["role"] == "tool" or "tool_calls" in message for message in messages) and not tokenizer.tool_form:
-        raise ApiError(400, f"{param}: this model's chat template has no tools", param)
+        raise ApiError(400, "messages: this model's chat template has no tools", "messages")
     variables = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
     except (ValueError, TypeError) as error:
-        raise ApiError(400, service.plain(error), param) from None
-    return text, service.encode(text, param, add_special_tokens=False)
+        raise ApiError(400, service.plain(error), "messages") from None
+    return text, service.encode(text, "messages", add_special_tokens=False)
 
 
 def _message(message: dict[str, Any], where: str, called: dict[str, str], allow: bool) -> dict[str, Any]:
@@ -49,7 +59,7 @@ def _message(message: dict[str, Any], where: str, called: dict[str, str], allow:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{where}.role", f"is not supported, expected one of {', '.join(ROLES)}")
-    check_names("message", message, OF_ROLE.get(role, KNOWN), where, allow)
+    MESSAGE_NAMES.check(message, OF_ROLE.get(role, KNOWN), f"{where}.", allow)
     calls = _calls(message["tool_calls"], f"{where}.tool_calls", called) if message.get("tool_calls") else []
     if isinstance(content, list):
         content = joined(content, f"{where}.content", PARTS)

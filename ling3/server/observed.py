@@ -34,38 +34,38 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, answer = time.perf_counter(), _Answer(scope, receive, send, self._service)
-        before = log.current.set(answer.entry)
+        begin, exchange = time.perf_counter(), _Exchange(scope, receive, send, self._service)
+        before = log.current.set(exchange.entry)
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
-                await self._app(scope, answer.receive, answer.send)
+                await self._app(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
             if not self._service.draining:
                 raise
-            await answer.end(ApiError(503, "the server is shutting down", code="shutting_down"))
+            await exchange.end(ApiError(503, "the server is shutting down", code="shutting_down"))
         except Exception:
             if limit.expired():
-                await answer.end(self._late(answer))
+                await exchange.end(self._late(exchange))
             else:
-                log.logger.exception("the server failed", extra={"fields": {"request_id": answer.entry.request_id}})
-                await answer.end(ApiError(500, "the server failed"))
+                log.logger.exception("the server failed", extra={"fields": {"request_id": exchange.entry.request_id}})
+                await exchange.end(ApiError(500, "the server failed"))
         finally:
-            self._service.large_bytes -= answer.large
+            self._service.large_bytes -= exchange.large
             log.current.reset(before)
-            self._note(scope, answer, time.perf_counter() - begin)
+            self._note(scope, exchange, time.perf_counter() - begin)
 
-    def _late(self, answer: "_Answer") -> ApiError:
-        if answer.asked:
+    def _late(self, exchange: "_Exchange") -> ApiError:
+        if exchange.asked:
             return ApiError(504, f"the answer took more than {self._timeout:g} seconds", code="timeout")
         message = f"the request took more than {self._timeout:g} seconds to come"
         return ApiError(408, message, code="timeout", headers={"Connection": "close"})
 
-    def _note(self, scope: Scope, answer: "_Answer", seconds: float) -> None:
-        status = answer.status if answer.complete else GONE
+    def _note(self, scope: Scope, exchange: "_Exchange", seconds: float) -> None:
+        status = exchange.status if exchange.complete else GONE
         route = getattr(scope.get("route"), "path", "") or "other"
         self._service.metrics.answered(route, status)
-        entry, path = answer.entry, scope["path"][:LONGEST_PATH]
+        entry, path = exchange.entry, scope["path"][:LONGEST_PATH]
         fields = {"request_id": entry.request_id, "method": scope["method"], "path": path, "status": status}
         fields |= {"seconds": round(seconds, 6)}
         if entry.prompt_tokens:
@@ -73,7 +73,7 @@ class Observed:
         log.logger.info("answered", extra={"fields": fields})
 
 
-class _Answer:
+class _Exchange:
     """One exchange: what has come of the request, and gone of the answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, service: Service):
@@ -113,6 +113,6 @@ class _Answer:
             async with asyncio.timeout(LAST_WORDS):
                 if not self.status:
                     await error.response()(self._scope, self._receive, self.send)
-                elif "events" in self._scope and not self.complete:
-                    last = self._scope["events"].failure(error)
+                elif "answer" in self._scope and not self.complete:
+                    last = self._scope["answer"].failed(error)
                     await self.send({"type": "http.response.body", "body": last.encode()})

@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from ling3.runtime.quoting import printable
 from ling3.server.errors import ApiError
@@ -51,22 +51,19 @@ class Hosts:
         return not {name, "*"}.isdisjoint(self.allowed) or name in self.others or (self.addresses and _is_address(name))
 
 
+@dataclasses.dataclass(frozen=True)
 class Origins:
     """Refuses what asks for another host, and pages that are neither of this host nor of the `allowed` origins."""
 
-    def __init__(self, app: ASGIApp, hosts: Hosts | None, allowed: Sequence[str]):
-        self._app, self._hosts, self._allowed = app, hosts, allowed
+    hosts: Hosts | None
+    """None for any."""
+    allowed: Sequence[str]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what may ask."""
-        app = self._app
-        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))) is not None:
-            app = refusal.response()
-        await app(scope, receive, send)
-
-    def _refusal(self, headers: Headers) -> ApiError | None:
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """The error 403 of a request that may not ask."""
+        headers = Headers(scope=scope)
         hosts = headers.getlist("host")
-        if self._hosts is not None and not (len(hosts) == 1 and self._hosts.has(hosts[0])):
+        if self.hosts is not None and not (len(hosts) == 1 and self.hosts.has(hosts[0])):
             given = printable(", ".join(hosts), 80) or "missing"
             message = f"the Host is {given}, which is no name of this server (ling3 serve --allow-host)"
             return ApiError(403, message, code="host_not_allowed")
@@ -77,9 +74,9 @@ class Origins:
         return None
 
     def _may(self, origin: str, hosts: Sequence[str]) -> bool:
-        if origin in self._allowed or "*" in self._allowed:
+        if origin in self.allowed or "*" in self.allowed:
             return True
-        if self._hosts is not None and _name(origin) in self._hosts.allowed:
+        if self.hosts is not None and _name(origin) in self.hosts.allowed:
             return True
         place = origin.lower().partition("://")[2]
         return place != "" and [place] == [host.lower() for host in hosts]

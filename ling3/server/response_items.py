@@ -5,10 +5,24 @@ from typing import Any, Literal, NamedTuple
 
 from ling3.server.errors import wrong
 from ling3.server.events import identifier
-from ling3.server.known_fields import check_names
-from ling3.server.messages import joined
+from ling3.server.known_fields import FieldNames
+from ling3.server.messages import CALLS, GOES_ON, joined
 from ling3.text.replies import Piece
 
+ITEM_NAMES = FieldNames(
+    {
+        "id": "nothing is stored under it",
+        "status": "an item that comes back has ended",
+        "phase": "a label of the message, which no chat template knows",
+        "summary": "the thinking is in `content`",
+        "encrypted_content": "the thinking is in `content`",
+    },
+    {
+        "caller": "models do not write programs that call tools here",
+        "namespace": "tools have no namespaces here",
+        "async": "calls are not asynchronous",
+    },
+)
 FIELDS = {
     "message": {"type", "role", "content"},
     "function_call": {"type", "call_id", "name", "arguments"},
@@ -18,8 +32,6 @@ FIELDS = {
     "reasoning": {"type", "content"},
 }
 """The fields of each item that count; an output's `name` is that of its call anyway."""
-CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
-"""Items that are calls: the type of a chat's, and the field with the text."""
 PARTS = {"input_text": "text", "output_text": "text", "reasoning_text": "text", "text": "text", "refusal": "refusal"}
 """Parts of a content, and the fields with their text."""
 
@@ -38,7 +50,7 @@ def messages_of(
         where, kind = f"input[{i}]", item.get("type", "message")
         if not isinstance(kind, str) or kind not in FIELDS:
             raise wrong(f"{where}.type", f"is not supported, expected one of {', '.join(FIELDS)}")
-        check_names("item", item, FIELDS[kind], where, allow_unknown)
+        ITEM_NAMES.check(item, FIELDS[kind], f"{where}.", allow_unknown)
         message, last = _message(kind, item, where), messages[-1] if messages else {}
         calls = message.get("tool_calls", [])
         said = last.get("content") or "tool_calls" in last  # after which only calls belong to the same turn
@@ -55,10 +67,10 @@ def _message(kind: str, item: dict[str, Any], where: str) -> dict[str, Any]:
         return {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
     if kind == "reasoning":
         return {"role": "assistant", "reasoning_content": _text(item.get("content") or [], f"{where}.content")}
-    if kind not in CALLS:
+    if kind not in CALL_TYPES:
         output = _text(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-    named, text = CALLS[kind]
+    named, text = CALL_TYPES[kind]
     call = {"name": item.get("name"), text: item.get(text)}
     return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "type": named, named: call}]}
 
@@ -89,8 +101,8 @@ ITEMS = {
     "call": Kind("function_call", "fc", "arguments", "function_call_arguments", False),
     "custom": Kind("custom_tool_call", "ctc", "input", "custom_tool_call_input", False),
 }
-GOES_ON = {"arguments": "call", "input": "custom"}
-"""Pieces that go on with a call, and what began it."""
+CALL_TYPES = {ITEMS[kind].type: CALLS[kind] for kind in CALLS}
+"""Items that are calls, as a chat has them."""
 
 
 class Items:
@@ -103,7 +115,7 @@ class Items:
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The events of a piece."""
         kind = ITEMS[GOES_ON.get(piece.kind, piece.kind)]
-        begins = piece.kind in GOES_ON.values()
+        begins = piece.kind in CALLS
         if kind != self._kind or begins:
             yield from self.close("completed")
             yield from self._open(kind, piece.text)

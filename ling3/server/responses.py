@@ -2,27 +2,30 @@
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import pydantic
 from starlette.responses import Response
 
-from ling3.engine.outputs import Delta, RequestOutput
+from ling3.engine.outputs import Completion, Delta, RequestOutput
 from ling3.server import chat
 from ling3.server.custom_tools import Custom, ResponseFormat
 from ling3.server.errors import ApiError
-from ling3.server.events import Events, StrictResponse, event, identifier, outputs_of, streamed, usage_of
-from ling3.server.fields import Chat, Sampling, kind_of_tool
-from ling3.server.known_fields import Known
+from ling3.server.events import ProtocolAnswer, event, identifier, respond, usage_of
+from ling3.server.fields import Chat, Sampling
+from ling3.server.fields import Options as StreamOptions
+from ling3.server.known_fields import MODERATION, REQUEST, VERBOSITY, FieldNames, Known, List
 from ling3.server.response_items import Items, messages_of
-from ling3.server.service import Deltas, Service
-from ling3.server.tools import MOST, Function
-from ling3.text.replies import THINK_END, Piece, TokenReply
+from ling3.server.service import Service
+from ling3.server.tools import MOST, Function, ToolOf
+from ling3.text.json_text import dumped
+from ling3.text.replies import THINK_END, TokenReply
 from ling3.text.tokenizer import Tokenizer
 
 SAME = (*Sampling.model_fields, "chat_template_kwargs")
 """Which a chat has under the same name."""
+NOTHING_STORED = "nothing is stored here: give the whole conversation as `input`"
 NAMES = {
     "messages": "input",
     "response_format": "text.format",
@@ -36,7 +39,7 @@ NAMES = {
 class Effort(Known):
     """How much thinking there is to be; summaries are not made, so that their form may be left to the server alone."""
 
-    kind = "reasoning"
+    names = FieldNames(refused={"generate_summary": "thinking comes as it is, without summaries"})
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
@@ -48,7 +51,7 @@ class Effort(Known):
 class Text(Known):
     """The form of the answer."""
 
-    kind = "text"
+    names = FieldNames({"verbosity": VERBOSITY})
 
     format: dict[str, Any] | None = None
 
@@ -56,9 +59,9 @@ class Text(Known):
 class Direct(Known):
     """A tool that the model calls itself, at once, and always knows."""
 
-    kind = "response_tool"
+    names = FieldNames({"output_schema": "it is for programs that call tools, which are refused"})
 
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: List[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
     asynchronous: Literal[False] | None = pydantic.Field(None, alias="async")
 
@@ -76,37 +79,45 @@ class CustomToolParam(Direct, Custom):
     format: ResponseFormat | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-AnyTool = Annotated[
-    Annotated[FunctionTool, pydantic.Tag("of a function")]
-    | Annotated[CustomToolParam, pydantic.Tag("of a custom tool")],
-    pydantic.Discriminator(kind_of_tool),
-]
-"""A tool, by its type."""
-
-
 class Options(Known):
     """How a stream reports."""
 
-    kind = "stream_options"
+    names = StreamOptions.names
 
 
 class Asked(Sampling):
     """A request."""
 
-    kind = "response"
+    names = FieldNames(
+        {
+            **REQUEST,
+            "max_tool_calls": "it counts calls of built-in tools, which there are none of",
+            "image": "it is about images, which are refused",
+        },
+        {
+            "access_programs": "they are those of OpenAI's accounts",
+            "background_options": "requests are answered at once",
+            "context_management": "conversations are not compacted",
+            "conversation": NOTHING_STORED,
+            "previous_response_id": NOTHING_STORED,
+            "prompt": "there are no stored prompts: give `instructions` and `input`",
+            "moderation": MODERATION,
+            "top_logprobs": "ask /v1/chat/completions for log-probabilities",
+        },
+    )
 
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | List[dict[str, Any]]
     instructions: str | None = None
     stream: bool | None = None
     stream_options: Options | None = None
     max_output_tokens: int | None = None
-    tools: list[AnyTool] | None = pydantic.Field(None, max_length=MOST)
+    tools: List[ToolOf[FunctionTool, CustomToolParam]] | None = pydantic.Field(None, max_length=MOST)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Effort | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: List[Literal["reasoning.encrypted_content"]] | None = None
     """Of thinking, which comes as it is, there is nothing encrypted."""
     truncation: Literal["disabled"] | None = None
     store: Literal[False] | None = None
@@ -146,12 +157,7 @@ async def answer(service: Service, asked: Asked) -> Response:
         deltas, (reply,), _ = await chat.begin(service, chat_alike, [each.callable for each in asked.tools or ()])
     except ApiError as error:
         raise _renamed(error) from None
-    made = _Response(service.tokenizer, _head(service, asked))
-    if asked.stream:
-        return Events(made.events(deltas, reply), made.failed, done=False)
-    [output] = await outputs_of(deltas)
-    made.add(chat.pieces(reply, output.outputs[0]))
-    return StrictResponse(made.end(output)[-1]["response"])
+    return await respond(_Response(service.tokenizer, _head(service, asked), reply), deltas, asked.stream)
 
 
 def _renamed(error: ApiError) -> ApiError:
@@ -196,27 +202,34 @@ def _head(service: Service, asked: Asked) -> dict[str, Any]:
     }
 
 
-class _Response:
-    """A response as it comes, in numbered events."""
+class _Response(ProtocolAnswer):
+    """A response, as numbered events."""
 
-    def __init__(self, tokenizer: Tokenizer, head: dict[str, Any]):
-        self._tokenizer, self._head, self._items, self._numbers = tokenizer, head, Items(), itertools.count()
+    def __init__(self, tokenizer: Tokenizer, head: dict[str, Any], reply: TokenReply):
+        self._tokenizer, self._head, self._reply = tokenizer, head, reply
+        self._items, self._numbers = Items(), itertools.count()
 
-    def events(self, deltas: Deltas, reply: TokenReply) -> AsyncGenerator[str, None]:
-        """The events as a client gets them."""
+    async def whole(self, outputs: list[RequestOutput]) -> str:
+        self._add(outputs[0].outputs[0])
+        return dumped(self._ended(outputs[0])[-1]["response"])
 
-        async def news(place: int, delta: Delta) -> str:
-            return "".join(map(event, self.add(chat.pieces(reply, delta))))
+    def begin(self) -> str:
+        return "".join(event(self._whole(name, self._head)) for name in ("created", "in_progress"))
 
-        begin = [self._whole(name, self._head) for name in ("created", "in_progress")]
-        end = lambda outputs: "".join(map(event, self.end(outputs[0])))  # noqa: E731
-        return streamed(deltas, 1, "".join(map(event, begin)), news, end)
+    async def news(self, place: int, delta: Delta) -> str:
+        return "".join(map(event, self._add(delta)))
 
-    def add(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-        """The events of pieces of the reply."""
-        return [self._numbered(said) for piece in pieces for said in self._items.add(piece)]
+    def end(self, outputs: list[RequestOutput]) -> str:
+        return "".join(map(event, self._ended(outputs[0])))
 
-    def end(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def failed(self, error: ApiError) -> str:
+        said = {"code": "server_error", "message": str(error)}
+        return event(self._whole("failed", {**self._head, "status": "failed", "error": said}))
+
+    def _add(self, said: Delta | Completion) -> list[dict[str, Any]]:
+        return [self._numbered(new) for piece in chat.pieces(self._reply, said) for new in self._items.add(piece)]
+
+    def _ended(self, output: RequestOutput) -> list[dict[str, Any]]:
         """The events of the end; the last one has the whole response."""
         cut, usage = output.finish_reason == "length", usage_of([output])
         status = "incomplete" if cut else "completed"
@@ -237,11 +250,6 @@ class _Response:
             },
         }
         return [*some, self._whole(status, made)]
-
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """The event that ends them where the answer fails."""
-        said = {"code": "server_error", "message": str(error)}
-        return self._whole("failed", {**self._head, "status": "failed", "error": said})
 
     def _whole(self, name: str, response: dict[str, Any]) -> dict[str, Any]:
         return self._numbered({"type": f"response.{name}", "response": response})

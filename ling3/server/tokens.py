@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ling3.server.errors import ApiError
-from ling3.server.events import StrictResponse
-from ling3.server.known_fields import Known
+from ling3.server.known_fields import Known, List
 from ling3.server.messages import rendered
 from ling3.server.service import Service
 from ling3.text.json_text import dumped
@@ -24,7 +23,7 @@ class Tokenize(Known):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
-    messages: list[dict[str, Any]] | None = pydantic.Field(None, min_length=1)
+    messages: List[dict[str, Any]] | None = pydantic.Field(None, min_length=1)
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -32,7 +31,7 @@ class Detokenize(Known):
     """A request for the text of ids."""
 
     model: str | None = None
-    tokens: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
+    tokens: List[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
 
 
 async def about(request: Request) -> Response:
@@ -41,7 +40,8 @@ async def about(request: Request) -> Response:
     tokenizer = service.tokenizer
     template = tokenizer.chat_template
     said = {"eos_token": None, **tokenizer.special_tokens}
-    return StrictResponse({**said, "chat_template": None if template is None else template.source})
+    source = None if template is None else template.source
+    return Response(dumped({**said, "chat_template": source}), media_type="application/json")
 
 
 async def tokenize(service: Service, asked: Tokenize) -> Response:
@@ -52,7 +52,7 @@ async def tokenize(service: Service, asked: Tokenize) -> Response:
 async def detokenize(service: Service, asked: Detokenize) -> Response:
     """The endpoint for text."""
     text = await asyncio.to_thread(service.tokenizer.decode, asked.tokens, skip_special_tokens=False)
-    return StrictResponse({"prompt": text})
+    return Response(dumped({"prompt": text}), media_type="application/json")
 
 
 def _tokenized(service: Service, asked: Tokenize) -> str:

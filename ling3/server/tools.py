@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 
@@ -18,11 +18,25 @@ MOST = 128
 NAME = r"^[A-Za-z0-9_.:/-]{1,64}$"
 """What a tool may be called."""
 
+Functional = TypeVar("Functional")
+Textual = TypeVar("Textual")
+
+
+def _type(tool: Any) -> str:
+    """Which of `ToolOf`'s models has a tool; one of a type that there is not is told so as a function."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "of a custom tool" if kind == "custom" else "of a function"
+
+
+ToolOf = Annotated[
+    Annotated[Functional, pydantic.Tag("of a function")] | Annotated[Textual, pydantic.Tag("of a custom tool")],
+    pydantic.Discriminator(_type),
+]
+"""A protocol's tool, by its type: the models of its functions and of its custom tools."""
+
 
 class Function(Known):
     """A function that the model may call."""
-
-    kind = "function"
 
     name: str = pydantic.Field(pattern=NAME)
     description: str | None = None

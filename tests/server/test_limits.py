@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from ling3.server import body, limits
+from ling3.server.app import POSTS
 from ling3.server.errors import ApiError
 from ling3.server.fields import Chat, Completion
 from ling3.server.scores import Scores
@@ -148,6 +149,20 @@ def test_a_list_is_checked_up_to_its_first_wrong_item(model, value):
     with pytest.raises(ValueError, match="validation error") as error:
         model.model_validate(value)
     assert error.value.error_count() <= 4
+
+
+def lists(schema):
+    """The schemas of lists inside pydantic's schema of a model."""
+    if isinstance(schema, dict) and schema.get("type") == "list":
+        yield schema
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from lists(inner)
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_every_list_of_a_body_is_one_that_is_checked_so(path):
+    found = list(lists(POSTS[path].model.__pydantic_core_schema__))
+    assert found and all(each.get("fail_fast") for each in found)
 
 
 def test_scoring_many_prompts_does_not_hold_the_event_loop(nano, nano_app, monkeypatch):

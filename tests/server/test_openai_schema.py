@@ -1,6 +1,7 @@
 """OpenAI's published schema, as the types of its client: each field is honoured, ignored or refused by name."""
 
 import asyncio
+import itertools
 import pathlib
 import re
 import typing
@@ -18,9 +19,9 @@ from typing_extensions import is_typeddict
 from ling3.server.app import build
 from ling3.server.custom_tools import ChatFormat, CustomTool, ResponseFormat, Syntax
 from ling3.server.fields import Chat, Completion, Options
-from ling3.server.known_fields import IGNORED, REFUSED
-from ling3.server.messages import KNOWN, OF_ROLE
-from ling3.server.response_items import FIELDS
+from ling3.server.known_fields import FieldNames
+from ling3.server.messages import KNOWN, MESSAGE_NAMES, OF_ROLE, PART_NAMES
+from ling3.server.response_items import FIELDS, ITEM_NAMES
 from ling3.server.responses import Asked, CustomToolParam, Effort, FunctionTool, Text
 from ling3.server.responses import Options as StreamOptions
 from ling3.server.tools import Function, Tool
@@ -34,45 +35,45 @@ SCHEMAS = {
 MODELS = {"/v1/chat/completions": Chat, "/v1/completions": Completion, "/v1/responses": Asked}
 TEXT, REFUSAL = {"type", "text"}, {"type", "refusal"}
 KINDS = {
-    "CompletionCreateParamsStreaming": [(Chat, "chat"), (Completion, "completion")],
-    "ResponseCreateParamsStreaming": [(Asked, "response")],
-    "ChatCompletionStreamOptionsParam": [(Options, "stream_options")],
-    "StreamOptions": [(StreamOptions, "stream_options")],
-    "ChatCompletionFunctionToolParam": [(Tool, "")],
-    "FunctionDefinition": [(Function, "function")],
-    "ChatCompletionCustomToolParam": [(CustomTool, "")],
-    "CustomFormatText": [(ChatFormat, "")],
-    "CustomFormatGrammar": [(ChatFormat, "")],
-    "CustomFormatGrammarGrammar": [(Syntax, "")],
-    "ChatCompletionDeveloperMessageParam": [(KNOWN, "message")],
-    "ChatCompletionSystemMessageParam": [(KNOWN, "message")],
-    "ChatCompletionUserMessageParam": [(KNOWN, "message")],
-    "ChatCompletionAssistantMessageParam": [(OF_ROLE["assistant"], "message")],
-    "ChatCompletionToolMessageParam": [(OF_ROLE["tool"], "message")],
-    "ChatCompletionContentPartTextParam": [(TEXT, "part")],
-    "ChatCompletionContentPartRefusalParam": [(REFUSAL, "part")],
-    "ChatCompletionMessageFunctionToolCallParam": [({"id", "type", "function"}, "")],
-    "ChatCompletionMessageCustomToolCallParam": [({"id", "type", "custom"}, "")],
-    "ResponseInputTextParam": [(TEXT, "part")],
-    "ResponseInputTextContentParam": [(TEXT, "part")],
-    "ResponseOutputTextParam": [(TEXT, "part")],
-    "ResponseOutputRefusalParam": [(REFUSAL, "part")],
-    "FunctionToolParam": [(FunctionTool, "response_tool")],
-    "CustomToolParam": [(CustomToolParam, "response_tool")],
-    "Text": [(ResponseFormat, "")],
-    "Grammar": [(ResponseFormat, "")],
-    "Reasoning": [(Effort, "reasoning")],
-    "ResponseTextConfigParam": [(Text, "text")],
-    "EasyInputMessageParam": [(FIELDS["message"], "item")],
-    "Message": [(FIELDS["message"], "item")],
-    "ResponseOutputMessageParam": [(FIELDS["message"], "item")],
-    "ResponseFunctionToolCallParam": [(FIELDS["function_call"], "item")],
-    "FunctionCallOutput": [(FIELDS["function_call_output"], "item")],
-    "ResponseCustomToolCallParam": [(FIELDS["custom_tool_call"], "item")],
-    "ResponseCustomToolCallOutputParam": [(FIELDS["custom_tool_call_output"], "item")],
-    "ResponseReasoningItemParam": [(FIELDS["reasoning"], "item")],
+    "CompletionCreateParamsStreaming": [(Chat, Chat.names), (Completion, Completion.names)],
+    "ResponseCreateParamsStreaming": [(Asked, Asked.names)],
+    "ChatCompletionStreamOptionsParam": [(Options, Options.names)],
+    "StreamOptions": [(StreamOptions, StreamOptions.names)],
+    "ChatCompletionFunctionToolParam": [(Tool, Tool.names)],
+    "FunctionDefinition": [(Function, Function.names)],
+    "ChatCompletionCustomToolParam": [(CustomTool, CustomTool.names)],
+    "CustomFormatText": [(ChatFormat, ChatFormat.names)],
+    "CustomFormatGrammar": [(ChatFormat, ChatFormat.names)],
+    "CustomFormatGrammarGrammar": [(Syntax, Syntax.names)],
+    "ChatCompletionDeveloperMessageParam": [(KNOWN, MESSAGE_NAMES)],
+    "ChatCompletionSystemMessageParam": [(KNOWN, MESSAGE_NAMES)],
+    "ChatCompletionUserMessageParam": [(KNOWN, MESSAGE_NAMES)],
+    "ChatCompletionAssistantMessageParam": [(OF_ROLE["assistant"], MESSAGE_NAMES)],
+    "ChatCompletionToolMessageParam": [(OF_ROLE["tool"], MESSAGE_NAMES)],
+    "ChatCompletionContentPartTextParam": [(TEXT, PART_NAMES)],
+    "ChatCompletionContentPartRefusalParam": [(REFUSAL, PART_NAMES)],
+    "ChatCompletionMessageFunctionToolCallParam": [({"id", "type", "function"}, FieldNames())],
+    "ChatCompletionMessageCustomToolCallParam": [({"id", "type", "custom"}, FieldNames())],
+    "ResponseInputTextParam": [(TEXT, PART_NAMES)],
+    "ResponseInputTextContentParam": [(TEXT, PART_NAMES)],
+    "ResponseOutputTextParam": [(TEXT, PART_NAMES)],
+    "ResponseOutputRefusalParam": [(REFUSAL, PART_NAMES)],
+    "FunctionToolParam": [(FunctionTool, FunctionTool.names)],
+    "CustomToolParam": [(CustomToolParam, CustomToolParam.names)],
+    "Text": [(ResponseFormat, ResponseFormat.names)],
+    "Grammar": [(ResponseFormat, ResponseFormat.names)],
+    "Reasoning": [(Effort, Effort.names)],
+    "ResponseTextConfigParam": [(Text, Text.names)],
+    "EasyInputMessageParam": [(FIELDS["message"], ITEM_NAMES)],
+    "Message": [(FIELDS["message"], ITEM_NAMES)],
+    "ResponseOutputMessageParam": [(FIELDS["message"], ITEM_NAMES)],
+    "ResponseFunctionToolCallParam": [(FIELDS["function_call"], ITEM_NAMES)],
+    "FunctionCallOutput": [(FIELDS["function_call_output"], ITEM_NAMES)],
+    "ResponseCustomToolCallParam": [(FIELDS["custom_tool_call"], ITEM_NAMES)],
+    "ResponseCustomToolCallOutputParam": [(FIELDS["custom_tool_call_output"], ITEM_NAMES)],
+    "ResponseReasoningItemParam": [(FIELDS["reasoning"], ITEM_NAMES)],
 }
-"""The specification's types that a request may have, with the fields that are honoured and the table of the others."""
+"""The specification's types that a request may have, with the fields that are honoured and the names of the others."""
 
 SAY = {"name": "say", "parameters": {"properties": {"text": {"type": "string"}}}}
 PATCH = {"name": "patch", "format": {"type": "text"}}
@@ -155,7 +156,7 @@ def kinds_reached():
             continue
         reached[path, kind] = kind.__name__ in KINDS
         if kind.__name__ in KINDS:
-            refused = {name for _, table in KINDS[kind.__name__] for name in REFUSED.get(table, {})}
+            refused = {name for _, names in KINDS[kind.__name__] for name in names.refused}
             for name, hint in hints(kind).items():
                 left += [(path, each) for each in types_of(hint) if name not in refused]
     return reached
@@ -169,10 +170,10 @@ def honoured(fields):
 
 def classes(path, kind):
     """The honoured fields of a type, and the tables of those ignored and refused."""
-    [(fields, table)] = [
+    [(fields, names)] = [
         each for each in KINDS[kind.__name__] if len(KINDS[kind.__name__]) == 1 or each[0] is MODELS[path]
     ]
-    return honoured(fields), IGNORED.get(table, {}), REFUSED.get(table, {})
+    return honoured(fields), names.ignored, names.refused
 
 
 KNOWN_KINDS = [(path, kind) for (path, kind), known in kinds_reached().items() if known]
@@ -344,7 +345,6 @@ def test_every_choice_of_tools_is_taken_or_refused(path):
 
 def test_the_documentation_has_every_field_of_the_tables():
     page = (pathlib.Path(__file__).parents[2] / "docs/reference/http.md").read_text(encoding="utf-8")
-    for table in (IGNORED, REFUSED):
-        for fields in table.values():
-            for name in fields:
-                assert re.search(rf"[`.]{name}`", page), name
+    for _, names in itertools.chain.from_iterable(KINDS.values()):
+        for name in (*names.ignored, *names.refused):
+            assert re.search(rf"[`.]{name}`", page), name
