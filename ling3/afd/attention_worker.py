@@ -98,7 +98,7 @@ class AttentionWorker:
     @property
     def programs(self) -> Programs:
         """The programs that an engine runs instead of its own; they take no optional part of a batch."""
-        return Programs(self.extend, self.decode, frozenset())
+        return Programs(self.extend, self.decode, frozenset(), snapshots=False)
 
     def extend(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
         """`engine.forward.extend` in pieces, for a batch of one row; the model is the one of this worker."""
