@@ -201,8 +201,8 @@ def _request(
 
 def _stage(sequence: TokenSequence) -> str:
     """Where an unfinished sequence is."""
-    if sequence.slot is None:
-        return "preempted" if sequence.preemptions else "queued"
+    if sequence.memory.slot is None:
+        return "preempted" if sequence.times.preemptions else "queued"
     return "decode" if sequence.decoding else "prefill"
 
 
@@ -276,7 +276,7 @@ def _checked(engine: ling3.Engine) -> ling3.Stats:
     stats, scheduler = engine.stats(), engine.loop.scheduler
     assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values()), stats
     assert stats.slots == stats.free_slots + stats.running, stats
-    used = {page for sequence in scheduler.running for page in sequence.pages}  # known prefixes are shared
+    used = {page for sequence in scheduler.running for page in sequence.memory.pages}  # known prefixes are shared
     assert stats.pages == stats.free_pages + len(used), stats
     scheduler.check()
     return stats

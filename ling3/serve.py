@@ -83,7 +83,7 @@ class Loop(Requests):
     def _make_room(self) -> None:
         """Gives every decoding sequence pages for its next call, the oldest first, by preempting the youngest."""
         for sequence in list(self.scheduler.running):
-            while sequence.slot is not None and sequence.decoding and sequence.left > 0:
+            while sequence.memory.slot is not None and sequence.decoding and sequence.left > 0:
                 if self.scheduler.reserve(sequence, self._goal(sequence)):
                     break
                 if self.in_flight:  # some may have finished, and a sequence is swapped out with all its tokens
@@ -96,8 +96,8 @@ class Loop(Requests):
     def _preempt(self, sequence: TokenSequence) -> None:
         """Puts a sequence back into the queue, its states and pages kept on the host bit for bit."""
         self.scheduler.group_of(sequence).free_behind(sequence)
-        sequence.saved = self.runner.swap_out(sequence) if sequence.held else None
-        sequence.preemptions += 1
+        sequence.memory.saved = self.runner.swap_out(sequence) if sequence.held else None
+        sequence.times.preemptions += 1
         self.counts["preemptions"] += 1
         self.scheduler.release(sequence)
         self.scheduler.enqueue(sequence)
@@ -108,15 +108,15 @@ class Loop(Requests):
             known = head.cached
             if self.scheduler.admit(self._goal(head)) is None:
                 return
-            self.counts["cached_tokens"] += 0 if head.preemptions else known
-            head.admitted()
+            self.counts["cached_tokens"] += 0 if head.times.preemptions else known
+            head.times.admit()
             self._fill(head, known)
 
     def _fill(self, sequence: TokenSequence, known: int) -> None:
         """Fills a sequence's slot; `known` tokens of its prompt were in the caches that it went on from before."""
         self.runner.swap_in(sequence)
         if sequence.cached > known:
-            self.scheduler.settled(sequence)
+            self.scheduler.prefixes_of(sequence).settled(sequence)
             self.counts["cached_tokens"] += sequence.cached - known
         if sequence.decoding and not sequence.params.max_tokens:  # nothing is to be computed
             self.settle(sequence, sequence.finish("length"))
@@ -140,13 +140,14 @@ class Loop(Requests):
         """The oldest sequence of each group whose prompt is not in the caches, the oldest of all first."""
         found: dict[int, TokenSequence] = {}
         for sequence in list(self.scheduler.running):
-            if sequence.decoding or sequence.group in found:
+            if sequence.decoding or sequence.memory.group in found:
                 continue
             known = sequence.cached
-            if self.scheduler.adopt(sequence):  # prompts before it have brought more of it since it was admitted
+            # Prompts before it may have brought more of it since it was admitted.
+            if self.scheduler.prefixes_of(sequence).adopt(sequence):
                 self._fill(sequence, known)
             if not sequence.decoding:
-                found[sequence.group] = sequence
+                found[sequence.memory.group] = sequence
         return list(found.values())
 
     def _chunk(self, sequence: TokenSequence) -> int:
@@ -172,7 +173,7 @@ class Loop(Requests):
         for sequence, chunk in zip(sequences, chunks, strict=True):
             sequence.prefilled += len(chunk)
             self.counts["prompt_tokens"] += len(chunk)
-            self.scheduler.extended(sequence, self.runner.state_of)
+            self.scheduler.prefixes_of(sequence).keep(sequence, self.runner.state_of)
         return Extended(results, sequences, rows, list(map(len, chunks)), [each.decoding for each in sequences])
 
     def _decode(self) -> tuple[list[Call], list[Call]]:
@@ -204,7 +205,7 @@ class Loop(Requests):
             plans = [sequence.plan(steps) for sequence in some]
             if (together := common_steps(plans, idle)) < max(plan.count for plan in plans):
                 plans = [sequence.plan(together) for sequence in some]
-            count = smallest(self.runner.shapes.rows, max(Counter(sequence.group for sequence in some).values()))
+            count = smallest(self.runner.shapes.rows, max(Counter(sequence.memory.group for sequence in some).values()))
             where, rows = block_table(some, count, self.runner.shapes)
             results = self.runner.decode(step_batch(where, rows, plans), rows, some)
             self.counts["decode_calls"] += 1
@@ -248,11 +249,12 @@ def block_table(sequences: Sequence[TokenSequence], count: int, shapes: Shapes) 
     table = np.full((len(slots), shapes.columns), shapes.pages, np.int32)
     in_place = len(slots) == shapes.slots
     free = [itertools.count(group * count) for group in range(shapes.groups)]
-    own = [sequence.slot for sequence in sequences if sequence.slot is not None]
-    rows = own if in_place else [next(free[sequence.group]) for sequence in sequences]
-    for row, slot, sequence in zip(rows, own, sequences, strict=True):
+    places = [sequence.memory for sequence in sequences]
+    own = [place.slot for place in places if place.slot is not None]
+    rows = own if in_place else [next(free[place.group]) for place in places]
+    for row, slot, place in zip(rows, own, places, strict=True):
         slots[row] = slot
-        table[row, sequence.first_page : sequence.first_page + len(sequence.pages)] = sequence.pages
+        table[row, place.first_page : place.first_page + len(place.pages)] = place.pages
     return Rows(slots, table, in_place), rows
 
 

@@ -108,8 +108,8 @@ def test_no_layer_and_no_operator_asks_for_the_platform():
 SHARED_NAMES = {
     # A command's class is its name on the command line, and a body's class its name in OpenAPI.
     *("Chat", "Look", "Completion", "Text"),
-    # Public exports, beside a name inside the engine or the mesh.
-    *("Choice", "Layout"),
+    # A public export, beside a name inside the engine.
+    "Choice",
     # Names of the server, the engine and the command line's options.
     *("Model", "Options", "Sampling"),
     # What a step of training takes, a public export, and what a forward program takes.
@@ -161,7 +161,7 @@ MANY_PARAMETERS = {
     **{"ops/experts_kernel.py": 1, "ops/few_token_experts.py": 1, "ops/kda.py": 5, "ops/kda_step_kernel.py": 2},
     **{"ops/latent_attention_kernel.py": 1, "ops/on_gpu.py": 2, "ops/products_cpu.py": 1, "mesh/collectives.py": 1},
     **{"afd/operators/sending.py": 4, "afd/operators/returning.py": 1},
-    # The sizes of an engine's memory, and the public engine.
+    # The public engine, and a session's worker.
     **{"serve.py": 2, "afd/attention_worker.py": 1},
     # The sizes of an array or a layer, or the parts of a file or config.
     **{"cache.py": 1, "checkpoint/loading.py": 2, "families/config_fields.py": 1, "intervention.py": 1},

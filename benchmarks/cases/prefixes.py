@@ -322,10 +322,10 @@ def _found(scheduler: Scheduler, step: int, prompt: Tokens) -> int:
     if scheduler.admit(len(prompt)) is not sequence:
         raise Wrong("the scheduler lacks the pages for one prompt")
     if sequence.cached:
-        scheduler.settled(sequence)
+        scheduler.prefixes_of(sequence).settled(sequence)
     while not sequence.decoding:
         sequence.prefilled = min(sequence.prefilled + step, sequence.prefill_end)
-        scheduler.extended(sequence, lambda _: object())
+        scheduler.prefixes_of(sequence).keep(sequence, lambda _: object())
     scheduler.release(sequence)
     scheduler.check()
     return sequence.cached

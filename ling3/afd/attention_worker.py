@@ -99,7 +99,7 @@ class AttentionWorker:
         """
         requests = -(-settings.max_running_requests // self.plan.micro_batches) * self.plan.micro_batches
         changes = {"max_running_requests": requests, "decode_rows": requests, "batch_invariant": True}
-        programs = Programs(self.extend, self.decode, frozenset())
+        programs = Programs(self.extend, self.decode, frozenset(), snapshots=False)
         return Engine(self.model, tokenizer, settings, execution=execution, programs=programs, **changes)
 
     def extend(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:

@@ -56,8 +56,8 @@ def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> boo
             return
         assert sequence.completion is not None, "captured at its end"
         request.fault = request.fault or follower.fault
-        now = sequence.timings()
-        waited = {"total": now.total, "preemptions": now.preemptions + watched.preemptions}
+        now = sequence.times.until_now(len(sequence.token_ids))
+        waited = {"total": now.total, "preemptions": now.preemptions + watched.times.preemptions}
         sequence.amend(captured=found.captured, timings=dataclasses.replace(sequence.completion.timings, **waited))
         if found.finish_reason != "length":
             sequence.amend(finish_reason=found.finish_reason, stop_reason=None, error=found.error)

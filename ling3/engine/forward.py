@@ -181,8 +181,11 @@ def _on_every_device(
 
 
 class Programs(NamedTuple):
-    """An engine's two programs, or what takes their place, and which optional parts of a `Batch` they take."""
+    """An engine's two programs, or what takes their place, and what of an engine they support."""
 
     extend: Callable[[CausalLM, Batch, Pool, Execution], tuple[Extension, Pool]] = extend
     decode: Callable[[CausalLM, Batch, Pool, Execution], tuple[Choice, Pool]] = decode
     parts: frozenset[str] = frozenset({"masks", "targets", "interventions", "want"})
+    """The optional parts of a `Batch` that they take."""
+    snapshots: bool = True
+    """False: what a sequence leaves in the pool is no snapshot for other engines."""

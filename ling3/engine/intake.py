@@ -17,7 +17,7 @@ from ling3.engine.runner import Runner
 from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
 from ling3.engine.settings import EngineSettings
 from ling3.engine.shapes import Shapes
-from ling3.engine.snapshot_layout import Layout
+from ling3.engine.snapshot_checks import NONE_KEPT, SnapshotChecks, continued
 from ling3.engine.snapshots import Continued, Snapshot
 from ling3.intervention import Intervention, sites
 from ling3.runtime.parameters import ParameterError
@@ -30,7 +30,6 @@ Truncate = Literal["prompt", "output"] | None
 """What is cut if prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
 
 UNSUPPORTED = "the forward passes of this engine do not support it"
-NO_SNAPSHOTS = "an engine on a mesh or of attention and experts apart keeps no snapshots, nor does a fleet"
 
 
 @dataclasses.dataclass
@@ -45,10 +44,8 @@ class Intake:
     shapes: Shapes
     parts: frozenset[str]
     """Which optional parts of a `Batch` the engine's programs take."""
-    layout: Layout | None = None
-    """The layout of the engine's snapshots; None where it takes none."""
-    origin: Callable[[], Mapping[str, Any]] | None = None
-    """What the engine's snapshots belong to; None where it takes none."""
+    snapshots: SnapshotChecks | None = None
+    """The checks of the engine's snapshots; None where it keeps none."""
     leads: bool = True
     """False: another process has checked each request before."""
     sites: Callable[[], Mapping[str, tuple[int, ...]]] | None = None
@@ -57,25 +54,27 @@ class Intake:
     @staticmethod
     def of(runner: Runner, tokenizer: Tokenizer | None, settings: EngineSettings, leads: bool = True) -> "Intake":
         """The intake of an engine over a runner."""
-        model, shapes, parts = runner.model, runner.shapes, runner.forward.parts
-        whole = model.placement is None and len(parts) > 0
+        model, shapes, programs, snapshots = runner.model, runner.shapes, runner.forward, None
+        if model.placement is None and programs.snapshots:
+            belongs = functools.cache(lambda: origin(model, settings, shapes, runner.execution))
+            snapshots = SnapshotChecks.of(runner.pool, shapes, belongs)
+        watched = model.placement is None and {"want", "interventions"} <= programs.parts
         return Intake(
             tokenizer=tokenizer,
             vocab=model.config.vocab_size,
             ends=sorted({*model.config.eos_token_id, *(tokenizer.eos_token_ids if tokenizer else ())}),
             settings=settings,
             shapes=shapes,
-            parts=parts,
-            layout=Layout.of(runner.pool, shapes),
-            origin=functools.cache(lambda: origin(model, settings, shapes, runner.execution)) if whole else None,
+            parts=programs.parts,
+            snapshots=snapshots,
             leads=leads,
-            sites=functools.partial(sites, model) if whole and {"want", "interventions"} <= parts else None,
+            sites=functools.partial(sites, model) if watched else None,
         )
 
     def portable(self) -> "Intake":
         """This intake for another process, which has a tokenizer of its own and no snapshots."""
         shapes = None if self.sites is None else functools.partial(dict, self.sites())
-        return dataclasses.replace(self, tokenizer=None, layout=None, origin=None, sites=shapes)
+        return dataclasses.replace(self, tokenizer=None, snapshots=None, sites=shapes)
 
     @property
     def room(self) -> int:
@@ -95,8 +94,8 @@ class Intake:
         ids, params, ends, constraint = self.check(prompt, params, truncate, name)
         seed = draw_seed() if params.seed is None else params.seed
         request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
-        snapshot = _before(prompt)
-        request.origin = self.origin() if params.keep and self.origin is not None else None
+        before = continued(prompt)
+        request.origin = self.snapshots.origin() if params.keep and self.snapshots is not None else None
         request.interventions, request.want = self._watched(params)
         at_once = params.capture is not None and params.max_tokens == 0 and params.prompt_logprobs is None
         request.at_end = [keep_snapshot] * params.keep + [capture_answer] * (params.capture is not None and not at_once)
@@ -119,8 +118,8 @@ class Intake:
             )
             if at_once:
                 sequence.watch()
-            if snapshot is not None:
-                sequence.resume(snapshot)
+            if before is not None:
+                sequence.resume(before.snapshot)
             request.sequences.append(sequence)
         return request
 
@@ -137,13 +136,13 @@ class Intake:
         for field, part in (("structured", "masks"), ("prompt_logprobs", "targets")):
             if getattr(params, field) is not None and part not in self.parts:
                 raise ParameterError(field, f"{field} is not None, and {UNSUPPORTED}")
-        if params.keep and self.origin is None:
-            raise ParameterError("keep", f"keep is True, and {NO_SNAPSHOTS}")
+        if params.keep and self.snapshots is None:
+            raise ParameterError("keep", f"keep is True, and {NONE_KEPT}")
         self._watched(params)
-        if (snapshot := _before(prompt)) is None:
+        if (before := continued(prompt)) is None:
             encoded = self._encoded(prompt, name)
         else:
-            encoded = self._continued(snapshot, getattr(prompt, "more", ()), params, name)
+            encoded = self._continued(before, params, name)
             truncate = None if truncate == "prompt" else truncate
         # The length first: it is known at once, and a look at every id of a long prompt takes a while.
         places, params = self._fitted(range(check_length(encoded, name)), params, truncate, name)
@@ -205,45 +204,39 @@ class Intake:
             raise ParameterError("structured", f"structured: {blocked}")
         return constraint
 
-    def _encoded(self, prompt: Any, name: str) -> Any:
-        """A text or a chat as ids; anything else as it is."""
-        chat = isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], dict)
-        if not chat and not isinstance(prompt, str):
+    def _encoded(self, prompt: Any, name: str, **how: Any) -> Any:
+        """A text or a chat as ids; anything else as it is. `how` a text is encoded is as in `Tokenizer.encode`."""
+        if not _is_chat(prompt) and not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
             raise ParameterError(name, f"{name} is text, and this engine has no tokenizer: give token ids")
         with _about(name, f"{name}: "):
             if isinstance(prompt, str):
-                return self.tokenizer.encode(prompt)
+                return self.tokenizer.encode(prompt, **how)
             return self.tokenizer.apply_chat_template(prompt)
 
-    def _continued(self, snapshot: Snapshot, more: Any, params: SamplingParams, name: str) -> list[int]:
-        """The ids of a snapshot and of what follows it, which is checked."""
-        if self.origin is None or self.layout is None:
-            raise ParameterError(name, f"{name} is a snapshot, and {NO_SNAPSHOTS}")
+    def _continued(self, prompt: Continued, params: SamplingParams, name: str) -> list[int]:
+        """The ids of a snapshot and of what follows it; both are checked."""
+        if self.snapshots is None:
+            raise ParameterError(name, f"{name} is a snapshot, and {NONE_KEPT}")
         with _about(name):
-            snapshot.check_origin(self.origin(), name)
-            self.layout.check(snapshot, name)
-        before = list(snapshot.token_ids)
-        chat = isinstance(more, (list, tuple)) and len(more) > 0 and isinstance(more[0], dict)
-        if chat:
-            whole = self._encoded(more, name)
-            same = next((i for i, pair in enumerate(zip(before, whole, strict=False)) if len({*pair}) > 1), None)
-            if same is not None or len(whole) <= len(before):
-                place = min(len(whole), len(before)) if same is None else same
+            self.snapshots.check(prompt.snapshot, name)
+        before, more = list(prompt.snapshot.token_ids), prompt.more
+        if not isinstance(more, str) or more:  # only text that there is needs a tokenizer
+            more = self._encoded(more, name, add_special_tokens=False)
+        if _is_chat(prompt.more):
+            same = next((i for i, pair in enumerate(zip(before, more, strict=False)) if len({*pair}) > 1), None)
+            if same is not None or len(more) <= len(before):
+                place = min(len(more), len(before)) if same is None else same
                 raise ParameterError(
                     name,
-                    f"{name}: the chat's {len(whole)} tokens are not the snapshot's {len(before)} and more: they part "
+                    f"{name}: the chat's {len(more)} tokens are not the snapshot's {len(before)} and more: they part "
                     f"at token {place}; give the whole conversation, or append token ids",
                 )
-            more = whole[len(before) :]
-        elif isinstance(more, str) and more and self.tokenizer is not None:
-            more = self.tokenizer.encode(more, add_special_tokens=False)
-        elif isinstance(more, str) and more:
-            raise ParameterError(name, f"{name} is text, and this engine has no tokenizer: give token ids")
+            more = more[len(before) :]
         nothing = isinstance(more, (str, list, tuple)) and not more
         ids = [] if nothing else check_prompt(more, self.vocab, name)
-        snapshot.check(params, bool(ids), name)
+        prompt.snapshot.check(params, bool(ids), name)
         return before + ids
 
     def _fitted(
@@ -286,9 +279,5 @@ def listed(prompts: Any) -> list[Any]:
     return [several] if one else several
 
 
-def _before(prompt: Any) -> Snapshot | None:
-    """The snapshot that a prompt goes on from, if it does."""
-    before = prompt.snapshot if isinstance(prompt, Continued) else prompt
-    if isinstance(prompt, Continued) and not isinstance(before, Snapshot):
-        raise ParameterError("prompt", f"the prompt continues {shown(before)}, expected a ling3.Snapshot")
-    return before if isinstance(before, Snapshot) else None
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], dict)

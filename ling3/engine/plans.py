@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import UInt32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +21,8 @@ class StepPlan:
     """How many tokens, unless it ends before."""
     forced: Sequence[int] = ()
     """The first of them, where they are known."""
-    mask: np.ndarray | None = None
-    """The tokens that may follow those, [words] as in `masks.py`; None for any. `Batch.masks` checks it."""
+    mask: UInt32[np.ndarray, " words"] | None = None
+    """The tokens that may follow those, as in `masks.py`; None for any."""
 
 
 def common_steps(plans: Sequence[StepPlan], idle: int) -> int:

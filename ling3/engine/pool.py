@@ -28,8 +28,13 @@ from ling3.ops import rows_cpu
 from ling3.ops.lowering import XLA, Lowering
 from ling3.placement import Placement, here
 
-# Pages that one call copies to or from the host.
 PAGES_MOVED = 8
+"""The most pages that one call copies to or from the host."""
+
+
+def moves(count: int) -> list[int]:
+    """How many of `count` pages each call copies to or from the host."""
+    return [min(count - start, PAGES_MOVED) for start in range(0, count, PAGES_MOVED)]
 
 
 class Rows(eqx.Module):

@@ -16,7 +16,7 @@ from a request's snapshot (`snapshots.py`), which may hold such tokens and end a
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ling3.engine.radix import Match, RadixTree
+from ling3.engine.radix import Match, PrefixStep, RadixTree
 from ling3.engine.request import TokenSequence
 from ling3.engine.shapes import Shapes
 
@@ -36,9 +36,9 @@ class Prefixes:
         self._free = free
         self._kept = 0  # how often a prefix was
         if self.window is None:
-            self.tree = RadixTree(self.step, self._free_units, _forget, snapshots=self._states > 0)
+            self.tree = RadixTree(self._free_units, _forget, snapshots=self._states > 0)
         else:
-            self.tree = RadixTree(self.step, _forget, self._free_units, window=self.window)
+            self.tree = RadixTree(_forget, self._free_units, window=-(-self.window // self.step))
 
     @property
     def pages(self) -> int:
@@ -53,7 +53,7 @@ class Prefixes:
     @property
     def _owned(self) -> list[int]:
         """Units of pages that no sequence uses, and units that are locked."""
-        return self.tree.pages if self.window is None else self.tree.shadows
+        return self.tree.steps if self.window is None else self.tree.shadows
 
     @property
     def snapshot_bytes(self) -> int:
@@ -67,79 +67,80 @@ class Prefixes:
 
     def known(self, sequence: TokenSequence) -> int:
         """Tokens of the longest known prefix of a sequence's prompt."""
-        return self._match(sequence).length if sequence.reads_prefixes else 0
+        return self._match(sequence).node.end * self.step if sequence.reads_prefixes else 0
 
     def adopt(self, sequence: TokenSequence) -> bool:
-        """Lets a sequence go on from the longest known prefix of its prompt; True if that is longer than what it has.
+        """Lets a sequence of which nothing was computed go on from the longest known prefix of its prompt.
 
-        What the prefix needs beside shared pages is in `snapshot` and `copied` until it is in the pool, which `settled`
+        True if there is one that is longer than what it has.
+        What the prefix needs beside shared pages is in `states` and `copied` until it is in the pool, which `settled`
         tells.
         """
-        if self.grid is None or not sequence.reads_prefixes or sequence.looked_up == self._kept:
+        memory = sequence.memory
+        reads = self.grid is not None and sequence.reads_prefixes and not sequence.begun
+        if not reads or memory.looked_up == self._kept:
             return False
-        sequence.looked_up = self._kept
+        memory.looked_up = self._kept
         match = self._match(sequence)
+        length = match.node.end * self.step
         # Where the prompt diverges from known prefixes and none ends: a snapshot there serves the next one.
-        sequence.branch = match.shared if match.shared > match.length else 0
-        if match.length <= sequence.prefilled:
+        memory.branch = match.shared * self.step if match.shared > match.node.end else 0
+        if length <= sequence.prefilled:
             return False
         if self.window is None:
-            self._free(sequence.pages[self.shared(sequence) : match.length // self.page_size])
+            self._free(memory.pages[self.shared(sequence) : length // self.page_size])
             self._share(sequence, match)
-            sequence.snapshot = match.shadows[0] if match.shadows else None
+            memory.states = match.shadows[0] if match.shadows else None
         else:
-            sequence.first_page = self._first_page(match.length)
-            needed = match.length // self.page_size - sequence.first_page
-            sequence.copied = _flat(match.shadows)[-needed:] if needed else []
-            sequence.lock = self.tree.lock(match.node)
-        sequence.prefilled = sequence.cached = match.length
+            memory.first_page = self._first_page(length)
+            needed = length // self.page_size - memory.first_page
+            memory.copied = _flat(match.shadows)[-needed:] if needed else []
+            memory.lock = self.tree.lock(match.node)
+        sequence.prefilled = sequence.cached = length
         return True
 
     def settled(self, sequence: TokenSequence) -> None:
         """After `adopt`: the copies of what the sequence does not share are under way."""
-        sequence.snapshot, sequence.copied = None, []
+        memory = sequence.memory
+        memory.states, memory.copied = None, []
         if self.window is None:
-            self.tree.use(sequence.lock.node)
-            self.tree.release_shadow(sequence.lock)
+            self.tree.use(memory.lock.node)
+            self.tree.release_shadow(memory.lock)
         else:
             self._unlock(sequence)
 
     def abandon(self, sequence: TokenSequence) -> None:
         """Undoes `adopt` for a sequence that got no memory."""
-        sequence.prefilled = sequence.cached = sequence.first_page = 0
-        sequence.looked_up = None
+        sequence.prefilled = sequence.cached = sequence.memory.first_page = 0
+        sequence.memory.looked_up = None
         self.leave(sequence)
 
-    def wants(self, sequence: TokenSequence) -> bool:
-        """True if the prefix that the sequence has just computed is to be kept.
-
-        Every one is, as long as there is room for its snapshot. Beyond that only the last of a prompt's full steps and
-        the place where it diverged from known prefixes are: then the snapshot that is worth least is evicted.
-        """
-        end = self._keepable(sequence)
-        if self.grid is None or self.window is not None or end < sequence.prefilled:
-            return False
-        room = self.snapshot_bytes + self._states <= self.grid.budget
-        return end > self.shared(sequence) * self.page_size and (room or self._is_marked(sequence))
-
     def keep(self, sequence: TokenSequence, states: Callable[[TokenSequence], Any]) -> None:
-        """Takes over the pages of the prefix that the sequence has computed; it goes on with the tree's.
+        """Takes over the pages of the prefix that a sequence has just computed; it goes on with the tree's.
 
-        `states` copies what the sequence holds beside its pages.
+        Every prefix is kept, as long as there is room for its snapshot, for which `states` copies what the sequence
+        holds beside its pages. Beyond that only the last of a prompt's full steps and the place where it diverged from
+        known prefixes are: then the snapshot that is worth least is evicted.
         """
-        tokens, tree = sequence.prompt[: sequence.prefilled], self.tree
-        pages = sequence.pages[: sequence.prefilled // self.page_size]
-        tree.insert(tokens, self._units(pages), [states(sequence)] if self._states else [])
+        end, budget = self._keepable(sequence), 0 if self.grid is None else self.grid.budget
+        if self.window is not None or end < sequence.prefilled or end <= self.shared(sequence) * self.page_size:
+            return
+        diverged, last = end == sequence.memory.branch, end == sequence.prefill_end // self.step * self.step
+        if self.snapshot_bytes + self._states > budget and not (diverged or last):
+            return
+        steps, tree = self._steps(sequence, sequence.prefilled), self.tree
+        pages = sequence.memory.pages[: sequence.prefilled // self.page_size]
+        tree.insert(steps, self._units(pages), [states(sequence)] if self._states else [])
         self._kept += 1
         # Another may have computed the same: then these are its pages, with the same bits.
-        match = tree.match(tokens)
-        assert match.length == len(tokens), "a prefix is found where it was just inserted"
+        match = tree.match(steps)
+        assert match.node.end == len(steps), "a prefix is found where it was just inserted"
         self._share(sequence, match)
-        tree.release_shadow(sequence.lock)
-        if self.grid is not None and self._states:
-            if self._is_marked(sequence):
-                tree.add_use(match.node, self._is_last(sequence))
-            tree.evict_shadow(sum(tree.shadows) - self.grid.budget // self._states)
+        tree.release_shadow(sequence.memory.lock)
+        if self._states:
+            if diverged or last:
+                tree.add_use(match.node, last)
+            tree.evict_shadow(sum(tree.shadows) - budget // self._states)
 
     def leave(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Takes back all pages of a sequence, and ends its claims.
@@ -147,28 +148,30 @@ class Prefixes:
         Of a `spoiled` one it keeps nothing that only this sequence uses: its numbers are not finite, or some of its
         memory is lost.
         """
-        own, lock = sequence.pages[self.shared(sequence) :], sequence.lock
+        memory = sequence.memory
+        own, lock = memory.pages[self.shared(sequence) :], memory.lock
         self._unlock(sequence)
-        sequence.pages, sequence.snapshot, sequence.copied = [], None, []
+        memory.pages, memory.states, memory.copied = [], None, []
         if spoiled:
             self._free(own)
-            node = self.tree.match(sequence.prompt[: sequence.prefilled]).node if lock is None else lock.node
-            self.tree.forget(node)
+            known = self.tree.match(self._steps(sequence, sequence.prefilled)) if lock is None else lock
+            self.tree.forget(known.node)
         else:
             self.pass_by(sequence, own)
 
     def pass_by(self, sequence: TokenSequence, pages: list[int]) -> None:
         """Takes the first pages of a sequence; with a window, keeps those from which a later prompt can go on."""
-        first, size = sequence.first_page, self.page_size
+        first, size = sequence.memory.first_page, self.page_size
         end = first if self.window is None else min(self._keepable(sequence) // size, first + len(pages))
         if units := self._units(pages[: max(end - first, 0)]):
-            self.tree.insert(sequence.prompt[: end * size], [None] * (end // self.unit), units)
+            self.tree.insert(self._steps(sequence, end * size), [None] * (end // self.unit), units)
             self._kept += 1
         self._free(pages[max(end - first, 0) :])
 
     def shared(self, sequence: TokenSequence) -> int:
         """How many of a sequence's first pages are the tree's, and not its own."""
-        return 0 if self.window is not None or sequence.lock is None else sequence.lock.node.end * self.unit
+        lock = sequence.memory.lock
+        return 0 if lock is None or self.window is not None else lock.node.end * self.unit
 
     def check(self, running: list[TokenSequence]) -> list[int]:
         """The pages with known prefixes. AssertionError unless the sequences' shared ones are locked ones of these."""
@@ -177,21 +180,18 @@ class Prefixes:
         pages = _flat(node.slot or node.shadow or () for node in nodes)
         locked = set(_flat(node.slot or () for node in nodes if node.full_lock))
         for sequence in running:
-            assert locked.issuperset(sequence.pages[: self.shared(sequence)]), "a shared page that nobody locked"
+            assert locked.issuperset(sequence.memory.pages[: self.shared(sequence)]), "a shared page that nobody locked"
         assert len(pages) == self.pages, "the count of pages with known prefixes"
         return pages
 
     def _match(self, sequence: TokenSequence) -> Match:
         """The longest known prefix of a prompt without its last token, with which decoding begins."""
-        return self.tree.match(sequence.prompt[: len(sequence.prompt) - 1])
+        return self.tree.match(self._steps(sequence, len(sequence.prompt) - 1))
 
-    def _is_last(self, sequence: TokenSequence) -> bool:
-        """True if the sequence has computed the last of its prompt's full steps."""
-        return sequence.prefilled == sequence.prefill_end // self.step * self.step
-
-    def _is_marked(self, sequence: TokenSequence) -> bool:
-        """True if a snapshot here is worth more than one elsewhere: the prompt ends or diverged from known prefixes."""
-        return self._is_last(sequence) or sequence.prefilled == sequence.branch
+    def _steps(self, sequence: TokenSequence, tokens: int) -> list[PrefixStep]:
+        """The whole steps of so many tokens of a sequence's prompt."""
+        size, prompt = self.step, sequence.prompt
+        return [tuple(prompt[start : start + size]) for start in range(0, tokens - size + 1, size)]
 
     def _keepable(self, sequence: TokenSequence) -> int:
         """Tokens in whole steps whose caches are those of any prompt that begins with them, as far as it is computed.
@@ -202,16 +202,16 @@ class Prefixes:
         return prefilled // self.step * self.step
 
     def _unlock(self, sequence: TokenSequence) -> None:
-        if sequence.lock is not None:
-            self.tree.unlock(sequence.lock)
-            sequence.lock = None
+        if sequence.memory.lock is not None:
+            self.tree.unlock(sequence.memory.lock)
+            sequence.memory.lock = None
 
     def _share(self, sequence: TokenSequence, match: Match) -> None:
         """Puts the pages of a match in the place of the sequence's first ones."""
         pages, lock = _flat(match.slots), self.tree.lock(match.node)
-        sequence.pages[: len(pages)] = pages
+        sequence.memory.pages[: len(pages)] = pages
         self._unlock(sequence)
-        sequence.lock = lock
+        sequence.memory.lock = lock
 
     def _units(self, pages: list[int]) -> list[tuple[int, ...]]:
         return list(zip(*[iter(pages)] * self.unit, strict=True))

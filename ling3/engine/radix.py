@@ -1,18 +1,17 @@
 """A radix tree of the tokens whose cache entries are kept for later requests, in plain Python.
 
-A node stands for one page of tokens after those of its parents and has two kinds of memory. Its *slot* holds what a
+A node stands for one step of tokens after those of its parents and has two kinds of memory. Its *slot* holds what a
 sequence needs of every token. Its *shadow* holds what a sequence needs of the end of a prefix alone, and may be freed
 before the slot is: the node is a tombstone from then on. A prefix can be continued if all of its last nodes, as many
 as the law says, have their shadows. There are two laws:
 
-    window=W        the entries of sliding-window attention: the nodes of the last W tokens need their shadows. With
-                    W = 0 there are no shadows, and every prefix can be continued.
+    window=W        the entries of sliding-window attention: the last W nodes need their shadows. With W = 0 there are
+                    no shadows, and every prefix can be continued.
     snapshots=True  the state of a recurrent mixer after the node: the last node needs its own.
 
 The tree allocates nothing. It owns the slots and shadows that it is given until it hands them to `free` or
-`free_shadow`: when they are evicted, or at once if the tree has them already. Whatever else is stored for a page
-(compressed entries, index keys) is freed with the page's slot. After RadixAttention (Zheng et al., arXiv 2312.07104)
-and SGLang's tree for hybrid models.
+`free_shadow`: when they are evicted, or at once if the tree has them already. After RadixAttention (Zheng et al.,
+arXiv 2312.07104) and SGLang's tree for hybrid models.
 """
 
 import dataclasses
@@ -22,23 +21,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+PrefixStep = tuple[int, ...]
+"""The tokens of a step: prefixes are kept and found by whole steps."""
 CANDIDATES = 256
 """How many of the least recently used snapshots are compared when one is to be evicted."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """The last page of a prefix of `end` pages. The root, which has no parent, stands for no page."""
+    """The last step of a prefix of `end` steps. The root, which has no parent, stands for no step."""
 
-    key: tuple[int, ...]
-    """The page's tokens."""
+    key: PrefixStep
     slot: Any
-    """None: the page has no memory."""
+    """None: the step has no memory."""
     end: int
     parent: "Node | None"
     shadow: Any = None
     """None: the node is a tombstone, unless there are no shadows at all."""
-    children: "dict[tuple[int, ...], Node]" = dataclasses.field(default_factory=dict)
+    children: "dict[PrefixStep, Node]" = dataclasses.field(default_factory=dict)
     full_lock: int = 0
     """Locks on the node or below it."""
     shadow_lock: int = 0
@@ -54,13 +54,12 @@ class Node:
 class Match:
     """What the tree has of a sequence.
 
-    `length` tokens can be continued: they end with `node`, lie in `slots`, and `shadows` are those that continuing
-    needs. `shared` tokens are in the tree. Where that is more, the sequence diverges from earlier ones at a place
-    without a shadow: a snapshot taken there serves the next sequence that shares them.
+    The steps up to `node` can be continued: they lie in `slots`, and `shadows` are those that continuing needs.
+    `shared` steps are in the tree. Where that is more, the sequence diverges from earlier ones at a place without a
+    shadow: a snapshot taken there serves the next sequence that shares them.
     """
 
     node: Node
-    length: int
     shared: int
     slots: list[Any]
     shadows: list[Any]
@@ -72,47 +71,41 @@ class Lock:
 
     node: Node
     shadows: bool = True
-    held: bool = True
 
 
 class RadixTree:
     """Finds the longest known prefix of a sequence, and what it has stored of it.
 
     `match` finds it, and `lock` protects it while a sequence uses it. `insert` adds what a sequence has computed;
-    `evict` and `evict_shadow` free what is not locked. Only whole pages of `page_size` tokens count: a sequence's last
-    tokens that fill none are ignored. Lengths are in tokens and multiples of a page.
+    `evict` and `evict_shadow` free what is not locked.
     """
 
     def __init__(
         self,
-        page_size: int,
         free: Callable[[list[Any]], object],
         free_shadow: Callable[[list[Any]], object],
         *,
         window: int = 0,
         snapshots: bool = False,
     ):
-        if page_size < 1 or window < 0 or (window and snapshots):
-            raise ValueError(f"page_size {page_size}, window {window}, snapshots {snapshots}: expected one law")
-        self.page_size, self.snapshots = page_size, snapshots
-        self._free, self._free_shadow = free, free_shadow
-        self._needed = 1 if snapshots else -(-window // page_size)  # nodes whose shadows continuing a prefix needs
+        assert not (window and snapshots), "a tree has one law"
+        self.snapshots, self._free, self._free_shadow = snapshots, free, free_shadow
+        self._needed = 1 if snapshots else window  # nodes whose shadows continuing a prefix needs
         self._root = Node((), None, 0, None)
         # All nodes but the root, and those with a shadow, from the least to the most recently used.
         self._recency: OrderedDict[Node, None] = OrderedDict()
         self._shadow_recency: OrderedDict[Node, None] = OrderedDict()
         # How many are evictable and how many are locked.
-        self.pages, self.shadows = [0, 0], [0, 0]
+        self.steps, self.shadows = [0, 0], [0, 0]
         self._clock, self._patience = 0, 32.0  # both in uses of snapshots
         self._newest = self._trial = None  # the ends of the last sequence that ended, and of the one before it
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def match(self, steps: Sequence[PrefixStep]) -> Match:
         """What the tree has of a sequence; the part that can be continued becomes the most recently used.
 
-        Lock `Match.node` before anything is inserted or evicted. A sequence that is to get its next token computes at
-        least its last one, so leave that out.
+        Lock `Match.node` before anything is inserted or evicted.
         """
-        path = self._descend(self._paged(tokens))
+        path = self._descend(steps)
         usable, live = 0, self._needed  # live nodes since the last tombstone; the beginning is as good as enough
         for node in path:
             live = 0 if node.shadow is None else live + 1
@@ -121,25 +114,19 @@ class RadixTree:
         self._touch(node)
         shadows = [each.shadow for each in path[max(usable - self._needed, 0) : usable]]
         slots = [each.slot for each in path[:usable]]
-        return Match(node, usable * self.page_size, len(path) * self.page_size, slots, shadows)
+        return Match(node, len(path), slots, shadows)
 
-    def insert(self, tokens: Sequence[int], slots: Sequence[Any], shadows: Sequence[Any] = ()) -> int:
-        """Adds a sequence, whose memory the tree takes over; returns how many tokens of it were in the tree before.
+    def insert(self, steps: Sequence[PrefixStep], slots: Sequence[Any], shadows: Sequence[Any] = ()) -> int:
+        """Adds a sequence, whose memory the tree takes over; returns how many steps of it were in the tree before.
 
-        `slots` are those of all its whole pages, beginning with the tree's where the sequence goes on from a locked
-        match; `shadows` are those of its last pages, as many as there are. Pages that no shadow lies behind are of no
-        use, and are freed rather than added. Where the tree has the tokens, it frees what is given, or the slot that
-        it had: a sequence that goes on takes its slots from another `match`. ValueError if there is not a slot for each
-        page, or a page for each shadow; then nothing is taken over.
+        `slots` are those of all its steps, beginning with the tree's where the sequence goes on from a locked match;
+        `shadows` are those of its last steps, as many as there are. Steps that no shadow lies behind are of no use, and
+        are freed rather than added. Where the tree has a step, it frees the slot that is given, or the one that it had:
+        a sequence that goes on takes its slots from another `match`.
         """
-        pages = self._paged(tokens)
-        end, most = len(pages), len(pages) if self._needed else 0
-        if len(slots) != end or len(shadows) > most:
-            raise ValueError(
-                f"{len(slots)} slots and {len(shadows)} shadows for {len(tokens)} tokens, expected {end} and at most "
-                f"{most}"
-            )
-        path = self._descend(pages)
+        end = len(steps)
+        assert len(slots) == end and len(shadows) <= (end if self._needed else 0), "a slot, at most a shadow, of a step"
+        path = self._descend(steps)
         added = end if shadows or not self._needed else len(path)
         spare, spare_shadows = list(slots[added:]), []
         aligned = [None] * (end - len(shadows)) + list(shadows)
@@ -147,9 +134,9 @@ class RadixTree:
         for at in range(added):
             slot, shadow, parent = slots[at], aligned[at], node
             if at >= len(path):
-                node = parent.children[pages[at]] = Node(pages[at], slot, at + 1, parent)
+                node = parent.children[steps[at]] = Node(steps[at], slot, at + 1, parent)
                 self._recency[node] = None
-                self.pages[0] += 1
+                self.steps[0] += 1
                 self._set_shadow(node, shadow)
                 continue
             node = path[at]
@@ -164,26 +151,18 @@ class RadixTree:
         self._touch(node)
         self._free(spare)
         self._free_shadow(spare_shadows)
-        return len(path) * self.page_size
+        return len(path)
 
     def lock(self, node: Node) -> Lock:
-        """Protects a matched prefix from eviction: all its slots, and the shadows that continuing it needs.
-
-        ValueError if no match ends with the node.
-        """
-        path = list(self._upwards(node))
-        if not path and node is not self._root:
-            raise ValueError("the node was evicted: lock it before anything is evicted")
-        if any(each.shadow is None for each in path[: self._needed]):
-            raise ValueError("no sequence can be continued from this node: it lacks a shadow that it needs")
-        for index, each in enumerate(path):
+        """Protects a matched prefix from eviction: all its slots, and the shadows that continuing it needs."""
+        assert node.parent is not None or node is self._root, "a node is locked before anything is evicted"
+        for index, each in enumerate(self._upwards(node)):
             self._change_locks(each, 1, int(index < self._needed))
         return Lock(node)
 
     def unlock(self, lock: Lock) -> None:
-        """Ends a lock; tombstones that nothing leads through any more are freed. ValueError if it was ended before."""
+        """Ends a lock; tombstones that nothing leads through any more are freed."""
         self._unlock_shadows(lock)
-        lock.held = False
         for each in self._upwards(lock.node):
             self._change_locks(each, -1, 0)
         if self._is_useless(lock.node):
@@ -219,12 +198,12 @@ class RadixTree:
         node.is_end |= is_end
 
     def evict(self, needed: int) -> int:
-        """Frees the slots of least recently used leaves until there are `needed` pages or no more; returns how many.
+        """Frees the slots of least recently used leaves until there are `needed` or no more; returns how many.
 
-        Age decides, as a page costs the same to compute again wherever it is.
+        Age decides, as a step costs the same to compute again wherever it is.
         """
         freed = 0
-        while freed < needed and self.pages[0]:
+        while freed < needed and self.steps[0]:
             freed += self._delete(next(node for node in self._recency if not node.children and not node.full_lock))
         return freed
 
@@ -259,19 +238,19 @@ class RadixTree:
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds."""
-        pages, shadows, links = [0, 0], [0, 0], len(self._root.children)
+        steps, shadows, links = [0, 0], [0, 0], len(self._root.children)
         for node in self._recency:
             assert node.parent is not None and node.parent.children[node.key] is node, "a child's parent"
-            assert node.end == node.parent.end + 1 and len(node.key) == self.page_size, "a node's page"
+            assert node.end == node.parent.end + 1, "a node's place"
             assert node.full_lock >= sum(child.full_lock for child in node.children.values()), "a lock ends halfway"
             assert node.full_lock >= node.shadow_lock >= 0, "more locks on a shadow than on the slot"
             assert node.shadow is not None or not node.shadow_lock, "a lock on the shadow of a tombstone"
             assert not self._is_useless(node), "a tombstone without children and locks"
-            pages[node.full_lock > 0] += 1
+            steps[node.full_lock > 0] += 1
             shadows[node.shadow_lock > 0] += node.shadow is not None
             links += len(node.children)
         assert links == len(self._recency), "the order of nodes has others than the tree"
-        assert (pages, shadows) == (self.pages, self.shadows), "the counts of evictable and locked memory"
+        assert (steps, shadows) == (self.steps, self.shadows), "the counts of evictable and locked memory"
         live = [node for node in self._recency if node.shadow is not None]
         assert list(self._shadow_recency) == live, "the order of shadows is not that of the nodes which have them"
         slots = [node.slot for node in self._recency if node.slot is not None]
@@ -280,28 +259,26 @@ class RadixTree:
         assert len(shadows) == len(live), "a shadow is in the tree twice"
 
     def _worth(self, node: Node) -> float:
-        """The pages that would be computed again without a snapshot, times how often it is used.
+        """The steps that would be computed again without a snapshot, times how often it is used.
 
         Uses count the less the longer ago they were (Blankstein et al., Hyperbolic Caching, ATC 2017). An end stays
         until the next one comes, so that a conversation can go on from it, and until the one after that at half its
         worth, so that conversations in turns do not drive each other out. How patiently an end then waits for its
         conversation is learnt from those that went on.
         """
-        pages = node.end - self._above(node, lambda each: each.shadow is not None).end
-        return self._uses(node) * pages * (math.inf if node is self._newest else 0.5 if node is self._trial else 1)
+        steps = node.end - self._above(node, lambda each: each.shadow is not None).end
+        return self._uses(node) * steps * (math.inf if node is self._newest else 0.5 if node is self._trial else 1)
 
     def _uses(self, node: Node) -> float:
         """A node's uses, discounted for age."""
         return node.uses / (1 + (self._clock - node.used) / self._patience)
 
-    def _paged(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        size = self.page_size
-        return [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
-
-    def _descend(self, pages: list[tuple[int, ...]]) -> list[Node]:
-        """The nodes of the longest known prefix of these pages."""
+    def _descend(self, steps: Sequence[PrefixStep]) -> list[Node]:
+        """The nodes of the longest known prefix."""
         path, node = [], self._root
-        while len(path) < len(pages) and (node := node.children.get(pages[len(path)])) is not None:
+        for step in steps:
+            if (node := node.children.get(step)) is None:
+                break
             path.append(node)
         return path
 
@@ -323,14 +300,14 @@ class RadixTree:
                 self._shadow_recency.move_to_end(each)
 
     def _delete(self, node: Node) -> int:
-        """Frees a leaf, and then its parents as far as they are useless; returns the number of pages."""
+        """Frees a leaf, and then its parents as far as they are useless; returns how many."""
         slots = []
         while not slots or self._is_useless(node):
             parent = node.parent
             assert parent is not None and not node.children and not node.full_lock, "only an unlocked leaf is deleted"
             if node.shadow is not None:
                 self._bury(node)
-            self.pages[0] -= 1
+            self.steps[0] -= 1
             del self._recency[node], parent.children[node.key]
             slots.append(node.slot)
             node.parent, node = None, parent
@@ -357,8 +334,6 @@ class RadixTree:
 
     def _unlock_shadows(self, lock: Lock) -> bool:
         """Ends a lock's claim on shadows; False if that was done before, or it has none."""
-        if not lock.held:
-            raise ValueError("the lock was ended before")
         claimed = list(itertools.islice(self._upwards(lock.node), self._needed)) if lock.shadows else []
         for each in claimed:
             self._change_locks(each, 0, -1)
@@ -373,5 +348,5 @@ class RadixTree:
         self._count(node, 1)
 
     def _count(self, node: Node, sign: int) -> None:
-        self.pages[node.full_lock > 0] += sign
+        self.steps[node.full_lock > 0] += sign
         self.shadows[node.shadow_lock > 0] += sign * (node.shadow is not None)

@@ -24,6 +24,55 @@ NOT_FINITE = (
 )
 
 
+@dataclasses.dataclass(eq=False)
+class Times:
+    """When a sequence was queued, got its slot and its first token, in seconds, and how often it was preempted."""
+
+    submitted: float = dataclasses.field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    first_token: float | None = None
+    preemptions: int = 0
+
+    def admit(self) -> None:
+        """Notes the time at which the sequence first got a slot."""
+        self.admitted = time.perf_counter() if self.admitted is None else self.admitted
+
+    def until_now(self, tokens: int) -> Timings:
+        """Where the time of a sequence of so many new tokens has gone."""
+        now, first = time.perf_counter(), self.first_token
+        return Timings(
+            None if self.admitted is None else self.admitted - self.submitted,
+            None if first is None else first - self.submitted,
+            None if first is None or tokens < 2 else (now - first) / (tokens - 1),
+            now - self.submitted,
+            self.preemptions,
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class SequenceMemory:
+    """Where the caches of a sequence lie, and what it uses of a known prefix. Scheduler and prefixes keep it."""
+
+    slot: int | None = None
+    group: int = 0
+    """The number of the devices' group that its slot and pages are in, or were last."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    first_page: int = 0
+    """The block table's column of the first of `pages`: as many before it were freed."""
+    saved: Any = None
+    """Its states and pages on the host, while it is swapped out, or a snapshot that it is to go on from."""
+    lock: Any = None
+    """On the known prefix that it uses."""
+    looked_up: int | None = None
+    """When its prefix was looked up, in prefixes kept until then."""
+    branch: int = 0
+    """Prompt tokens that are those of other prompts, beyond which a prefix is worth a snapshot; 0 for none."""
+    states: Any = None
+    """The states after a known prefix, until they are in the slot."""
+    copied: list[int] = dataclasses.field(default_factory=list)
+    """The pages that are to be copied to its first ones."""
+
+
 # These two's methods run for every token of every request: checking their types would take longer than they do.
 @dataclasses.dataclass(eq=False)
 class Request:
@@ -102,26 +151,10 @@ class TokenSequence:
     earlier: Sequence[int] = ()
     """The tokens of the prompt that are the same answer's, which was interrupted."""
 
-    slot: int | None = None
-    group: int = 0
-    """The number of the devices' group that its slot and pages are in, or were last."""
-    pages: list[int] = dataclasses.field(default_factory=list)
-    first_page: int = 0
-    """The block table's column of the first of `pages`: as many before it were freed."""
-    saved: Any = None
-    """Its states and pages on the host, while it is swapped out, or a snapshot that it is to go on from."""
-    lock: Any = None
-    """On the known prefix that it uses."""
+    memory: SequenceMemory = dataclasses.field(default_factory=SequenceMemory)
+    times: Times = dataclasses.field(default_factory=Times)
     cached: int = 0
     """Prompt tokens of a known prefix that it went on from."""
-    looked_up: int | None = None
-    """When its prefix was looked up, in prefixes kept until then."""
-    branch: int = 0
-    """Prompt tokens that are those of other prompts, beyond which a prefix is worth a snapshot; 0 for none."""
-    snapshot: Any = None
-    """The prefix's memory outside its pages, until it is in the sequence's slot."""
-    copied: list[int] = dataclasses.field(default_factory=list)
-    """The pages that are to be copied to its first ones."""
     prefilled: int = 0
     """Prompt tokens in the caches, counting those of calls in flight."""
     ahead: int = 0
@@ -132,11 +165,7 @@ class TokenSequence:
     seen: list[Any] = dataclasses.field(default_factory=list)
     """The arrays that `want` names, of each chunk so far."""
     completion: Completion | None = None
-    preemptions: int = 0
     _text: list[str] = dataclasses.field(default_factory=list)
-    _submitted: float = dataclasses.field(default_factory=time.perf_counter)
-    _admitted: float | None = None
-    _first: float | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -195,7 +224,7 @@ class TokenSequence:
 
     def resume(self, snapshot: Snapshot) -> None:
         """Goes on from a snapshot, whose tokens its prompt begins with."""
-        self.saved, self.first_page = snapshot, snapshot.first_page
+        self.memory.saved, self.memory.first_page = snapshot, snapshot.first_page
         self.reads_prefixes = self.keeps_prefixes = False
         self.prefilled = self.cached = snapshot.held
         if len(self.prompt) == len(snapshot.token_ids):
@@ -205,14 +234,6 @@ class TokenSequence:
         """Has its whole prompt computed and returned where `want` says; for one that samples nothing."""
         self.prefill_end, self.want = len(self.prompt), self.request.want
         self.reads_prefixes = self.keeps_prefixes = False
-
-    def submitted(self) -> None:
-        """Notes the time at which it was queued."""
-        self._submitted = time.perf_counter()
-
-    def admitted(self) -> None:
-        """Notes the time at which it first got a slot."""
-        self._admitted = time.perf_counter() if self._admitted is None else self._admitted
 
     def plan(self, most: int) -> StepPlan:
         """The sequence's plan of a decode call of `most` steps."""
@@ -230,7 +251,7 @@ class TokenSequence:
             if token == NOT_A_NUMBER:
                 reason, error = "error", NOT_FINITE
             elif token >= 0:
-                self._first = time.perf_counter() if self._first is None else self._first
+                self.times.first_token = self.times.first_token or time.perf_counter()
                 self.token_ids.append(token)
                 self.logprobs.extend(logprobs[place : place + 1])
                 reason, stop_reason, new = self._read(token)
@@ -273,11 +294,11 @@ class TokenSequence:
             stop_reason,
             error,
             self.seed,
-            self.timings(),
+            self.times.until_now(len(self.token_ids)),
             self.cached,
             captured=captured,
         )
-        self.saved = self.constraint = None
+        self.memory.saved = self.constraint = None
         self._text, self.seen = [], []
         return self._delta(text, len(self.token_ids) if before is None else before)
 
@@ -320,17 +341,6 @@ class TokenSequence:
             None if self.params.logprobs is None else tuple(self.logprobs[before:]),
             None if self.completion is None else self.completion.finish_reason,
             None if self.completion is None else self.request.output(),
-        )
-
-    def timings(self) -> Timings:
-        """Where its time has gone until now."""
-        now, count = time.perf_counter(), len(self.token_ids)
-        return Timings(
-            None if self._admitted is None else self._admitted - self._submitted,
-            None if self._first is None else self._first - self._submitted,
-            None if self._first is None or count < 2 else (now - self._first) / (count - 1),
-            now - self._submitted,
-            self.preemptions,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ling3.engine.calls import Call
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
-from ling3.engine.request import Request, TokenSequence
+from ling3.engine.request import Request, SequenceMemory, Times, TokenSequence
 from ling3.engine.runner import Extra, Runner
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.settings import EngineSettings
@@ -69,10 +69,11 @@ class Requests:
         """Frees the slot, the pages and the place in the queue of a finished sequence."""
         assert sequence.completion is not None, "only a finished sequence retires"
         self._finished[sequence.completion.finish_reason] += 1
-        if sequence.slot is None:
+        if sequence.memory.slot is None:
             self.scheduler.withdraw(sequence)
         else:
-            slot, pages, spoiled = sequence.slot, sequence.pages, sequence.completion.finish_reason == "error"
+            slot, pages = sequence.memory.slot, sequence.memory.pages
+            spoiled = sequence.completion.finish_reason == "error"
             self.scheduler.release(sequence, spoiled)
             if spoiled:
                 self.runner.scrub(slot, self.scheduler.are_free(pages))
@@ -119,7 +120,7 @@ class Requests:
         self.counts["submitted"] += len(request.sequences)
         for sequence in request.sequences:
             sequence.order = next(self._order) if sequence.order < 0 else sequence.order
-            sequence.submitted()
+            sequence.times = Times()
             self.scheduler.enqueue(sequence)
 
     def _has_room(self, request: Request) -> bool:
@@ -177,7 +178,7 @@ class Requests:
             for sequence in request.sequences:
                 if sequence.completion is None:
                     self._finished["error"] += sequence.order >= 0  # it was counted as submitted once it was queued
-                    sequence.slot, sequence.pages = None, []
+                    sequence.memory = SequenceMemory()
                     self._deliver(request, sequence.fail(f"the engine failed: {error!r}"))
 
     def forget_prefixes(self) -> None:

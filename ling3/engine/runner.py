@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array
 
 from ling3.cache import State, pages_of, slots_of
-from ling3.engine import snapshots
 from ling3.engine.filters import Filter
 from ling3.engine.forward import Batch, Extension, Programs
 from ling3.engine.grammars import words
@@ -21,6 +20,7 @@ from ling3.engine.pool import (
     Rows,
     SlotContents,
     cache_dtype,
+    moves,
     read_pages,
     swap_in,
     swap_out,
@@ -31,6 +31,7 @@ from ling3.engine.sampling import Adjustments, Choice, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
 from ling3.engine.settings import DECODE_STEPS, CacheDtype
 from ling3.engine.shapes import Shapes
+from ling3.engine.snapshots import Snapshot
 from ling3.execution import Execution
 from ling3.intervention import stacked
 from ling3.model import CausalLM
@@ -86,45 +87,43 @@ class Runner:
 
     def swap_in(self, sequence: TokenSequence) -> None:
         """Fills the sequence's slot and pages: from what was saved of it if it was swapped out, or a known prefix."""
-        saved, snapshot = sequence.saved, sequence.snapshot
-        states = self._fresh if snapshot is None else snapshot
+        memory = sequence.memory
+        saved, states = memory.saved, self._fresh if memory.states is None else memory.states
         states = states if saved is None else self._restore(saved.states)
         newest = (sequence.token_ids or sequence.prompt)[-1]
         row = (sequence.params, sequence.seed, len(sequence.prompt), sequence.ends)
         sampling = self._sampling([row], self._adjustments_of(sequence))
         until = len(sequence.prompt) + sequence.params.max_tokens
-        numbers = np.asarray([sequence.slot, sequence.held, newest, until], np.int32)
+        numbers = np.asarray([memory.slot, sequence.held, newest, until], np.int32)
         slot, held, newest, until = self._put(tuple(numbers))
         self.pool = swap_in(slot, SlotContents(states, held, newest, until, sampling), self.pool)
-        for pages, entries in zip(self._moves(sequence.pages), () if saved is None else saved.pages, strict=False):
-            whole = _filled_up(entries) if isinstance(saved, snapshots.Snapshot) else entries
-            self.pool = write_pages(pages, self._restore(whole), self.pool)
-        sequence.saved = None
-        copies = sequence.pages[: len(sequence.copied)]
-        for source, own in zip(self._moves(sequence.copied), self._moves(copies), strict=True):
+        for pages, entries in zip(self._moves(memory.pages), () if saved is None else saved.pages, strict=False):
+            self.pool = write_pages(pages, self._restore(_filled_up(entries)), self.pool)
+        memory.saved = None
+        copies = memory.pages[: len(memory.copied)]
+        for source, own in zip(self._moves(memory.copied), self._moves(copies), strict=True):
             self.pool = write_pages(own, read_pages(source, self.pool), self.pool)
 
     def state_of(self, sequence: TokenSequence) -> State:
         """What the sequence holds outside its pages, copied on the device."""
-        return swap_out(self._int(sequence.slot), self.pool)
+        return swap_out(self._int(sequence.memory.slot), self.pool)
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
         """The states and pages of a sequence, copied to the host; waits for the device."""
-        used = sequence.pages[: -(-sequence.held // self.shapes.page_size) - sequence.first_page]
+        used = self._moves(sequence.memory.pages[: self._used(sequence)])
         states = self._fetch(self.state_of(sequence))
-        return Saved(states, tuple(self._fetch(read_pages(pages, self.pool)) for pages in self._moves(used)))
+        return Saved(states, tuple(self._fetch(read_pages(pages, self.pool)) for pages in used))
 
-    def keep(self, sequence: TokenSequence) -> snapshots.Snapshot:
+    def keep(self, sequence: TokenSequence) -> Snapshot:
         """What a finished sequence leaves behind, copied to the host; waits for the device."""
         saved = self.swap_out(sequence)
-        count = -(-sequence.held // self.shapes.page_size) - sequence.first_page
-        own = [min(count - start, PAGES_MOVED) for start in range(0, count, PAGES_MOVED)]
-        pages = tuple(tuple(np.array(x[:n]) for x in some) for n, some in zip(own, saved.pages, strict=True))
-        return snapshots.Snapshot(
+        counts = moves(self._used(sequence))
+        pages = tuple(tuple(np.array(x[:n]) for x in some) for n, some in zip(counts, saved.pages, strict=True))
+        return Snapshot(
             (*sequence.prompt, *sequence.token_ids),
             len(sequence.earlier) + len(sequence.token_ids),
             sequence.held,
-            sequence.first_page,
+            sequence.memory.first_page,
             saved.states,
             pages,
             sequence.request.origin,
@@ -188,7 +187,7 @@ class Runner:
 
         Those that compile longest come first.
         """
-        extend, decode, parts = self.forward
+        extend, decode, parts, _ = self.forward
         for rows in reversed(self.shapes.rows[:1] if first_token else self.shapes.rows):
             yield f"decode of {rows}", decode, self._empty_batch(rows, 0), self.execution
             if "structured" in also and "masks" in parts:
@@ -240,6 +239,10 @@ class Runner:
         sampling = self._sampling([(SamplingParams(), 0, 0, ())], self._unadjusted)
         zero = self._int(0)
         return SlotContents(self._fresh, zero, zero, zero, sampling)
+
+    def _used(self, sequence: TokenSequence) -> int:
+        """How many of its pages hold tokens."""
+        return -(-sequence.held // self.shapes.page_size) - sequence.memory.first_page
 
     def _moves(self, pages: Sequence[int]) -> Iterator[Array]:
         for start in range(0, len(pages), PAGES_MOVED):

@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ling3.engine.prefixes import Prefixes
@@ -36,8 +36,8 @@ class Group:
         """
         if not self.free_slots:
             return False
-        if sequence.group != self.number:
-            sequence.group, sequence.looked_up = self.number, None
+        if sequence.memory.group != self.number:
+            sequence.memory.group, sequence.memory.looked_up = self.number, None
         begins = not sequence.prefilled
         if begins:
             self.prefixes.adopt(sequence)
@@ -47,7 +47,7 @@ class Group:
             self.prefixes.abandon(sequence)
             given = self.reserve(sequence, tokens)
         if given:
-            sequence.slot = self.free_slots.pop()
+            sequence.memory.slot = self.free_slots.pop()
         return given
 
     def reserve(self, sequence: TokenSequence, tokens: int) -> bool:
@@ -57,13 +57,14 @@ class Group:
         chunk of a prompt, and each chunk frees as many pages as the next one can lack.
         """
         self.free_behind(sequence)
-        needed = -(-tokens // self.shapes.page_size) - sequence.first_page
-        missing = min(needed, self.shapes.most_pages) - len(sequence.pages)
+        memory = sequence.memory
+        needed = -(-tokens // self.shapes.page_size) - memory.first_page
+        missing = min(needed, self.shapes.most_pages) - len(memory.pages)
         if missing > self.available:
             return False
         if missing > len(self.free_pages):
             self.prefixes.evict(missing - len(self.free_pages))
-        sequence.pages.extend(self.free_pages.pop() for _ in range(missing))
+        memory.pages.extend(self.free_pages.pop() for _ in range(missing))
         return True
 
     def free_behind(self, sequence: TokenSequence) -> None:
@@ -74,17 +75,17 @@ class Group:
         """
         if self.shapes.window is None:
             return
-        first = self.shapes.first_page(sequence.next_position)
-        if behind := sequence.pages[: first - sequence.first_page]:
-            del sequence.pages[: len(behind)]
+        memory, first = sequence.memory, self.shapes.first_page(sequence.next_position)
+        if behind := memory.pages[: first - memory.first_page]:
+            del memory.pages[: len(behind)]
             self.prefixes.pass_by(sequence, behind)
-        sequence.first_page = first
+        memory.first_page = first
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Frees a sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
-        assert sequence.slot is not None, "only a running sequence has a slot and pages"
-        self.free_slots.append(sequence.slot)
-        sequence.slot = None
+        assert sequence.memory.slot is not None, "only a running sequence has a slot and pages"
+        self.free_slots.append(sequence.memory.slot)
+        sequence.memory.slot = None
         self.prefixes.leave(sequence, spoiled)
 
     def _free(self, pages: list[int]) -> None:
@@ -92,8 +93,9 @@ class Group:
 
     def check(self, running: list[TokenSequence]) -> None:
         """Raises AssertionError unless each slot and page is free, or belongs to one sequence or known prefix."""
-        slots = sorted([*self.free_slots, *(sequence.slot for sequence in running if sequence.slot is not None)])
-        own = [page for sequence in running for page in sequence.pages[self.prefixes.shared(sequence) :]]
+        taken = [slot for sequence in running if (slot := sequence.memory.slot) is not None]
+        slots = sorted([*self.free_slots, *taken])
+        own = [page for sequence in running for page in sequence.memory.pages[self.prefixes.shared(sequence) :]]
         pages = sorted([*self.free_pages, *own, *self.prefixes.check(running)])
         assert slots == list(self.slots), f"slots: {slots}"
         assert pages == list(self.pages), f"pages: {pages}"
@@ -128,27 +130,13 @@ class Scheduler:
         """How many pages are free, or would be on demand."""
         return sum(group.available for group in self.groups)
 
-    def adopt(self, sequence: TokenSequence) -> bool:
-        """Lets a sequence of which nothing was computed go on from a longer known prefix, if there is one by now."""
-        return not sequence.begun and self.group_of(sequence).prefixes.adopt(sequence)
-
-    def settled(self, sequence: TokenSequence) -> None:
-        """After `admit` or `adopt`: the copies of what the sequence goes on from are under way."""
-        self.group_of(sequence).prefixes.settled(sequence)
-
-    def extended(self, sequence: TokenSequence, states: Callable[[TokenSequence], Any]) -> None:
-        """Keeps the prefix that a sequence has just computed, with its `states` beside the pages, if it is wanted."""
-        prefixes = self.group_of(sequence).prefixes
-        if prefixes.wants(sequence):
-            prefixes.keep(sequence, states)
-
     def alike(self, sequences: Sequence[TokenSequence], rows: int) -> Iterator[list[TokenSequence]]:
         """Sequences that may share a call, as many of each group as it has rows."""
         kinds: dict[Any, list[TokenSequence]] = {}
         for sequence in sequences:
             kinds.setdefault(sequence.key, []).append(sequence)
         for kind in kinds.values():
-            groups = [[each for each in kind if each.group == group.number] for group in self.groups]
+            groups = [[each for each in kind if each.memory.group == group.number] for group in self.groups]
             for start in range(0, max(map(len, groups)), rows):
                 yield [sequence for group in groups for sequence in group[start : start + rows]]
 
@@ -190,8 +178,12 @@ class Scheduler:
         return sorted(self.groups, key=lambda group: (-known(group), -len(group.free_slots), -group.available))
 
     def group_of(self, sequence: TokenSequence) -> Group:
-        """That in which a sequence runs, or last ran."""
-        return self.groups[sequence.group]
+        """The group in which a sequence runs, or last ran."""
+        return self.groups[sequence.memory.group]
+
+    def prefixes_of(self, sequence: TokenSequence) -> Prefixes:
+        """The known prefixes that a sequence can go on from."""
+        return self.group_of(sequence).prefixes
 
     def youngest(self, group: Group) -> TokenSequence:
         """The sequence of a group that is preempted first."""
@@ -203,9 +195,8 @@ class Scheduler:
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Frees a running sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
-        assert sequence.slot is not None, "only a running sequence has a slot and pages"
-        self.running.remove(sequence)
         self.group_of(sequence).release(sequence, spoiled)
+        self.running.remove(sequence)
 
     def are_free(self, pages: list[int]) -> list[int]:
         """Those of some pages that belong to nobody."""
@@ -215,7 +206,7 @@ class Scheduler:
         """Raises AssertionError unless each slot and page is free, or belongs to one sequence or known prefix."""
         for group in self.groups:
             group.check([sequence for sequence in self.running if self.group_of(sequence) is group])
-        assert all(sequence.slot is None and not sequence.pages for sequence in self.queued()), (
+        assert all(sequence.memory.slot is None and not sequence.memory.pages for sequence in self.queued()), (
             "a waiting sequence holds memory"
         )
 

@@ -11,7 +11,6 @@ from jaxtyping import Shaped
 from ling3.cache import State
 from ling3.engine.sampling_params import SamplingParams
 from ling3.runtime.parameters import ParameterError
-from ling3.runtime.quoting import shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -63,17 +62,6 @@ class Snapshot:
         Or a whole chat, whose ids must begin with the snapshot's: the conversation so far and its next turn.
         """
         return Continued(self, more)
-
-    def check_origin(self, origin: Mapping[str, Any], name: str) -> None:
-        """ValueError if it belongs to another model, or to other settings, than an engine of this `origin`."""
-        if not isinstance(self.origin, Mapping):
-            raise ValueError(f"{name} is a snapshot whose origin is {shown(self.origin)}, expected a mapping")
-        for key in {**self.origin, **origin}:
-            if origin.get(key) != (own := self.origin.get(key)):
-                whole = key in ("model", "execution")
-                what = f"another {key}" if whole else f"an engine whose {key} is {shown(own)}"
-                here = "" if whole else f" and not {shown(origin.get(key))}"
-                raise ValueError(f"{name} is a snapshot of {what}{here}: it holds for the same model and settings")
 
     def check(self, params: SamplingParams, more: bool, name: str) -> None:
         """ParameterError if no request of `params` can go on from it, with `more` or not."""

@@ -218,8 +218,8 @@ def test_a_step_leaves_the_slots_and_pages_of_others_alone(served):
 
     def others(sequence):
         layers = jax.device_get(served._loop.runner.pool.layers)
-        states = [np.delete(leaf, sequence.slot, axis=0) for leaf in jax.tree.leaves(slots_of(layers))]
-        return states + [np.delete(paged.entries, sequence.pages, axis=0) for paged in pages_of(layers)]
+        states = [np.delete(leaf, sequence.memory.slot, axis=0) for leaf in jax.tree.leaves(slots_of(layers))]
+        return states + [np.delete(paged.entries, sequence.memory.pages, axis=0) for paged in pages_of(layers)]
 
     served.generate([[i] * 60 for i in range(10, 16)], dataclasses.replace(GREEDY, max_tokens=40))
     rid = served.submit([9] * 70, dataclasses.replace(GREEDY, max_tokens=60))
@@ -228,14 +228,14 @@ def test_a_step_leaves_the_slots_and_pages_of_others_alone(served):
     assert 0 < sequence.prefilled < 70
     before = others(sequence)
     assert sum(np.count_nonzero(leaf) for leaf in before) > 1000
-    while served.has_work and sequence.slot is not None:
-        held = list(sequence.pages)
+    while served.has_work and sequence.memory.slot is not None:
+        held = list(sequence.memory.pages)
         served.step()
         turns += 1
-        if sequence.pages == held:
+        if sequence.memory.pages == held:
             for old, new in zip(before, others(sequence), strict=True):
                 np.testing.assert_array_equal(old, new)
-        elif sequence.slot is not None:
+        elif sequence.memory.slot is not None:
             before = others(sequence)
     assert turns > 10
 

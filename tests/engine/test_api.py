@@ -279,7 +279,7 @@ def test_the_books_balance_after_every_step():
         stats = served.stats()
         assert balanced(stats)
         served._loop.scheduler.check()
-        used = {page for sequence in served._loop.scheduler.running for page in sequence.pages}
+        used = {page for sequence in served._loop.scheduler.running for page in sequence.memory.pages}
         assert stats.free_pages + len(used) == PAGES
         assert stats.steps == turn + 1
         if not served.has_work:

@@ -317,7 +317,7 @@ def test_abort_while_preempted(busy, alone):
     waiting, deltas = [], []
     while not waiting:
         deltas += busy.step()
-        waiting = [each for each in busy._loop.scheduler.queued() if each.preemptions]
+        waiting = [each for each in busy._loop.scheduler.queued() if each.times.preemptions]
     (victim,) = waiting[:1]
     assert victim.saved is not None
     assert busy.abort(victim.request.request_id)

@@ -29,7 +29,8 @@ def noted(served, patch):
 
     def told(arg):
         if isinstance(arg, ling3.engine.request.TokenSequence):
-            return arg.request.request_id, arg.index, arg.slot, tuple(arg.pages), arg.held, arg.saved is None
+            memory = arg.memory
+            return arg.request.request_id, arg.index, memory.slot, tuple(memory.pages), arg.held, memory.saved is None
         if isinstance(arg, Batch):
             return [leaf.tolist() for leaf in jax.tree.leaves(arg)]
         return tuple(map(told, arg)) if isinstance(arg, (list, tuple)) else arg

@@ -172,7 +172,7 @@ class Company(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values())
         assert stats.slots == stats.free_slots + stats.running
-        held = {page for sequence in self.engine._loop.scheduler.running for page in sequence.pages}
+        held = {page for sequence in self.engine._loop.scheduler.running for page in sequence.memory.pages}
         assert stats.pages == stats.free_pages + len(held)
         self.engine._loop.scheduler.check()
 

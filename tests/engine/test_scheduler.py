@@ -53,23 +53,23 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.integers(1, 60))
     def reserve(self, data, tokens):
         sequence = data.draw(st.sampled_from(self.running))
-        before, free = list(sequence.pages), self.scheduler.free_pages
+        before, free = list(sequence.memory.pages), self.scheduler.free_pages
         missing = max(-(-tokens // self.scheduler.page_size) - len(before), 0)
         given = self.scheduler.reserve(sequence, tokens)
         assert given == (missing <= free)
         # What it has stays where it is, and a refusal takes nothing.
-        assert sequence.pages[: len(before)] == before
-        assert len(sequence.pages) == len(before) + (missing if given else 0)
+        assert sequence.memory.pages[: len(before)] == before
+        assert len(sequence.memory.pages) == len(before) + (missing if given else 0)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), preempted=st.booleans())
     def release(self, data, preempted):
         sequence = data.draw(st.sampled_from(self.running))
         free = self.scheduler.free_pages
-        held = len(sequence.pages)
+        held = len(sequence.memory.pages)
         self.scheduler.release(sequence)
         self.running.remove(sequence)
-        assert (sequence.slot, sequence.pages, self.scheduler.free_pages) == (None, [], free + held)
+        assert (sequence.memory.slot, sequence.memory.pages, self.scheduler.free_pages) == (None, [], free + held)
         if preempted:
             self.scheduler.enqueue(sequence)
             self.waiting.append(sequence)
@@ -92,7 +92,7 @@ class Books(RuleBasedStateMachine):
         assert scheduler.running == sorted(self.running, key=lambda sequence: sequence.order)
         assert scheduler.waiting == len(self.waiting)
         assert scheduler.free_slots == scheduler.slots - len(self.running)
-        assert scheduler.free_pages == scheduler.pages - sum(len(sequence.pages) for sequence in self.running)
+        assert scheduler.free_pages == scheduler.pages - sum(len(sequence.memory.pages) for sequence in self.running)
         assert not set(scheduler.queued()) & set(scheduler.running)
 
 
@@ -133,12 +133,12 @@ def test_check_notices(spoil):
     assert scheduler.admit(20) is second
     scheduler.check()
     if spoil == "slot":
-        first.slot = second.slot
+        first.memory.slot = second.memory.slot
     elif spoil == "page":
-        first.pages.pop()
+        first.memory.pages.pop()
     elif spoil == "twice":
-        first.pages[0] = second.pages[0]
+        first.memory.pages[0] = second.memory.pages[0]
     else:
-        third.pages.append(0)
+        third.memory.pages.append(0)
     with pytest.raises(AssertionError):
         scheduler.check()

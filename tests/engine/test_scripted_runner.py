@@ -28,8 +28,8 @@ def test_memory_that_was_changed_is_noticed(where):
     served.step()
     (sequence,), runner = served._loop.scheduler.running, served._loop.runner
     if where == "pages":
-        runner.pages[sequence.pages[1], 3] += 1
+        runner.pages[sequence.memory.pages[1], 3] += 1
     else:
-        runner.slots[sequence.slot].state.update(b"0")
+        runner.slots[sequence.memory.slot].state.update(b"0")
     with pytest.raises(AssertionError, match="the pages of a sequence hold the tokens that its slot has seen"):
         served.step()

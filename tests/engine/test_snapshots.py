@@ -521,7 +521,7 @@ def test_senseless_values_are_refused(values, message):
 
 def test_an_engine_that_keeps_none_refuses_it(served):
     other = engine()
-    other._intake.origin = None  # as a mesh and other programs make it
+    other._intake.snapshots = None  # as a mesh and other programs make it
     for prompt, own in ((ids(3), KEEP), (ask(served, ids(3), KEEP).snapshot, params())):
         with pytest.raises(
             ValueError, match="an engine on a mesh or of attention and experts apart keeps no snapshots"

@@ -132,7 +132,7 @@ def test_a_long_sequence_fits_into_few_pages(page_size):
     outputs = []
     while served.has_work:
         outputs += [delta.output for delta in served.step() if delta.output is not None]
-        held |= {len(sequence.pages) for sequence in served._loop.scheduler.running}
+        held |= {len(sequence.memory.pages) for sequence in served._loop.scheduler.running}
         served._loop.scheduler.check()
     assert [output.request_id for output in outputs] == [request]
     assert max(held) <= MOST[page_size]
@@ -176,7 +176,7 @@ def test_preemption_at_any_turn_changes_nothing(page_size):
             if running := loop.scheduler.running:
                 some = running[turn % len(running)]
                 loop._preempt(some)
-                freed.add((some.decoding, some.first_page > 0))
+                freed.add((some.decoding, some.memory.first_page > 0))
         for delta in served.step():
             if delta.output is not None:
                 found[delta.request_id] = delta.output

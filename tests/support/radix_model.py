@@ -29,8 +29,8 @@ class Cell:
 class FlatCache:
     """`cells[prefix]` for every cached prefix, a tuple of pages."""
 
-    def __init__(self, page_size, window, snapshots):
-        self.needed = 1 if snapshots else -(-window // page_size)
+    def __init__(self, window, snapshots):
+        self.needed = 1 if snapshots else window
         self.snapshots = snapshots
         self.cells, self.locks = {}, {}
         self.freed, self.freed_shadows, self.clock = [], [], itertools.count(1)
@@ -204,13 +204,11 @@ class World:
         *("evict", "evict_shadow", "forget", "use", "add_use"),
     )
 
-    def __init__(self, page_size, window=0, snapshots=False, alphabet=2):
-        self.page_size, self.window, self.snapshots, self.alphabet = page_size, window, snapshots, alphabet
+    def __init__(self, window=0, snapshots=False, alphabet=2):
+        self.window, self.snapshots, self.alphabet = window, snapshots, alphabet
         self.freed, self.freed_shadows = [], []
-        self.tree = RadixTree(
-            page_size, self.freed.extend, self.freed_shadows.extend, window=window, snapshots=snapshots
-        )
-        self.flat = FlatCache(page_size, window, snapshots)
+        self.tree = RadixTree(self.freed.extend, self.freed_shadows.extend, window=window, snapshots=snapshots)
+        self.flat = FlatCache(window, snapshots)
         self.running, self.recent = [], [()]
         self.issued, self.issued_shadows = set(), set()
         self.returned, self.returned_shadows = set(), set()
@@ -220,16 +218,12 @@ class World:
         getattr(self, name)(rng)
         self.compare()
 
-    def paged(self, tokens):
-        size = self.page_size
-        return tuple(tokens[i : i + size] for i in range(0, len(tokens) // size * size, size))
-
     def draw(self, rng, prefix=()):
         """Tokens that often share some with recent ones."""
         if not prefix:
             prefix = rng.choice(self.recent)
             prefix = prefix[: rng.randint(0, len(prefix))]
-        tail = rng.randint(0, max(8 * self.page_size - len(prefix), 1))
+        tail = rng.randint(0, max(8 - len(prefix), 1))
         tokens = (*prefix, *(rng.randrange(self.alphabet) for _ in range(tail)))
         self.recent = [*self.recent[-5:], tokens]
         return tokens
@@ -244,10 +238,9 @@ class World:
         self.issued_shadows.update(new)
         return new
 
-    def add(self, rng, tokens, matched, prev):
-        """Inserts tokens whose first `prev` are matched."""
-        pages = self.paged(tokens)
-        end, shared = len(pages), prev // self.page_size
+    def add(self, rng, tokens, matched):
+        """Inserts tokens, one a step, whose first ones are `matched`."""
+        end, shared = len(tokens), len(matched)
         slots = matched + self.slots(end - shared)
         offered = []
         if self.snapshots and end > shared and rng.random() < 0.7:
@@ -258,13 +251,12 @@ class World:
             offered = self.shadow_slots(end - freed)
         shadows = [None] * (end - len(offered)) + offered
         known = self.tree.insert(tokens, slots, offered)
-        assert known == self.flat.insert(pages, list(slots), shadows, shared) * self.page_size
+        assert known == self.flat.insert(tokens, list(slots), shadows, shared)
 
     def find(self, tokens):
         match = self.tree.match(tokens)
-        pages, size = self.paged(tokens), self.page_size
-        assert (match.length // size, match.shared // size) == self.flat.match(pages)
-        cells = [self.flat.cells[pages[: n + 1]] for n in range(match.length // size)]
+        assert (match.node.end, match.shared) == self.flat.match(tokens)
+        cells = [self.flat.cells[tokens[: n + 1]] for n in range(match.node.end)]
         assert match.slots == [cell.slot for cell in cells]
         needed = cells[max(len(cells) - self.flat.needed, 0) :]
         assert match.shadows == [cell.shadow for cell in needed]
@@ -273,14 +265,14 @@ class World:
     def hold(self, tokens):
         match = self.find(tokens)
         lock = self.tree.lock(match.node)
-        self.flat.lock(lock, self.paged(tokens)[: match.length // self.page_size])
+        self.flat.lock(lock, tokens[: match.node.end])
         return Running(tokens, match, lock)
 
     def match(self, rng):
         self.find(self.draw(rng))
 
     def insert(self, rng):
-        self.add(rng, self.draw(rng), [], 0)
+        self.add(rng, self.draw(rng), [])
 
     def begin(self, rng):
         if len(self.running) < 5:
@@ -291,14 +283,14 @@ class World:
             index = rng.randrange(len(self.running))
             old = self.running[index]
             tokens = self.draw(rng, old.tokens)
-            self.add(rng, tokens, old.match.slots, old.match.length)
+            self.add(rng, tokens, old.match.slots)
             self.running[index] = self.hold(tokens)
             self.unlock(old)
 
     def finish(self, rng):
         if self.running:
             old = self.running.pop(rng.randrange(len(self.running)))
-            self.add(rng, self.draw(rng, old.tokens), old.match.slots, old.match.length)
+            self.add(rng, self.draw(rng, old.tokens), old.match.slots)
             self.unlock(old)
 
     def abandon(self, rng):
@@ -327,19 +319,19 @@ class World:
         tokens = self.draw(rng)
         match = self.find(tokens)
         self.tree.forget(match.node)
-        self.flat.forget(self.paged(tokens)[: match.length // self.page_size])
+        self.flat.forget(tokens[: match.node.end])
 
     def use(self, rng):
         tokens = self.draw(rng)
-        if (match := self.find(tokens)).length:
+        if (match := self.find(tokens)).node.end:
             self.tree.use(match.node)
-            self.flat.use(self.paged(tokens)[: match.length // self.page_size])
+            self.flat.use(tokens[: match.node.end])
 
     def add_use(self, rng):
         tokens, is_end = self.draw(rng), rng.random() < 0.7
-        if (match := self.find(tokens)).length:
+        if (match := self.find(tokens)).node.end:
             self.tree.add_use(match.node, is_end)
-            self.flat.add_use(self.paged(tokens)[: match.length // self.page_size], is_end)
+            self.flat.add_use(tokens[: match.node.end], is_end)
 
     def compare(self):
         """Raises AssertionError unless both have the same, and all that was issued is in the tree or freed once."""
@@ -349,7 +341,7 @@ class World:
             prefix = tuple(each.key for each in reversed(list(self.tree._upwards(node))))
             found[prefix] = (node.slot, node.shadow, node.full_lock, node.shadow_lock)
         assert found == self.flat.state()
-        assert (self.tree.pages, self.tree.shadows) == self.flat.stats()
+        assert (self.tree.steps, self.tree.shadows) == self.flat.stats()
         for mine, theirs, returned in (
             (self.freed, self.flat.freed, self.returned),
             (self.freed_shadows, self.flat.freed_shadows, self.returned_shadows),

@@ -90,14 +90,14 @@ class ScriptedRunner(Runner):
         self.slots: list[Slot | None] = [None] * self.shapes.slots
 
     def swap_in(self, sequence):
-        saved, snapshot = sequence.saved, sequence.snapshot
-        for source, own in zip(sequence.copied, sequence.pages, strict=False):
+        saved, states = sequence.memory.saved, sequence.memory.states
+        for source, own in zip(sequence.memory.copied, sequence.memory.pages, strict=False):
             self.pages[own] = self.pages[source]
         if saved is not None:
-            self.pages[sequence.pages[: len(saved.pages)]] = saved.pages
-        before = saved.state if saved is not None else hashlib.blake2b() if snapshot is None else snapshot
-        params, sequence.saved = sequence.params, None
-        self.slots[sequence.slot] = Slot(
+            self.pages[sequence.memory.pages[: len(saved.pages)]] = saved.pages
+        before = saved.state if saved is not None else hashlib.blake2b() if states is None else states
+        params, sequence.memory.saved = sequence.params, None
+        self.slots[sequence.memory.slot] = Slot(
             length=sequence.held,
             state=before.copy(),
             newest=(sequence.token_ids or sequence.prompt)[-1],
@@ -108,11 +108,11 @@ class ScriptedRunner(Runner):
         )
 
     def swap_out(self, sequence):
-        used = sequence.pages[: -(-sequence.held // self.shapes.page_size)]
-        return Saved(self.slots[sequence.slot].state.copy(), self.pages[used])
+        used = sequence.memory.pages[: -(-sequence.held // self.shapes.page_size)]
+        return Saved(self.slots[sequence.memory.slot].state.copy(), self.pages[used])
 
     def state_of(self, sequence):
-        return self.slots[sequence.slot].state.copy()
+        return self.slots[sequence.memory.slot].state.copy()
 
     def scrub(self, slot, pages):
         self.pages[list(pages)], self.slots[slot] = EMPTY, None
@@ -132,7 +132,7 @@ class ScriptedRunner(Runner):
         for row, sequence in zip(rows, sequences, strict=True):
             self._check(batch, row, sequence)
             for step in range(batch.lengths[row]):
-                if not self.slots[sequence.slot].done:
+                if not self.slots[sequence.memory.slot].done:
                     forced = int(batch.tokens[row, step]) if batch.masks is not None else -1
                     mask = None if batch.masks is None else batch.masks[row]
                     tokens[row, step], logprobs[row, step] = self._next(sequence, forced if forced >= 0 else None, mask)
@@ -143,9 +143,9 @@ class ScriptedRunner(Runner):
     def _check(self, batch, row: int, sequence):
         """AssertionError unless a row has the sequence's slot and pages, at their columns."""
         slots, table = batch.rows.slots, batch.rows.table
-        assert slots[row] == sequence.slot and (not batch.rows.in_place or row == sequence.slot)
-        columns = slice(sequence.first_page, sequence.first_page + len(sequence.pages))
-        assert table[row, columns].tolist() == sequence.pages
+        assert slots[row] == sequence.memory.slot and (not batch.rows.in_place or row == sequence.memory.slot)
+        columns = slice(sequence.memory.first_page, sequence.memory.first_page + len(sequence.memory.pages))
+        assert table[row, columns].tolist() == sequence.memory.pages
         assert (np.delete(table[row], np.r_[columns]) == self.shapes.pages).all()
 
     def warmup(self, first_token=False, *also):
@@ -161,16 +161,16 @@ class ScriptedRunner(Runner):
 
     def _put_in(self, sequence, token: int):
         """Puts a token into a sequence's caches."""
-        slot, size = self.slots[sequence.slot], self.shapes.page_size
-        self.pages[sequence.pages[slot.length // size], slot.length % size] = token
+        slot, size = self.slots[sequence.memory.slot], self.shapes.page_size
+        self.pages[sequence.memory.pages[slot.length // size], slot.length % size] = token
         slot.length += 1
         slot.state.update(np.int64(token).tobytes())
 
     def _next(self, sequence, forced: int | None, mask: np.ndarray | None) -> tuple[int, float]:
         """The next token of a sequence, after its newest was put into its caches, and its log-probability."""
-        slot = self.slots[sequence.slot]
+        slot = self.slots[sequence.memory.slot]
         self._put_in(sequence, slot.newest)
-        ids = self.pages[sequence.pages].reshape(-1)[: slot.length]
+        ids = self.pages[sequence.memory.pages].reshape(-1)[: slot.length]
         found = hashlib.blake2b(ids.tobytes()).digest()
         assert found == slot.state.digest(), "the pages of a sequence hold the tokens that its slot has seen"
         token = self.rule(ids, slot.seed) if forced is None else forced

@@ -1,24 +1,39 @@
-"""What an engine's snapshots look like: one that was damaged or edited is refused before it reaches the loop."""
+"""Which snapshots an engine goes on from: one of another engine, or a damaged one, is refused before it is queued."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from ling3.cache import pages_of, slots_of
-from ling3.engine.pool import PAGES_MOVED, Pool
+from ling3.engine.pool import Pool, moves
 from ling3.engine.shapes import Shapes
-from ling3.engine.snapshots import Snapshot
+from ling3.engine.snapshots import Continued, Snapshot
+from ling3.runtime.parameters import ParameterError
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_whole
 
+NONE_KEPT = "an engine on a mesh or of attention and experts apart keeps no snapshots, nor does a fleet"
+
+
+def continued(prompt: Any) -> Continued | None:
+    """A prompt that goes on from a snapshot, and what follows that; None for any other prompt."""
+    found = Continued(prompt) if isinstance(prompt, Snapshot) else prompt
+    if not isinstance(found, Continued):
+        return None
+    if not isinstance(found.snapshot, Snapshot):
+        raise ParameterError("prompt", f"the prompt continues {shown(found.snapshot)}, expected a ling3.Snapshot")
+    return found
+
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """The shapes and dtypes of a snapshot's arrays, and what its counts follow from."""
+class SnapshotChecks:
+    """What an engine's snapshots belong to, their arrays' shapes and dtypes, and what their counts follow from."""
 
+    origin: Callable[[], Mapping[str, Any]]
+    """The model and the settings that they belong to."""
     page_size: int
     states: Any
     """As in `Snapshot`, of `jax.ShapeDtypeStruct`."""
@@ -28,17 +43,30 @@ class Layout:
     """The first page that the token at a position needs."""
 
     @staticmethod
-    def of(pool: Pool, shapes: Shapes) -> "Layout":
-        """The layout of an engine's pool."""
+    def of(pool: Pool, shapes: Shapes, origin: Callable[[], Mapping[str, Any]]) -> "SnapshotChecks":
+        """The checks of an engine's pool."""
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), slots_of(pool.layers))
         paged = [each.entries for each in pages_of(pool.layers)]
         entries = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in paged]
-        return Layout(shapes.page_size, states, entries, shapes.first_page)
+        return SnapshotChecks(origin, shapes.page_size, states, entries, shapes.first_page)
 
     def check(self, snapshot: Snapshot, name: str) -> None:
-        """ValueError, calling the snapshot by its `name`, for one that no engine of this layout has made."""
+        """ValueError, calling the snapshot by its `name`, for one that no engine of this origin has made."""
+        self._check_origin(snapshot.origin, name)
         if (problem := self._counts(snapshot) or self._arrays(snapshot)) is not None:
             raise ValueError(f"{name} is a snapshot that was damaged or edited: {problem}")
+
+    def _check_origin(self, found: Any, name: str) -> None:
+        """ValueError for a snapshot of another model, or of other settings."""
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{name} is a snapshot whose origin is {shown(found)}, expected a mapping")
+        origin = self.origin()
+        for key in {**found, **origin}:
+            if origin.get(key) != (other := found.get(key)):
+                whole = key in ("model", "execution")
+                what = f"another {key}" if whole else f"an engine whose {key} is {shown(other)}"
+                here = "" if whole else f" and not {shown(origin.get(key))}"
+                raise ValueError(f"{name} is a snapshot of {what}{here}: it holds for the same model and settings")
 
     def _counts(self, snapshot: Snapshot) -> str | None:
         """What is wrong with its numbers."""
@@ -56,8 +84,7 @@ class Layout:
     def _arrays(self, snapshot: Snapshot) -> str | None:
         """What is wrong with its arrays."""
         count = -(-snapshot.held // self.page_size) - snapshot.first_page
-        moved = [min(count - start, PAGES_MOVED) for start in range(0, count, PAGES_MOVED)]
-        pages = tuple(tuple(jax.ShapeDtypeStruct((n, *x.shape), x.dtype) for x in self.entries) for n in moved)
+        pages = tuple(tuple(jax.ShapeDtypeStruct((n, *x.shape), x.dtype) for x in self.entries) for n in moves(count))
         for field, expected in (("states", self.states), ("pages", pages)):
             found = getattr(snapshot, field)
             if jax.tree.structure(found) != jax.tree.structure(expected):
