@@ -68,7 +68,7 @@ parity: .venv/installed-parity
 
 # A published model, SmolLM2-135M-Instruct, converted once into build/real; and every law of tokenizers on its vocabulary.
 real: .venv/installed-real
-	$(QUICKLY) $(BIN)/python -m pytest --durations=10 -m "not exhaustive" tests/real $(wildcard tests/*/test_every_tokenizer.py)
+	$(QUICKLY) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 -m "not exhaustive" tests/real $(wildcard tests/*/test_every_tokenizer.py)
 
 slow: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" $(APART) $(MESH:%=--ignore=%)

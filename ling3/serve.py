@@ -271,7 +271,8 @@ def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan]) -> B
     """The input of `decode`: how many tokens each row gets, and what is known of them."""
     words = max((len(plan.mask) for plan in plans if plan.mask is not None), default=0)
     lengths = np.zeros(len(where.table), np.int32)
-    tokens = np.full((len(lengths), DECODE_STEPS if words else 0), -1, np.int32)
+    known = words or any(plan.forced for plan in plans)
+    tokens = np.full((len(lengths), DECODE_STEPS if known else 0), -1, np.int32)
     masks = np.zeros((len(lengths), words), np.uint32)
     for row, plan in zip(rows, plans, strict=True):
         lengths[row] = plan.count

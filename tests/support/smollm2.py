@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import tempfile
 
+import filelock
 import gguf
 import ml_dtypes
 import numpy as np
@@ -83,14 +84,15 @@ def checkpoint():
     """The directory of the published layout, which is made once and kept in `build/`."""
     version = hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:12]
     target = BUILD / f"SmolLM2-135M-Instruct-{version}"
-    if not target.is_dir():
-        BUILD.mkdir(parents=True, exist_ok=True)
-        partial = pathlib.Path(tempfile.mkdtemp(dir=BUILD, prefix="partial-"))
-        try:
-            convert(gguf.GGUFReader(wheel_file()), partial)
-            partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(target.with_suffix(".lock")):  # for the workers of one run
+        if not target.is_dir():
+            partial = pathlib.Path(tempfile.mkdtemp(dir=BUILD, prefix="partial-"))
+            try:
+                convert(gguf.GGUFReader(wheel_file()), partial)
+                partial.rename(target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
