@@ -16,7 +16,6 @@ arXiv 2312.07104) and SGLang's tree for hybrid models.
 
 import dataclasses
 import itertools
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,6 +45,7 @@ class Node:
     uses: float = 0
     """How often sequences ended, parted or went on here, discounted for age at the time `used`."""
     used: int = 0
+    """How many sequences had ended then."""
     is_end: bool = False
     """A sequence ended here, and no later end of it is known."""
 
@@ -97,8 +97,7 @@ class RadixTree:
         self._shadow_recency: OrderedDict[Node, None] = OrderedDict()
         # How many are evictable and how many are locked.
         self.steps, self.shadows = [0, 0], [0, 0]
-        self._clock, self._patience = 0, 32.0  # both in uses of snapshots
-        self._newest = self._trial = None  # the ends of the last sequence that ended, and of the one before it
+        self._clock, self._due = 0, 16.0  # both in ends of sequences
 
     def match(self, steps: Sequence[PrefixStep]) -> Match:
         """What the tree has of a sequence; the part that can be continued becomes the most recently used.
@@ -180,21 +179,16 @@ class RadixTree:
 
     def use(self, node: Node) -> None:
         """Counts a sequence that goes on from a node's snapshot."""
-        self._clock += 1
         if node.is_end:  # its next part, most likely, whose end will take this one's place
-            self._patience += (1.5 * (self._clock - node.used) - self._patience) / 8
-        else:
-            node.uses = self._uses(node) + 1
-        node.used = self._clock
+            self._due += (1.5 * (self._clock - node.used) - self._due) / 8
+        self._count_uses(node, 1)
 
     def add_use(self, node: Node, is_end: bool) -> None:
-        """Counts a sequence that ended at a node, or parted from another one there, which makes two uses."""
-        self._clock += 1
-        if is_end:
-            if (above := self._above(node, lambda each: each.uses)).is_end:
-                above.uses, above.is_end = 0, False
-            self._trial, self._newest = self._newest, node
-        node.uses, node.used = self._uses(node) + (1 if is_end else 2), self._clock
+        """Counts a sequence that ended at a node, half a use as many are never gone on from, or parted from another."""
+        self._clock += is_end
+        if is_end and (above := self._above(node, lambda each: each.uses)).is_end:
+            above.uses, above.is_end = 0, False
+        self._count_uses(node, 0.5 if is_end else 2)
         node.is_end |= is_end
 
     def evict(self, needed: int) -> int:
@@ -259,19 +253,21 @@ class RadixTree:
         assert len(shadows) == len(live), "a shadow is in the tree twice"
 
     def _worth(self, node: Node) -> float:
-        """The steps that would be computed again without a snapshot, times how often it is used.
+        """The steps that would be computed again without a snapshot, times its uses, over how long the next one takes.
 
-        Uses count the less the longer ago they were (Blankstein et al., Hyperbolic Caching, ATC 2017). An end stays
-        until the next one comes, so that a conversation can go on from it, and until the one after that at half its
-        worth, so that conversations in turns do not drive each other out. How patiently an end then waits for its
-        conversation is learnt from those that went on.
+        A use is expected as long after the last one as that is ago (Blankstein et al., Hyperbolic Caching, ATC 2017).
+        A conversation goes on from its end when the end is due, which is learnt from those that went on, or at once:
+        the newest end waits half as long. Of conversations in turns, those that are kept are thus kept until their
+        turn. What is overdue loses its worth four times as fast.
         """
-        steps = node.end - self._above(node, lambda each: each.shadow is not None).end
-        return self._uses(node) * steps * (math.inf if node is self._newest else 0.5 if node is self._trial else 1)
+        age, steps = self._clock - node.used, node.end - self._above(node, lambda each: each.shadow is not None).end
+        wait = (self._due - age if age else self._due / 2) if node.is_end else age
+        return steps * node.uses / (1 + max(wait, 4 * (age - self._due)))
 
-    def _uses(self, node: Node) -> float:
-        """A node's uses, discounted for age."""
-        return node.uses / (1 + (self._clock - node.used) / self._patience)
+    def _count_uses(self, node: Node, uses: float) -> None:
+        """Adds uses to a node's earlier ones, which count half if four sequences have ended since."""
+        node.uses = node.uses / (1 + (self._clock - node.used) / 4) + uses
+        node.used = self._clock
 
     def _descend(self, steps: Sequence[PrefixStep]) -> list[Node]:
         """The nodes of the longest known prefix."""

@@ -228,13 +228,13 @@ def test_eviction_of_snapshots_and_locks():
 
 def test_the_snapshot_that_saves_least_goes_first():
     tree = snapshots([50] * 3, range(9), [60] * 9, [70])
-    # Three steps; half of nine, as no end but one came after it; nine; the newest end.
-    assert [tree.evict_shadow(1) for _ in range(4)] == [1] * 4 and names(tree) == [0, 2, 1, 3]
+    # One step; three; nine, and again nine, of an older end, which is due sooner.
+    assert [tree.evict_shadow(1) for _ in range(4)] == [1] * 4 and names(tree) == [3, 0, 2, 1]
 
 
 def test_the_end_of_a_sequence_that_went_on_goes_first():
     tree = snapshots(range(5), range(9), [60] * 6, [70])
-    assert [tree.evict_shadow(1) for _ in range(2)] == [1] * 2 and names(tree) == [0, 2]
+    assert [tree.evict_shadow(1) for _ in range(2)] == [1] * 2 and names(tree) == [0, 3]
 
 
 def test_where_sequences_part_counts_more_than_where_they_end():
@@ -243,8 +243,8 @@ def test_where_sequences_part_counts_more_than_where_they_end():
     parting = tree.match(range(3)).node
     tree.add_use(parting, is_end=False)
     tree.use(parting)
-    # With it two ends save three steps each, and it saves three three times.
-    assert [tree.evict_shadow(1) for _ in range(3)] == [1] * 3 and names(tree) == [0, 1, 2]
+    # One step; three of each end below it, of which the older is due sooner; nine; three more often.
+    assert [tree.evict_shadow(1) for _ in range(4)] == [1] * 4 and names(tree) == [3, 1, 0, 2]
 
 
 def test_conversations_in_turns_do_not_drive_each_other_out():

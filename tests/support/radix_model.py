@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import random
 from typing import Any
 
@@ -34,7 +33,7 @@ class FlatCache:
         self.snapshots = snapshots
         self.cells, self.locks = {}, {}
         self.freed, self.freed_shadows, self.clock = [], [], itertools.count(1)
-        self.now, self.patience, self.ended = 0, 32.0, [None, None]
+        self.now, self.due = 0, 16.0
 
     def live(self, prefix):
         return self.cells[prefix].shadow is not None
@@ -141,33 +140,32 @@ class FlatCache:
 
     def use(self, prefix):
         """A sequence goes on from the snapshot after a prefix."""
-        self.now += 1
         cell = self.cells[prefix]
         if cell.is_end:
-            self.patience += (1.5 * (self.now - cell.used) - self.patience) / 8
-        else:
-            cell.uses = self.uses(cell) + 1
-        cell.used = self.now
+            self.due += (1.5 * (self.now - cell.used) - self.due) / 8
+        self.count(cell, 1)
 
     def add_use(self, prefix, is_end):
         """A sequence ends or parts there."""
-        self.now += 1
         cell = self.cells[prefix]
         if is_end:
+            self.now += 1
             above = [self.cells[prefix[:n]] for n in range(1, len(prefix)) if self.cells[prefix[:n]].uses]
             if above and above[-1].is_end:
                 above[-1].uses, above[-1].is_end = 0, False
-            self.ended = [self.ended[1], cell]
-        cell.uses, cell.used = self.uses(cell) + (1 if is_end else 2), self.now
+        self.count(cell, 0.5 if is_end else 2)
         cell.is_end |= is_end
 
-    def uses(self, cell):
-        return cell.uses / (1 + (self.now - cell.used) / self.patience)
+    def count(self, cell, uses):
+        cell.uses = cell.uses / (1 + (self.now - cell.used) / 4) + uses
+        cell.used = self.now
 
     def worth(self, prefix):
         cell, live = self.cells[prefix], [0, *(n for n in range(1, len(prefix)) if self.live(prefix[:n]))]
-        factor = math.inf if cell is self.ended[1] else 0.5 if cell is self.ended[0] else 1
-        return (self.uses(cell) * (len(prefix) - live[-1]) * factor if self.snapshots else 0), cell.touched
+        age = self.now - cell.used
+        wait = (self.due - age if age else self.due / 2) if cell.is_end else age
+        rate = cell.uses / (1 + max(wait, 4 * (age - self.due)))
+        return ((len(prefix) - live[-1]) * rate if self.snapshots else 0), cell.touched
 
     def evict(self, needed):
         freed = 0
