@@ -55,8 +55,8 @@ class Match:
     """What the tree has of a sequence.
 
     The steps up to `node` can be continued: they lie in `slots`, and `shadows` are those that continuing needs.
-    `shared` steps are in the tree. Where that is more, the sequence diverges from earlier ones at a place without a
-    shadow: a snapshot taken there serves the next sequence that shares them.
+    `shared` is more where the sequence diverges from earlier ones at a later place, which has no shadow: a snapshot
+    taken there serves the next sequence that shares so many steps.
     """
 
     node: Node
@@ -110,10 +110,11 @@ class RadixTree:
             live = 0 if node.shadow is None else live + 1
             usable = node.end if live >= self._needed else usable
         node = path[usable - 1] if usable else self._root
+        shared = len(path) if path and path[-1].children else usable
         self._touch(node)
         shadows = [each.shadow for each in path[max(usable - self._needed, 0) : usable]]
         slots = [each.slot for each in path[:usable]]
-        return Match(node, len(path), slots, shadows)
+        return Match(node, shared, slots, shadows)
 
     def insert(self, steps: Sequence[PrefixStep], slots: Sequence[Any], shadows: Sequence[Any] = ()) -> int:
         """Adds a sequence, whose memory the tree takes over; returns how many steps of it were in the tree before.
@@ -160,12 +161,11 @@ class RadixTree:
         return Lock(node)
 
     def unlock(self, lock: Lock) -> None:
-        """Ends a lock; tombstones that nothing leads through any more are freed."""
+        """Ends a lock; a tombstone that nothing leads through any more is dropped."""
         self._unlock_shadows(lock)
         for each in self._upwards(lock.node):
             self._change_locks(each, -1, 0)
-        if self._is_useless(lock.node):
-            self._delete(lock.node)
+        self._drop(lock.node)
 
     def release_shadow(self, lock: Lock) -> None:
         """Ends the lock's claim on shadows, as a window has moved past them or a snapshot was copied.
@@ -184,11 +184,11 @@ class RadixTree:
         self._count_uses(node, 1)
 
     def add_use(self, node: Node, is_end: bool) -> None:
-        """Counts a sequence that ended at a node, half a use as many are never gone on from, or parted from another."""
+        """Counts a sequence that ended at a node, as half a use, or that parted there, as two if it is the first."""
         self._clock += is_end
         if is_end and (above := self._above(node, lambda each: each.uses)).is_end:
             above.uses, above.is_end = 0, False
-        self._count_uses(node, 0.5 if is_end else 2)
+        self._count_uses(node, 0.5 if is_end else 0 if node.uses else 2)
         node.is_end |= is_end
 
     def evict(self, needed: int) -> int:
@@ -204,18 +204,15 @@ class RadixTree:
     def evict_shadow(self, needed: int) -> int:
         """Frees shadows until there are `needed` or no more are evictable; returns how many.
 
-        With a window the least recently used goes first; of snapshots, the one that is worth least. A node with
-        children or a lock keeps its slot; others are deleted.
+        With a window the least recently used goes first; of snapshots, the one that is worth least.
         """
         freed = 0
         while freed < needed and self.shadows[0]:
             found = (node for node in self._shadow_recency if not node.shadow_lock)
             node = min(itertools.islice(found, CANDIDATES if self.snapshots else 1), key=self._worth)
             freed += 1
-            if node.children or node.full_lock:
-                self._bury(node)
-            else:
-                self._delete(node)
+            self._bury(node)
+            self._drop(node)
         return freed
 
     def forget(self, node: Node) -> None:
@@ -239,7 +236,7 @@ class RadixTree:
             assert node.full_lock >= sum(child.full_lock for child in node.children.values()), "a lock ends halfway"
             assert node.full_lock >= node.shadow_lock >= 0, "more locks on a shadow than on the slot"
             assert node.shadow is not None or not node.shadow_lock, "a lock on the shadow of a tombstone"
-            assert not self._is_useless(node), "a tombstone without children and locks"
+            assert self.snapshots or not self._is_useless(node), "a tombstone without children and locks"
             steps[node.full_lock > 0] += 1
             shadows[node.shadow_lock > 0] += node.shadow is not None
             links += len(node.children)
@@ -309,6 +306,13 @@ class RadixTree:
             node.parent, node = None, parent
         self._free(slots)
         return len(slots)
+
+    def _drop(self, node: Node) -> None:
+        """Deletes a useless tombstone; of snapshots, it goes next, and until then shows where others part."""
+        if self._is_useless(node) and not self.snapshots:
+            self._delete(node)
+        elif self._is_useless(node):
+            self._recency.move_to_end(node, last=False)
 
     def _is_useless(self, node: Node) -> bool:
         """True for a tombstone without children and locks: no match can end with it or go through it."""

@@ -216,14 +216,15 @@ def test_eviction_of_snapshots_and_locks():
     tree = snapshots([0, 0], [1, 1], [2, 2], [3, 3])
     lock = tree.lock(tree.match([0, 0]).node)
     assert tree.evict_shadow(2) == 2 and sorted(names(tree)) == [1, 2]
-    assert sorted(tree.freed) == [100, 101, 200, 201]  # without its snapshot a leaf is of no use
+    assert not tree.freed and tree.match([1, 1]).node.end == 0
+    assert tree.evict(4) == 4 and sorted(tree.freed) == [100, 101, 200, 201]  # of no use without their snapshots
     assert tree.evict_shadow(4) == 1 and tree.shadows == [0, 1]
     tree.release_shadow(lock)
     assert tree.match([0, 0]).shadows  # still there for the next sequence
     assert tree.evict_shadow(1) == 1 and tree.match([0, 0]).node.end == 0
-    assert tree.steps[1] == 2
+    assert tree.steps == [2, 2]
     tree.unlock(lock)
-    assert not list(tree.nodes())
+    assert tree.steps == [4, 0] and tree.evict(9) == 4 and not list(tree.nodes())
 
 
 def test_the_snapshot_that_saves_least_goes_first():

@@ -76,7 +76,7 @@ class FlatCache:
         shared = self.shared(pages)
         length = max(n for n in range(shared + 1) if all(map(self.live, self.tail(pages[:n]))))
         self.touch(pages[:length])
-        return length, shared
+        return length, length if self.leaf(pages[:shared]) else shared
 
     def insert(self, pages, slots, shadows, prev):
         """`shadows[i]`: page i's shadow or None. `prev` in pages."""
@@ -105,7 +105,7 @@ class FlatCache:
 
     def unlock(self, name):
         prefix, _ = self.locks.pop(name)
-        self.drop_useless(prefix)
+        self.drop(prefix)
 
     def release_shadow(self, name):
         prefix, needed = self.locks[name]
@@ -124,9 +124,17 @@ class FlatCache:
         self.freed.append(self.cells.pop(prefix).slot)
         return 1 + self.drop_useless(prefix[:-1])
 
+    def useless(self, prefix):
+        return self.needed and prefix and not self.live(prefix) and self.leaf(prefix) and not self.full_lock(prefix)
+
     def drop_useless(self, prefix):
-        useless = self.needed and prefix and not self.live(prefix) and self.leaf(prefix) and not self.full_lock(prefix)
-        return self.delete(prefix) if useless else 0
+        return self.delete(prefix) if self.useless(prefix) else 0
+
+    def drop(self, prefix):
+        if not self.snapshots:
+            self.drop_useless(prefix)
+        elif self.useless(prefix):
+            self.cells[prefix].touched = -next(self.clock)
 
     def forget(self, prefix):
         for n in range(len(prefix), 0, -1):
@@ -153,7 +161,7 @@ class FlatCache:
             above = [self.cells[prefix[:n]] for n in range(1, len(prefix)) if self.cells[prefix[:n]].uses]
             if above and above[-1].is_end:
                 above[-1].uses, above[-1].is_end = 0, False
-        self.count(cell, 0.5 if is_end else 2)
+        self.count(cell, 0.5 if is_end else 0 if cell.uses else 2)
         cell.is_end |= is_end
 
     def count(self, cell, uses):
@@ -178,10 +186,8 @@ class FlatCache:
         while freed < needed and (ends := [e for e in self.cells if self.live(e) and not self.shadow_lock(e)]):
             end = min(ends, key=self.worth)
             freed += 1
-            if self.leaf(end) and not self.full_lock(end):
-                self.delete(end)
-            else:
-                self.bury(end)
+            self.bury(end)
+            self.drop(end)
         return freed
 
 
