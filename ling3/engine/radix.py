@@ -16,7 +16,6 @@ arXiv 2312.07104) and SGLang's tree for hybrid models.
 
 import dataclasses
 import itertools
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,6 +45,7 @@ class Node:
     uses: float = 0
     """How often sequences ended, parted or went on here, discounted for age at the time `used`."""
     used: int = 0
+    """How many sequences had ended then."""
     is_end: bool = False
     """A sequence ended here, and no later end of it is known."""
 
@@ -55,8 +55,8 @@ class Match:
     """What the tree has of a sequence.
 
     The steps up to `node` can be continued: they lie in `slots`, and `shadows` are those that continuing needs.
-    `shared` steps are in the tree. Where that is more, the sequence diverges from earlier ones at a place without a
-    shadow: a snapshot taken there serves the next sequence that shares them.
+    `shared` is more where the sequence diverges from earlier ones at a later place, which has no shadow: a snapshot
+    taken there serves the next sequence that shares so many steps.
     """
 
     node: Node
@@ -97,8 +97,7 @@ class RadixTree:
         self._shadow_recency: OrderedDict[Node, None] = OrderedDict()
         # How many are evictable and how many are locked.
         self.steps, self.shadows = [0, 0], [0, 0]
-        self._clock, self._patience = 0, 32.0  # both in uses of snapshots
-        self._newest = self._trial = None  # the ends of the last sequence that ended, and of the one before it
+        self._clock, self._due = 0, 16.0  # both in ends of sequences
 
     def match(self, steps: Sequence[PrefixStep]) -> Match:
         """What the tree has of a sequence; the part that can be continued becomes the most recently used.
@@ -111,10 +110,11 @@ class RadixTree:
             live = 0 if node.shadow is None else live + 1
             usable = node.end if live >= self._needed else usable
         node = path[usable - 1] if usable else self._root
+        shared = len(path) if path and path[-1].children else usable
         self._touch(node)
         shadows = [each.shadow for each in path[max(usable - self._needed, 0) : usable]]
         slots = [each.slot for each in path[:usable]]
-        return Match(node, len(path), slots, shadows)
+        return Match(node, shared, slots, shadows)
 
     def insert(self, steps: Sequence[PrefixStep], slots: Sequence[Any], shadows: Sequence[Any] = ()) -> int:
         """Adds a sequence, whose memory the tree takes over; returns how many steps of it were in the tree before.
@@ -161,12 +161,11 @@ class RadixTree:
         return Lock(node)
 
     def unlock(self, lock: Lock) -> None:
-        """Ends a lock; tombstones that nothing leads through any more are freed."""
+        """Ends a lock; a tombstone that nothing leads through any more is dropped."""
         self._unlock_shadows(lock)
         for each in self._upwards(lock.node):
             self._change_locks(each, -1, 0)
-        if self._is_useless(lock.node):
-            self._delete(lock.node)
+        self._drop(lock.node)
 
     def release_shadow(self, lock: Lock) -> None:
         """Ends the lock's claim on shadows, as a window has moved past them or a snapshot was copied.
@@ -180,21 +179,16 @@ class RadixTree:
 
     def use(self, node: Node) -> None:
         """Counts a sequence that goes on from a node's snapshot."""
-        self._clock += 1
         if node.is_end:  # its next part, most likely, whose end will take this one's place
-            self._patience += (1.5 * (self._clock - node.used) - self._patience) / 8
-        else:
-            node.uses = self._uses(node) + 1
-        node.used = self._clock
+            self._due += (1.5 * (self._clock - node.used) - self._due) / 8
+        self._count_uses(node, 1)
 
     def add_use(self, node: Node, is_end: bool) -> None:
-        """Counts a sequence that ended at a node, or parted from another one there, which makes two uses."""
-        self._clock += 1
-        if is_end:
-            if (above := self._above(node, lambda each: each.uses)).is_end:
-                above.uses, above.is_end = 0, False
-            self._trial, self._newest = self._newest, node
-        node.uses, node.used = self._uses(node) + (1 if is_end else 2), self._clock
+        """Counts a sequence that ended at a node, as half a use, or that parted there, as two if it is the first."""
+        self._clock += is_end
+        if is_end and (above := self._above(node, lambda each: each.uses)).is_end:
+            above.uses, above.is_end = 0, False
+        self._count_uses(node, 0.5 if is_end else 0 if node.uses else 2)
         node.is_end |= is_end
 
     def evict(self, needed: int) -> int:
@@ -210,18 +204,15 @@ class RadixTree:
     def evict_shadow(self, needed: int) -> int:
         """Frees shadows until there are `needed` or no more are evictable; returns how many.
 
-        With a window the least recently used goes first; of snapshots, the one that is worth least. A node with
-        children or a lock keeps its slot; others are deleted.
+        With a window the least recently used goes first; of snapshots, the one that is worth least.
         """
         freed = 0
         while freed < needed and self.shadows[0]:
             found = (node for node in self._shadow_recency if not node.shadow_lock)
             node = min(itertools.islice(found, CANDIDATES if self.snapshots else 1), key=self._worth)
             freed += 1
-            if node.children or node.full_lock:
-                self._bury(node)
-            else:
-                self._delete(node)
+            self._bury(node)
+            self._drop(node)
         return freed
 
     def forget(self, node: Node) -> None:
@@ -245,7 +236,7 @@ class RadixTree:
             assert node.full_lock >= sum(child.full_lock for child in node.children.values()), "a lock ends halfway"
             assert node.full_lock >= node.shadow_lock >= 0, "more locks on a shadow than on the slot"
             assert node.shadow is not None or not node.shadow_lock, "a lock on the shadow of a tombstone"
-            assert not self._is_useless(node), "a tombstone without children and locks"
+            assert self.snapshots or not self._is_useless(node), "a tombstone without children and locks"
             steps[node.full_lock > 0] += 1
             shadows[node.shadow_lock > 0] += node.shadow is not None
             links += len(node.children)
@@ -259,19 +250,21 @@ class RadixTree:
         assert len(shadows) == len(live), "a shadow is in the tree twice"
 
     def _worth(self, node: Node) -> float:
-        """The steps that would be computed again without a snapshot, times how often it is used.
+        """The steps that would be computed again without a snapshot, times its uses, over how long the next one takes.
 
-        Uses count the less the longer ago they were (Blankstein et al., Hyperbolic Caching, ATC 2017). An end stays
-        until the next one comes, so that a conversation can go on from it, and until the one after that at half its
-        worth, so that conversations in turns do not drive each other out. How patiently an end then waits for its
-        conversation is learnt from those that went on.
+        A use is expected as long after the last one as that is ago (Blankstein et al., Hyperbolic Caching, ATC 2017).
+        A conversation goes on from its end when the end is due, which is learnt from those that went on, or at once:
+        the newest end waits half as long. Of conversations in turns, those that are kept are thus kept until their
+        turn. What is overdue loses its worth four times as fast.
         """
-        steps = node.end - self._above(node, lambda each: each.shadow is not None).end
-        return self._uses(node) * steps * (math.inf if node is self._newest else 0.5 if node is self._trial else 1)
+        age, steps = self._clock - node.used, node.end - self._above(node, lambda each: each.shadow is not None).end
+        wait = (self._due - age if age else self._due / 2) if node.is_end else age
+        return steps * node.uses / (1 + max(wait, 4 * (age - self._due)))
 
-    def _uses(self, node: Node) -> float:
-        """A node's uses, discounted for age."""
-        return node.uses / (1 + (self._clock - node.used) / self._patience)
+    def _count_uses(self, node: Node, uses: float) -> None:
+        """Adds uses to a node's earlier ones, which count half if four sequences have ended since."""
+        node.uses = node.uses / (1 + (self._clock - node.used) / 4) + uses
+        node.used = self._clock
 
     def _descend(self, steps: Sequence[PrefixStep]) -> list[Node]:
         """The nodes of the longest known prefix."""
@@ -313,6 +306,13 @@ class RadixTree:
             node.parent, node = None, parent
         self._free(slots)
         return len(slots)
+
+    def _drop(self, node: Node) -> None:
+        """Deletes a useless tombstone; of snapshots, it goes next, and until then shows where others part."""
+        if self._is_useless(node) and not self.snapshots:
+            self._delete(node)
+        elif self._is_useless(node):
+            self._recency.move_to_end(node, last=False)
 
     def _is_useless(self, node: Node) -> bool:
         """True for a tombstone without children and locks: no match can end with it or go through it."""

@@ -162,7 +162,7 @@ def test_snapshots_keep_to_their_budget():
     for prompt in prompts:
         ask(served, prompt)
         assert served.stats().snapshot_bytes <= 2 * size
-    assert [found(served, prompt) for prompt in (prompts[0], prompts[2], prompts[1], prompts[0])] == [16, 16, 0, 16]
+    assert [found(served, prompt) for prompt in (prompts[0], prompts[2], prompts[1], prompts[2])] == [16, 16, 0, 16]
 
 
 @every_kind

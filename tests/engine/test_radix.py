@@ -216,25 +216,26 @@ def test_eviction_of_snapshots_and_locks():
     tree = snapshots([0, 0], [1, 1], [2, 2], [3, 3])
     lock = tree.lock(tree.match([0, 0]).node)
     assert tree.evict_shadow(2) == 2 and sorted(names(tree)) == [1, 2]
-    assert sorted(tree.freed) == [100, 101, 200, 201]  # without its snapshot a leaf is of no use
+    assert not tree.freed and tree.match([1, 1]).node.end == 0
+    assert tree.evict(4) == 4 and sorted(tree.freed) == [100, 101, 200, 201]  # of no use without their snapshots
     assert tree.evict_shadow(4) == 1 and tree.shadows == [0, 1]
     tree.release_shadow(lock)
     assert tree.match([0, 0]).shadows  # still there for the next sequence
     assert tree.evict_shadow(1) == 1 and tree.match([0, 0]).node.end == 0
-    assert tree.steps[1] == 2
+    assert tree.steps == [2, 2]
     tree.unlock(lock)
-    assert not list(tree.nodes())
+    assert tree.steps == [4, 0] and tree.evict(9) == 4 and not list(tree.nodes())
 
 
 def test_the_snapshot_that_saves_least_goes_first():
     tree = snapshots([50] * 3, range(9), [60] * 9, [70])
-    # Three steps; half of nine, as no end but one came after it; nine; the newest end.
-    assert [tree.evict_shadow(1) for _ in range(4)] == [1] * 4 and names(tree) == [0, 2, 1, 3]
+    # One step; three; nine, and again nine, of an older end, which is due sooner.
+    assert [tree.evict_shadow(1) for _ in range(4)] == [1] * 4 and names(tree) == [3, 0, 2, 1]
 
 
 def test_the_end_of_a_sequence_that_went_on_goes_first():
     tree = snapshots(range(5), range(9), [60] * 6, [70])
-    assert [tree.evict_shadow(1) for _ in range(2)] == [1] * 2 and names(tree) == [0, 2]
+    assert [tree.evict_shadow(1) for _ in range(2)] == [1] * 2 and names(tree) == [0, 3]
 
 
 def test_where_sequences_part_counts_more_than_where_they_end():
@@ -243,8 +244,8 @@ def test_where_sequences_part_counts_more_than_where_they_end():
     parting = tree.match(range(3)).node
     tree.add_use(parting, is_end=False)
     tree.use(parting)
-    # With it two ends save three steps each, and it saves three three times.
-    assert [tree.evict_shadow(1) for _ in range(3)] == [1] * 3 and names(tree) == [0, 1, 2]
+    # One step; three of each end below it, of which the older is due sooner; nine; three more often.
+    assert [tree.evict_shadow(1) for _ in range(4)] == [1] * 4 and names(tree) == [3, 1, 0, 2]
 
 
 def test_conversations_in_turns_do_not_drive_each_other_out():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import random
 from typing import Any
 
@@ -34,7 +33,7 @@ class FlatCache:
         self.snapshots = snapshots
         self.cells, self.locks = {}, {}
         self.freed, self.freed_shadows, self.clock = [], [], itertools.count(1)
-        self.now, self.patience, self.ended = 0, 32.0, [None, None]
+        self.now, self.due = 0, 16.0
 
     def live(self, prefix):
         return self.cells[prefix].shadow is not None
@@ -77,7 +76,7 @@ class FlatCache:
         shared = self.shared(pages)
         length = max(n for n in range(shared + 1) if all(map(self.live, self.tail(pages[:n]))))
         self.touch(pages[:length])
-        return length, shared
+        return length, length if self.leaf(pages[:shared]) else shared
 
     def insert(self, pages, slots, shadows, prev):
         """`shadows[i]`: page i's shadow or None. `prev` in pages."""
@@ -106,7 +105,7 @@ class FlatCache:
 
     def unlock(self, name):
         prefix, _ = self.locks.pop(name)
-        self.drop_useless(prefix)
+        self.drop(prefix)
 
     def release_shadow(self, name):
         prefix, needed = self.locks[name]
@@ -125,9 +124,17 @@ class FlatCache:
         self.freed.append(self.cells.pop(prefix).slot)
         return 1 + self.drop_useless(prefix[:-1])
 
+    def useless(self, prefix):
+        return self.needed and prefix and not self.live(prefix) and self.leaf(prefix) and not self.full_lock(prefix)
+
     def drop_useless(self, prefix):
-        useless = self.needed and prefix and not self.live(prefix) and self.leaf(prefix) and not self.full_lock(prefix)
-        return self.delete(prefix) if useless else 0
+        return self.delete(prefix) if self.useless(prefix) else 0
+
+    def drop(self, prefix):
+        if not self.snapshots:
+            self.drop_useless(prefix)
+        elif self.useless(prefix):
+            self.cells[prefix].touched = -next(self.clock)
 
     def forget(self, prefix):
         for n in range(len(prefix), 0, -1):
@@ -141,33 +148,32 @@ class FlatCache:
 
     def use(self, prefix):
         """A sequence goes on from the snapshot after a prefix."""
-        self.now += 1
         cell = self.cells[prefix]
         if cell.is_end:
-            self.patience += (1.5 * (self.now - cell.used) - self.patience) / 8
-        else:
-            cell.uses = self.uses(cell) + 1
-        cell.used = self.now
+            self.due += (1.5 * (self.now - cell.used) - self.due) / 8
+        self.count(cell, 1)
 
     def add_use(self, prefix, is_end):
         """A sequence ends or parts there."""
-        self.now += 1
         cell = self.cells[prefix]
         if is_end:
+            self.now += 1
             above = [self.cells[prefix[:n]] for n in range(1, len(prefix)) if self.cells[prefix[:n]].uses]
             if above and above[-1].is_end:
                 above[-1].uses, above[-1].is_end = 0, False
-            self.ended = [self.ended[1], cell]
-        cell.uses, cell.used = self.uses(cell) + (1 if is_end else 2), self.now
+        self.count(cell, 0.5 if is_end else 0 if cell.uses else 2)
         cell.is_end |= is_end
 
-    def uses(self, cell):
-        return cell.uses / (1 + (self.now - cell.used) / self.patience)
+    def count(self, cell, uses):
+        cell.uses = cell.uses / (1 + (self.now - cell.used) / 4) + uses
+        cell.used = self.now
 
     def worth(self, prefix):
         cell, live = self.cells[prefix], [0, *(n for n in range(1, len(prefix)) if self.live(prefix[:n]))]
-        factor = math.inf if cell is self.ended[1] else 0.5 if cell is self.ended[0] else 1
-        return (self.uses(cell) * (len(prefix) - live[-1]) * factor if self.snapshots else 0), cell.touched
+        age = self.now - cell.used
+        wait = (self.due - age if age else self.due / 2) if cell.is_end else age
+        rate = cell.uses / (1 + max(wait, 4 * (age - self.due)))
+        return ((len(prefix) - live[-1]) * rate if self.snapshots else 0), cell.touched
 
     def evict(self, needed):
         freed = 0
@@ -180,10 +186,8 @@ class FlatCache:
         while freed < needed and (ends := [e for e in self.cells if self.live(e) and not self.shadow_lock(e)]):
             end = min(ends, key=self.worth)
             freed += 1
-            if self.leaf(end) and not self.full_lock(end):
-                self.delete(end)
-            else:
-                self.bury(end)
+            self.bury(end)
+            self.drop(end)
         return freed
 
 
