@@ -112,7 +112,9 @@ def test_thinking_and_answer_come_apart(url):
     """A bias has nano end its thinking by `</think>` (5), a special token, which the engine's text lacks."""
     asked = {**ASKED, "chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"5": 20}, "max_tokens": 80}
     asked["structured_outputs"] = {"grammar": 'start: "The answer is " /[0-9]/ "."'}
-    whole = httpx.post(f"{url}/v1/chat/completions", headers=KEY, json=asked).json()["choices"][0]["message"]
+    whole = httpx.post(f"{url}/v1/chat/completions", headers=KEY, json=asked, timeout=60).json()["choices"][0][
+        "message"
+    ]
     assert "=" in whole["reasoning_content"] and re.fullmatch(r"The answer is \d\.", whole["content"])
     with openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client:
         extra = {name: asked.pop(name) for name in ("chat_template_kwargs", "structured_outputs")}
