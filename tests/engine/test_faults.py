@@ -319,9 +319,9 @@ def test_abort_while_preempted(busy, alone):
         deltas += busy.step()
         waiting = [each for each in busy._loop.scheduler.queued() if each.times.preemptions]
     (victim,) = waiting[:1]
-    assert victim.saved is not None
+    assert victim.memory.saved is not None
     assert busy.abort(victim.request.request_id)
-    assert victim.saved is None
+    assert victim.memory.saved is None
     assert victim.completion.timings.preemptions > 0
     while busy.has_work:
         deltas += busy.step()
