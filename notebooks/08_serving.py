@@ -110,9 +110,9 @@ def watch(engine, arrivals):
             number = sequence.request.request_id - first_id
             waits = "decode" if sequence.decoding else "ready"
             phase = "prefill" if sequence.prefilled > prefilled.get(number, 0) else waits
-            running[sequence.slot] = (number, phase, len(sequence.pages))
+            running[sequence.memory.slot] = (number, phase, len(sequence.memory.pages))
             prefilled[number] = sequence.prefilled
-        waiting = [(each.request.request_id - first_id, each.preemptions > 0) for each in scheduler.queued()]
+        waiting = [(each.request.request_id - first_id, each.times.preemptions > 0) for each in scheduler.queued()]
         outputs |= {d.request_id - first_id: d.output for d in deltas if d.output is not None}
         log.append({"running": running, "waiting": waiting, "before": before, "stats": engine.stats()})
     return log, outputs
