@@ -67,7 +67,7 @@ def test_a_page_that_is_lost_is_found(monkeypatch):
     release = ling3.engine.scheduler.Scheduler.release
 
     def released(self, run, spoiled=False):
-        run.pages.pop()
+        run.memory.pages.pop()
         release(self, run, spoiled)
 
     monkeypatch.setattr(ling3.engine.scheduler.Scheduler, "release", released)
