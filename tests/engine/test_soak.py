@@ -46,7 +46,7 @@ def test_an_answer_that_depends_on_company_is_found(monkeypatch):
     take = TokenSequence.take
 
     def taken(self, tokens, *logprobs):
-        return take(self, [token + (token > 5) for token in tokens] if self.slot else tokens, *logprobs)
+        return take(self, [token + (token > 5) for token in tokens] if self.memory.slot else tokens, *logprobs)
 
     monkeypatch.setattr(TokenSequence, "take", taken)
     found = short_soak(40)
