@@ -98,7 +98,8 @@ class Runner:
         slot, held, newest, until = self._put(tuple(numbers))
         self.pool = swap_in(slot, SlotContents(states, held, newest, until, sampling), self.pool)
         for pages, entries in zip(self._moves(memory.pages), () if saved is None else saved.pages, strict=False):
-            self.pool = write_pages(pages, self._restore(_filled_up(entries)), self.pool)
+            whole = entries if isinstance(saved, Saved) else _filled_up(entries)  # a snapshot has no more than it needs
+            self.pool = write_pages(pages, self._restore(whole), self.pool)
         memory.saved = None
         copies = memory.pages[: len(memory.copied)]
         for source, own in zip(self._moves(memory.copied), self._moves(copies), strict=True):
