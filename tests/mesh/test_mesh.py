@@ -79,12 +79,11 @@ PARAMS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "data", "rules", "num_pages"),
     [
-        (2, 2, Rules(experts=("data", "tensor")), 16),
-        pytest.param(4, 1, Rules(), 9, marks=SLOW),  # few enough for preemption
+        pytest.param(2, 2, Rules(experts=("data", "tensor")), 16, marks=SLOW),
+        (4, 1, Rules(), 9),  # few enough for preemption
         pytest.param(1, 4, Rules(), 20, marks=SLOW),  # on each device five, which the longest request needs
     ],
 )
