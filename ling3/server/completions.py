@@ -95,5 +95,5 @@ class _Texts(Choices):
         return {"index": place * self._n + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _echoed(self, place: int) -> str:
-        """What the answers to a prompt begin with."""
+        """The text with which the answers to a prompt begin."""
         return self._tokenizer.decode(self._prompts[place], skip_special_tokens=False) if self._asked.echo else ""

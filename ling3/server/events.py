@@ -169,7 +169,7 @@ class Choices(ProtocolAnswer):
 
 
 def head_of(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """What a whole answer and its chunks begin with."""
+    """The fields with which a whole answer and its chunks begin."""
     return {"id": identifier(prefix), "object": kind, "created": int(time.time()), "model": model}
 
 

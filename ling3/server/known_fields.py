@@ -31,7 +31,7 @@ REQUEST = {
     "prompt_cache_options": CACHING,
     "prompt_cache_retention": CACHING,
 }
-"""What every kind of request ignores."""
+"""Fields that every kind of request ignores, each with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ class FieldNames:
     """Fields that are known and not honoured, each with the reason, which a client is told of those refused."""
 
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What changes no answer."""
+    """Fields that change no answer."""
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What would change an answer or what comes beside it, and cannot be had."""
+    """Fields that would change an answer, or what is sent beside it, and that are not supported."""
 
     def check(self, given: Mapping[str, Any], honoured: Set[str] | None, where: str = "", allow: bool = False) -> None:
         """ApiError 400 for a field that is neither honoured nor ignored; null counts as absent.
