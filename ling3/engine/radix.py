@@ -250,7 +250,10 @@ class RadixTree:
         assert len(shadows) == len(live), "a shadow is in the tree twice"
 
     def _worth(self, node: Node) -> float:
-        """The steps that would be computed again without a snapshot, times its uses, over how long the next one takes.
+        """The steps that would be computed again without a snapshot, times its uses, over how long the next one takes:
+
+            steps · uses / (1 + max(wait, 4 (age - due)))      in steps over ends of sequences
+            wait = age where sequences part;  due - age at an end, and due / 2 at the newest one
 
         A use is expected as long after the last one as that is ago (Blankstein et al., Hyperbolic Caching, ATC 2017).
         A conversation goes on from its end when the end is due, which is learnt from those that went on, or at once:
