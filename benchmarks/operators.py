@@ -22,6 +22,7 @@ from ling3.layers.moe import Router
 from ling3.ops.attention import Expansion, attention, latent_attention, paged_attention
 from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda
+from ling3.ops.swiglu import SWIGLU
 
 LOWER_BOUND = -5.0
 PAGE = 256
@@ -213,9 +214,9 @@ def experts(
         **{name: _normal(rng, shape, dtype, std=shape[-1] ** -0.5) for name, shape in shapes.items()},
     }
     arrays = tuple(inputs.values())
-    specification = _call(functools.partial(dense_experts, limit=0.0), *arrays)
-    ours = _call(lambda *arrays: execution.experts(*arrays, 0.0, execution.lowering), *arrays)
-    plain = _call(lambda *arrays: block_experts(*arrays, 0.0, execution.lowering), *arrays)
+    specification = _call(dense_experts, *arrays)
+    ours = _call(lambda *arrays: execution.experts(*arrays, SWIGLU, execution.lowering), *arrays)
+    plain = _call(lambda *arrays: block_experts(*arrays, SWIGLU, execution.lowering), *arrays)
     sides = [
         ("ling3, experts", ours),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=True)),

@@ -149,7 +149,7 @@ def tails(module):
 
 def few_token_experts(module):
     stacks = (numbers(3, 5, 4), numbers(3, 5, 4), numbers(3, 4, 5))
-    module.few_token_experts(numbers(SEQ, 4), jnp.zeros((SEQ, 2), jnp.int32), numbers(SEQ, 2), *stacks, 0.0)
+    module.few_token_experts(numbers(SEQ, 4), jnp.zeros((SEQ, 2), jnp.int32), numbers(SEQ, 2), *stacks)
 
 
 def moe(module):

@@ -549,7 +549,7 @@ class TestSave:
         weights = to_bfloat16(draw(config, seed=1))
         write(tmp_path / "x", config, weights)
         model = load(tmp_path / "x")
-        assert model.model.layers[2].mlp.experts.limit == 4.0
+        assert model.model.layers[2].mlp.experts.swiglu.limit == 4.0
         save(model, tmp_path / "out")
         assert_same(stored_in(tmp_path / "out"), weights)
         assert load(tmp_path / "out").config == config

@@ -123,7 +123,7 @@ def _moe_side(layer: MoE, tokens: int, count: int, hidden: int) -> Side:
 
     def dense() -> jax.Array:
         y = dense_experts(
-            x[0], chosen, weights, *(m.weight for m in (routed.gate_proj, routed.up_proj, routed.down_proj)), 0.0
+            x[0], chosen, weights, *(m.weight for m in (routed.gate_proj, routed.up_proj, routed.down_proj))
         )[None]
         return y if layer.shared_experts is None else y + layer.shared_experts(x, span)
 

@@ -14,6 +14,7 @@ from ling3.layers.linear import Linear
 from ling3.layers.moe import MoE, MoEConfig
 from ling3.layers.norm import RMSNorm
 from ling3.model import CausalLM, Decoder, DecoderLayer
+from ling3.ops.swiglu import SwiGLU
 
 
 def init(config: DeepseekV4Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
@@ -96,9 +97,8 @@ def _experts(config: DeepseekV4Config, layer: int) -> MoEConfig:
         scaling=config.routed_scaling_factor,
         std=config.initializer_range,
         scores=config.scoring_func,
-        limit=config.swiglu_limit,
-        shared_limit=config.shared_swiglu_limit,
-        limit_first=True,
+        swiglu=SwiGLU(config.swiglu_limit, limit_first=True),
+        shared_swiglu=SwiGLU(config.shared_swiglu_limit, limit_first=True),
         hashed=config.vocab_size if layer < config.num_hash_layers else None,
     )
 

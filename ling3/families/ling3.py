@@ -16,6 +16,7 @@ from ling3.layers.mlp import MLP
 from ling3.layers.moe import MoE, MoEConfig, Router
 from ling3.layers.norm import RMSNorm
 from ling3.model import CausalLM, Decoder, DecoderLayer
+from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 
 def kda_config(config: Ling3Config) -> KDAConfig:
@@ -68,8 +69,8 @@ def moe_config(config: Ling3Config, layer: int) -> MoEConfig:
         scaling=config.routed_scaling_factor,
         std=config.initializer_range,
         expert_bias=config.moe_router_enable_expert_bias,
-        limit=limits[layer] if limits else 0.0,
-        shared_limit=shared_limits[layer] if shared_limits else 0.0,
+        swiglu=SwiGLU(limits[layer]) if limits else SWIGLU,
+        shared_swiglu=SwiGLU(shared_limits[layer]) if shared_limits else SWIGLU,
     )
 
 

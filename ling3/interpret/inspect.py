@@ -25,6 +25,7 @@ from ling3.families import read_config
 from ling3.interpret import ablate
 from ling3.layers.quantized import weights_per_element
 from ling3.model import CausalLM, DecoderLayer
+from ling3.ops.swiglu import SWIGLU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +289,8 @@ def _kind(layer: DecoderLayer, part: str) -> str:
         return _attention(layer)
     if part != "mlp" or not _sparse(layer):
         return "dense" if part == "mlp" else ""
-    limits = [getattr(getattr(layer.mlp, name, None), "limit", 0.0) for name in ("experts", "shared_experts")]
+    units = [getattr(getattr(layer.mlp, name, None), "swiglu", SWIGLU) for name in ("experts", "shared_experts")]
+    limits = [unit.limit for unit in units]
     return f"experts, clamped at {limits[0]:g} (shared at {limits[1]:g})" if any(limits) else "experts"
 
 

@@ -16,6 +16,7 @@ from ling3.layers.mlp import MLP
 from ling3.layers.scope import scoped
 from ling3.ops.exchange import Spread
 from ling3.ops.precision import Wide, wide
+from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 NOBODY = 2**31 - 1
 """Stands for no expert, in any layer."""
@@ -40,11 +41,9 @@ class MoEConfig:
     """Standard deviation of random matrices."""
     expert_bias: bool = True
     scores: RouterScores = "sigmoid"
-    limit: float = 0.0
-    """The routed experts' clamp; 0 for none."""
-    shared_limit: float = 0.0
-    limit_first: bool = False
-    """True if the clamp comes before silu."""
+    swiglu: SwiGLU = SWIGLU
+    """The routed experts' unit."""
+    shared_swiglu: SwiGLU = SWIGLU
     hashed: int | None = None
     """Token ids of a layer that looks its experts up by them; None for one that chooses them by their scores."""
 
@@ -126,15 +125,14 @@ class Router(eqx.Module):
 class Experts(eqx.Module):
     """The routed experts' SwiGLU weights, stacked.
 
-    expert_e(x) = down_proj_e(silu(gate_proj_e(x)) · up_proj_e(x)), clamped by `limit` as in `MLP`. The checkpoint has
-    them one by one, as `experts.{e}.gate_proj.weight` and so on.
+    expert_e(x) = down_proj_e(swiglu(gate_proj_e(x), up_proj_e(x))). The checkpoint has them one by one, as
+    `experts.{e}.gate_proj.weight` and so on.
     """
 
     gate_proj: Matrix  # [experts, intermediate, hidden]
     up_proj: Matrix  # [experts, intermediate, hidden]
     down_proj: Matrix  # [experts, hidden, intermediate]
-    limit: float = eqx.field(static=True)
-    limit_first: bool = eqx.field(static=True, default=False)
+    swiglu: SwiGLU = eqx.field(static=True, default=SWIGLU)
     name: str = eqx.field(static=True, default="")
     spread: Spread | None = eqx.field(static=True, default=None)
     """On a mesh, how devices share them."""
@@ -149,9 +147,7 @@ class Experts(eqx.Module):
             return Linear.init(*(sizes[axis] for axis in axes), key=own, dtype=dtype, std=config.std, axes=axes)
 
         inward, outward = ("experts", "intermediate", "hidden"), ("experts", "hidden", "intermediate")
-        return Experts(
-            stack(gate, *inward), stack(up, *inward), stack(down, *outward), config.limit, config.limit_first
-        )
+        return Experts(stack(gate, *inward), stack(up, *inward), stack(down, *outward), config.swiglu)
 
     @property
     def count(self) -> int:
@@ -168,7 +164,7 @@ class Experts(eqx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Σ_j weights_j · expert_{chosen_j}(x) in float32 or wider, summed in top-k order."""
         matrices = (matrix.operand for matrix in (self.gate_proj, self.up_proj, self.down_proj))
-        tokens, how = x.shape[0], (self.limit, execution.lowering, self.limit_first)
+        tokens, how = x.shape[0], (self.swiglu, execution.lowering)
         if self.spread is None:  # what takes the place of a form need not know of meshes
             return execution.experts(x, chosen, weights, *matrices, *how)
         x, chosen, weights = (self.spread.every(array) for array in (x, chosen, weights))
@@ -192,8 +188,8 @@ class MoE(eqx.Module):
         gate, experts, own = jax.random.split(key, 3)
         shared = None
         if config.shared:
-            limits = {"limit": config.shared_limit, "limit_first": config.limit_first}
-            shared = MLP.init(config.hidden, config.shared, key=own, dtype=dtype, std=config.std, **limits)
+            unit = config.shared_swiglu
+            shared = MLP.init(config.hidden, config.shared, key=own, dtype=dtype, std=config.std, swiglu=unit)
         return MoE(Router.init(config, key=gate), Experts.init(config, key=experts, dtype=dtype), shared)
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:

@@ -3,9 +3,7 @@
 `dense_experts` runs every expert on every token; it is the specification. `block_experts` sorts the rows by expert and
 runs only the experts that were chosen, each on its own rows; its gradient does the same. On a CPU with a C++ compiler a
 kernel (`products_cpu`) takes its place where it is faster. Each stack is an array, or a `Quantized` stack, of which a
-block decodes its expert's matrices alone. A row goes through `down(silu(gate x) · up x)`, or with a limit L > 0 through
-`down(min(silu(gate x), L) · clip(up x, -L, L))` (Ling-3.0-flash), where the limit comes first through
-`down(silu(min(gate x, L)) · clip(up x, -L, L))` (DeepSeek-V4).
+block decodes its expert's matrices alone. A row goes through `down(swiglu(gate x, up x))`.
 """
 
 import functools
@@ -24,27 +22,12 @@ from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import exact, wide
 from ling3.ops.quantized import Quantized, arrays_of, constant, matrix_of, numbers, one_format, suits, times
+from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 # Five iterations of `block_experts`, which copy their experts' weights, cost as much as eight experts of a round.
 TURNS, EXPERTS = 5, 8
 # Rows of a block above which a round of every expert costs more than it saves.
 ROUNDS_ROWS = 32
-
-
-def swiglu(
-    gate: Float[Array, "*batch intermediate"],
-    up: Float[Array, "*batch intermediate"],
-    limit: float,
-    limit_first: bool = False,
-) -> Float[Array, "*batch intermediate"]:
-    """silu(gate) · up; with `limit` > 0 the first factor is capped at it and the second clipped to ±limit.
-
-    With `limit_first` it is `gate` that is capped, and not its silu.
-    """
-    if limit > 0:
-        up = jnp.clip(up, -limit, limit)
-        return (jax.nn.silu(jnp.minimum(gate, limit)) if limit_first else jnp.minimum(jax.nn.silu(gate), limit)) * up
-    return jax.nn.silu(gate) * up
 
 
 def dense_experts(
@@ -54,9 +37,8 @@ def dense_experts(
     gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    limit: float,
+    swiglu: SwiGLU = SWIGLU,
     lowering: Lowering = XLA,
-    limit_first: bool = False,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), in float32 or wider, every expert computed for every token."""
@@ -71,7 +53,7 @@ def dense_experts(
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
     stacks = (w.reshape(experts * intermediate, -1) for w in (gate_proj, up_proj))
     gate, up = (matmul_transposed(x, w, lowering).astype(dtype) for w in stacks)
-    hidden = swiglu(gate, up, limit, limit_first).reshape(-1, experts, intermediate) * share[..., None]
+    hidden = swiglu(gate, up).reshape(-1, experts, intermediate) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
     hidden = hidden.reshape(x.shape[0], -1).astype(inner).astype(x.dtype)
     y = jnp.matmul(hidden, down, precision=exact(x.dtype), preferred_element_type=dtype)
@@ -88,31 +70,27 @@ def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax
         y = form(x, chosen, weights, gate_proj, up_proj, down_proj, *statics)
         return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
 
-    def backward(limit, lowering, limit_first, spread, inputs, dy):
+    def backward(swiglu, lowering, spread, inputs, dy):
         x, chosen, weights, *stacks = inputs
         floats = {i: stack for i, stack in enumerate(stacks) if not isinstance(stack, Quantized)}
         if spread is None and len(floats) == len(stacks):
-            dx, dweights, *dstacks = _gradient(x, chosen, weights, stacks, dy, limit, lowering, limit_first)
+            dx, dweights, *dstacks = _gradient(x, chosen, weights, stacks, dy, swiglu, lowering)
             return dx, None, dweights, *dstacks
 
         def dense(x, weights, floats):
             gate_proj, up_proj, down_proj = (floats.get(i, stack) for i, stack in enumerate(stacks))
-            return dense_experts(
-                x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering, limit_first, spread
-            )
+            return dense_experts(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu, lowering, spread)
 
         dx, dweights, dfloats = jax.vjp(dense, x, weights, floats)[1](dy)
         return dx, None, dweights, *map(dfloats.get, range(3))
 
-    differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7, 8, 9))
+    differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7, 8))
     differentiable.defvjp(forward, backward)
 
     @functools.wraps(form)
-    def with_defaults(
-        x, chosen, weights, gate_proj, up_proj, down_proj, limit, lowering=XLA, limit_first=False, spread=None
-    ):
+    def with_defaults(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu=SWIGLU, lowering=XLA, spread=None):
         stacks = (constant(w) if isinstance(w, Quantized) else w for w in (gate_proj, up_proj, down_proj))
-        return differentiable(x, chosen, weights, *stacks, limit, lowering, limit_first, spread)
+        return differentiable(x, chosen, weights, *stacks, swiglu, lowering, spread)
 
     return with_defaults
 
@@ -125,9 +103,8 @@ def block_experts(
     gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    limit: float,
+    swiglu: SwiGLU = SWIGLU,
     lowering: Lowering = XLA,
-    limit_first: bool = False,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The same function at the cost of the chosen experts alone, in float32 or wider.
@@ -153,7 +130,7 @@ def block_experts(
     def expert(rows, gate, up, down):
         taken = x.at[rows // top_k].get(mode="clip")
         gate, up = (times(taken, w, lowering) for w in (gate, up))
-        return times(swiglu(gate, up, limit, limit_first).astype(x.dtype), down, lowering).astype(dtype)
+        return times(swiglu(gate, up).astype(x.dtype), down, lowering).astype(dtype)
 
     def by_blocks(out):
         ends = jnp.cumsum(blocks)
@@ -199,18 +176,17 @@ def native_experts(
     gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    limit: float,
+    swiglu: SwiGLU = SWIGLU,
     lowering: Lowering = XLA,
-    limit_first: bool = False,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The same by the kernel for CPUs, where it is the faster one."""
     experts, stacks = gate_proj.shape[0], (gate_proj, up_proj, down_proj)
     if not _is_native(x, chosen, stacks):
-        return block_experts(x, chosen, weights, *stacks, limit, lowering, limit_first, spread)
+        return block_experts(x, chosen, weights, *stacks, swiglu, lowering, spread)
     groups = Groups.of(chosen if spread is None else spread.own(chosen, experts), experts)
     gate, up, down = (arrays_of(stack) if isinstance(stack, Quantized) else (stack, None) for stack in stacks)
-    rows = products_cpu.expert_rows(x, *groups, gate, up, down, limit, limit_first)
+    rows = products_cpu.expert_rows(x, *groups, gate, up, down, swiglu)
     return weighted(weights, rows if spread is None else spread.together(rows))
 
 
@@ -220,9 +196,8 @@ def _gradient(
     weights: Float[Array, "tokens top_k"],
     stacks: Sequence[Float[Array, "experts _ _"]],
     dy: Float[Array, "tokens hidden"],
-    limit: float,
+    swiglu: SwiGLU,
     lowering: Lowering,
-    limit_first: bool,
 ) -> tuple[Float[Array, "..."], ...]:
     """The gradients of x, of the weights and of each stack.
 
@@ -236,7 +211,7 @@ def _gradient(
 
     def expert(taken, gate, up, down):
         gate, up = (matmul_transposed(taken, w, lowering) for w in (gate, up))
-        return matmul_transposed(swiglu(gate, up, limit, limit_first).astype(x.dtype), down, lowering).astype(dtype)
+        return matmul_transposed(swiglu(gate, up).astype(x.dtype), down, lowering).astype(dtype)
 
     def turn(i, sums):
         dx, dweights, dstacks = sums

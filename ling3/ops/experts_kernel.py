@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops.exchange import Spread
-from ling3.ops.experts import Groups, swiglu, weighted
-from ling3.ops.lowering import XLA, Lowering
+from ling3.ops.experts import Groups, weighted
 from ling3.ops.precision import exact, wide
+from ling3.ops.swiglu import SWIGLU, SwiGLU
 from ling3.ops.triton import triton_params
 
 TILES = ((32, 64, 128), (0, 16, 64))
@@ -28,9 +28,7 @@ def grouped_experts(
     gate_proj: Float[Array, "experts intermediate hidden"],
     up_proj: Float[Array, "experts intermediate hidden"],
     down_proj: Float[Array, "experts hidden intermediate"],
-    limit: float,
-    lowering: Lowering = XLA,
-    limit_first: bool = False,
+    swiglu: SwiGLU = SWIGLU,
     spread: Spread | None = None,
     *,
     interpret: bool = False,
@@ -56,7 +54,7 @@ def grouped_experts(
     source = source.at[place].set(jnp.arange(tokens * top_k, dtype=jnp.int32) // top_k, mode="drop")
     laid = x.at[source].get(mode="fill", fill_value=0)
     call = functools.partial(_over_blocks, (owner, width), interpret=interpret)
-    inner = call(functools.partial(_gate_and_up, limit, limit_first), laid, (gate_proj, up_proj), x.dtype)
+    inner = call(swiglu, laid, (gate_proj, up_proj), x.dtype)
     y = call(_down, inner, (down_proj,), dtype).at[place].get(mode="fill", fill_value=0)
     return weighted(weights, y if spread is None else spread.together(y))
 
@@ -138,10 +136,6 @@ def _product(x, stack, expert, columns):
         )
 
     return lax.fori_loop(0, x.shape[1] // INNER, step, jnp.zeros((x.shape[0], columns.size), dtype))
-
-
-def _gate_and_up(limit, limit_first, gate, up):
-    return swiglu(gate, up, limit, limit_first)
 
 
 def _down(y):

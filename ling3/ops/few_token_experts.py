@@ -15,10 +15,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops.exchange import Spread
-from ling3.ops.experts import block_experts, differentiated_as_dense, swiglu
+from ling3.ops.experts import block_experts, differentiated_as_dense
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.precision import wide
 from ling3.ops.quantized import Quantized, matrix_of, times
+from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 MOST_TOKENS = 1024
 """Tokens of a device up to which the form for few tokens is taken, where no decode graph bounds them."""
@@ -65,9 +66,8 @@ def few_token_experts(
     gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    limit: float,
+    swiglu: SwiGLU = SWIGLU,
     lowering: Lowering = XLA,
-    limit_first: bool = False,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), one choice after the other, each expert read where it lies.
@@ -86,7 +86,7 @@ def few_token_experts(
             gate, up, down = (matrix_of(stack, expert) for stack in (gate_proj, up_proj, down_proj))
             row = lax.dynamic_slice_in_dim(x, token, 1)
             gate, up = (times(row, weight, lowering) for weight in (gate, up))
-            hidden = swiglu(gate, up, limit, limit_first).astype(x.dtype)
+            hidden = swiglu(gate, up).astype(x.dtype)
             out = times(hidden, down, lowering).astype(dtype) * weights.reshape(-1)[i].astype(dtype)
             return y.at[token].add(out[0])
 

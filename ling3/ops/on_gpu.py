@@ -13,6 +13,7 @@ from ling3.ops.kda import kda_step
 from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.precision import Wide
 from ling3.ops.quantized import Quantized
+from ling3.ops.swiglu import SWIGLU, SwiGLU
 from ling3.runtime.interpreted import interpreted
 
 # The kernels are imported where they are used: Pallas takes time to import, which no CPU has a use for.
@@ -60,9 +61,8 @@ def gpu_experts(
     gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    limit: float,
+    swiglu: SwiGLU = SWIGLU,
     lowering: Lowering = XLA,
-    limit_first: bool = False,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """`block_experts` by its kernel, where weights are plain, tiles fit their sizes, and all have x's dtype."""
@@ -71,7 +71,6 @@ def gpu_experts(
     stacks = (gate_proj, up_proj, down_proj)
     plain = [w for w in stacks if not isinstance(w, Quantized) and w.dtype == x.dtype != jnp.float64]
     if len(plain) < len(stacks) or any(size % INNER for size in gate_proj.shape[1:]):
-        return block_experts(x, chosen, weights, *stacks, limit, lowering, limit_first, spread)
+        return block_experts(x, chosen, weights, *stacks, swiglu, lowering, spread)
     gate, up, down = plain
-    settings = limit, lowering, limit_first, spread
-    return grouped_experts(x, chosen, weights, gate, up, down, *settings, interpret=interpreted())
+    return grouped_experts(x, chosen, weights, gate, up, down, swiglu, spread, interpret=interpreted())

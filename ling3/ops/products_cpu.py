@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
@@ -87,15 +88,14 @@ def expert_rows(
     gate: Arrays,
     up: Arrays,
     down: Arrays,
-    limit: float,
-    limit_first: bool,
+    swiglu: SwiGLU,
 ) -> Float32[Array, "rows hidden"]:
     """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert, where all three stacks `suit` and have
     one format; zeros for no expert.
 
     `order` has the rows sorted by expert, rows without one last; expert e has `counts[e]` rows from `starts[e]` on.
-    swiglu is that of `experts`, with its limits. Sums are in float32; between the two products a row has x's dtype. A
-    row's bits depend only on its own values and its expert's weights.
+    Sums are in float32; between the two products a row has x's dtype. A row's bits depend only on its own values and
+    its expert's weights.
     """
     name = _target("experts", gate[1])
     assert name is not None, "`suits` said so"
@@ -103,7 +103,7 @@ def expert_rows(
     shapes = (jax.ShapeDtypeStruct((rows, hidden), jnp.float32), _laid(tokens, hidden), _laid(rows, intermediate))
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
     arrays = (a for numbers, scale in (gate, up, down) for a in (numbers, _bytes(scale)))
-    limits = {"limit": np.float32(limit), "limit_first": limit_first}
+    limits = {"limit": np.float32(swiglu.limit), "limit_first": swiglu.limit_first}
     return call(x, order, starts, counts, *arrays, **limits)[0]
 
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ling3.ops import experts as experts_module
-from ling3.ops.experts import block_experts, dense_experts, swiglu
+from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.few_token_experts import few_token_experts
 from ling3.ops.lowering import XLA_CPU
 from ling3.ops.quantized import Fp8, Integers, Mxfp4
+from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 BLOCKS = jax.jit(functools.partial(block_experts, lowering=XLA_CPU), static_argnums=6)
 DENSE = jax.jit(functools.partial(dense_experts, lowering=XLA_CPU), static_argnums=6)
@@ -32,14 +33,14 @@ DENSE = jax.jit(functools.partial(dense_experts, lowering=XLA_CPU), static_argnu
 def test_both_forms_are_the_sum_over_chosen_experts(tokens, experts, top_k, limit, seed):
     x = case(tokens, experts, top_k, seed=seed)
     expected = by_hand(*x, limit)
-    np.testing.assert_allclose(BLOCKS(*x, limit), expected, atol=3e-5)
-    np.testing.assert_allclose(DENSE(*x, limit), expected, atol=3e-5)
+    np.testing.assert_allclose(BLOCKS(*x, SwiGLU(limit)), expected, atol=3e-5)
+    np.testing.assert_allclose(DENSE(*x, SwiGLU(limit)), expected, atol=3e-5)
 
 
 @pytest.mark.parametrize("form", [block_experts, dense_experts])
 def test_a_limit_that_comes_before_silu(form):
     x = case(9, 4, 2)
-    y = form(*x, 0.5, limit_first=True)
+    y = form(*x, SwiGLU(0.5, limit_first=True))
     np.testing.assert_allclose(y, by_hand(*x, 0.5, limit_first=True), atol=3e-5)
     assert np.abs(np.asarray(y) - by_hand(*x, 0.5)).max() > 0.1
 
@@ -48,7 +49,7 @@ def test_a_limit_that_comes_before_silu(form):
 def test_one_expert_may_take_everything(tokens):
     x, chosen, *rest = case(tokens, 5, 2)
     chosen = jnp.broadcast_to(jnp.asarray([3, 0], jnp.int32), chosen.shape)
-    np.testing.assert_allclose(BLOCKS(x, chosen, *rest, 0.0), DENSE(x, chosen, *rest, 0.0), atol=3e-5)
+    np.testing.assert_allclose(BLOCKS(x, chosen, *rest), DENSE(x, chosen, *rest), atol=3e-5)
 
 
 def test_gradients_are_the_dense_forms():
@@ -59,7 +60,7 @@ def test_gradients_are_the_dense_forms():
 def test_bfloat16_weights_are_summed_in_float32(tokens):
     x = case(tokens, 6, 2, jnp.bfloat16)
     expected = by_hand(*x, 0.0)
-    y = BLOCKS(*x, 0.0)
+    y = BLOCKS(*x)
     assert y.dtype == jnp.float32
     # Only the hidden activations are rounded, each by at most 2^-8 of itself.
     assert np.all(np.abs(np.asarray(y, np.float64) - expected) <= 2**-8 * by_hand(*x, 0.0, absolute=True) + 1e-4)
@@ -69,7 +70,7 @@ def test_no_dense_expansion_is_compiled():
     """A round has eight rows per expert here: temporaries stay below one activation per expert and token."""
     tokens, experts, hidden, intermediate = 64, 64, 64, 64
     x = case(tokens, experts, 2, hidden=hidden, intermediate=intermediate)
-    compiled = jax.jit(lambda *a: block_experts(*a, 0.0, XLA_CPU)).lower(*x).compile()
+    compiled = jax.jit(lambda *a: block_experts(*a, SWIGLU, XLA_CPU)).lower(*x).compile()
     dense = tokens * experts * intermediate * 4
     assert compiled.memory_analysis().temp_size_in_bytes < dense / 2
 
@@ -84,7 +85,7 @@ def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype, monkeypa
     turns = -(-np.bincount(np.asarray(chosen).reshape(-1), minlength=32) // block)
     assert experts_module.EXPERTS * turns.sum() > 32 * turns.max(), "the full choice goes by rounds"
     assert experts_module.EXPERTS * 2 <= 32, "and a single token's by blocks"
-    forms = jax.jit(lambda *x: block_experts(*x, 0.0, XLA_CPU))
+    forms = jax.jit(lambda *x: block_experts(*x, SWIGLU, XLA_CPU))
     whole = forms(x, chosen, *rest)
     nobody = jnp.full_like(chosen, 32)
     for row in (0, tokens - 1):
@@ -97,7 +98,7 @@ def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype, monkeypa
 def test_no_expert_is_converted_before_it_is_needed(tokens):
     """XLA's CPU backend takes the conversion of all bfloat16 weights to float32 out of a loop, if it can."""
     x = case(tokens, 128, 2, jnp.bfloat16, hidden=256, intermediate=64)
-    memory = jax.jit(lambda *a: block_experts(*a, 0.0, XLA_CPU)).lower(*x).compile().memory_analysis()
+    memory = jax.jit(lambda *a: block_experts(*a, SWIGLU, XLA_CPU)).lower(*x).compile().memory_analysis()
     converted, activations = 2 * x[3].nbytes, tokens * 2 * 256 * 4
     assert memory.temp_size_in_bytes < converted / 2 + 4 * activations
 
@@ -110,8 +111,8 @@ def test_what_is_no_expert_stands_for_none(outside):
 def test_the_clamp_is_after_the_silu():
     gate, up = jnp.asarray([[-3.0, 0.5, 9.0]]), jnp.asarray([[-9.0, 0.25, 9.0]])
     silu = np.asarray(gate) / (1 + np.exp(-np.asarray(gate)))
-    np.testing.assert_allclose(swiglu(gate, up, 2.0), np.minimum(silu, 2.0) * np.clip(up, -2, 2), rtol=1e-6)
-    np.testing.assert_allclose(swiglu(gate, up, 0.0), silu * np.asarray(up), rtol=1e-6)
+    np.testing.assert_allclose(SwiGLU(2.0)(gate, up), np.minimum(silu, 2.0) * np.clip(up, -2, 2), rtol=1e-6)
+    np.testing.assert_allclose(SWIGLU(gate, up), silu * np.asarray(up), rtol=1e-6)
 
 
 def quantized_case(tokens, experts, hidden=64, intermediate=32):
@@ -137,7 +138,7 @@ def quantized_case(tokens, experts, hidden=64, intermediate=32):
 def test_quantized_stacks_are_their_numbers(form, tokens):
     own, numbers = quantized_case(tokens, 4)
     expected = by_hand(*numbers, 0.5)
-    y = jax.jit(lambda *a: form(*a, 0.5, XLA_CPU))(*own)
+    y = jax.jit(lambda *a: form(*a, SwiGLU(0.5), XLA_CPU))(*own)
     np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
 
 
@@ -145,7 +146,7 @@ def test_gradients_of_quantized_experts_are_those_of_activations_and_weights():
     (x, chosen, weights, *stacks), (_, _, _, *floats) = quantized_case(9, 4)
 
     def scalar(form, x, weights, stacks):
-        return jnp.sum(jnp.sin(form(x, chosen, weights, *stacks, 0.5)))
+        return jnp.sum(jnp.sin(form(x, chosen, weights, *stacks, SwiGLU(0.5))))
 
     found = jax.jit(jax.grad(functools.partial(scalar, block_experts), argnums=(0, 1)))(x, weights, stacks)
     expected = jax.jit(jax.grad(functools.partial(scalar, dense_experts), argnums=(0, 1)))(x, weights, floats)
@@ -158,5 +159,5 @@ def test_gradients_of_quantized_experts_are_those_of_activations_and_weights():
 def test_no_stack_is_decoded_at_once():
     """Temporaries stay far below the numbers of all experts."""
     own, numbers = quantized_case(64, 64, hidden=128, intermediate=128)
-    compiled = jax.jit(lambda *a: block_experts(*a, 0.0, XLA_CPU)).lower(*own).compile()
+    compiled = jax.jit(lambda *a: block_experts(*a, SWIGLU, XLA_CPU)).lower(*own).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < numbers[3].nbytes / 4

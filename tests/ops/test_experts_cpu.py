@@ -1,5 +1,7 @@
 """The kernel for a CPU is the operator: values, gradients, bits, and its reading of weights where they lie."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from tiny import FLASH, TINY, open_model
 import ling3
 from ling3.ops import kda_cpu, products_cpu
 from ling3.ops.experts import native_experts
+from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 
 pytestmark = needs_compiler
@@ -27,7 +30,7 @@ KERNEL = jax.jit(native_experts, static_argnums=6)
 
 
 def test_it_is_what_runs():
-    text = KERNEL.lower(*case(3, 4, 2), 0.0).as_text()
+    text = KERNEL.lower(*case(3, 4, 2)).as_text()
     assert "ling3_experts_" in text and "dot" not in text
 
 
@@ -47,20 +50,20 @@ def test_it_is_what_runs():
 def test_it_is_the_sum_over_chosen_experts(tokens, experts, top_k, hidden, intermediate, limit):
     x = case(tokens, experts, top_k, hidden=hidden, intermediate=intermediate)
     expected, terms = by_hand(*x, limit), by_hand(*x, limit, absolute=True)
-    assert np.all(np.abs(np.asarray(KERNEL(*x, limit)) - expected) <= 3e-6 * terms.max() + 1e-6)
+    assert np.all(np.abs(np.asarray(KERNEL(*x, SwiGLU(limit))) - expected) <= 3e-6 * terms.max() + 1e-6)
 
 
 def test_a_limit_that_comes_before_silu():
     x = case(7, 4, 2, hidden=33, intermediate=67)
     expected = by_hand(*x, 0.5, limit_first=True)
-    np.testing.assert_allclose(native_experts(*x, 0.5, limit_first=True), expected, atol=1e-4)
+    np.testing.assert_allclose(native_experts(*x, SwiGLU(0.5, limit_first=True)), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4])
 def test_bfloat16_weights_are_summed_in_float32(tokens):
     x, chosen, weights, *stacks = case(tokens, 8, 2, jnp.bfloat16, hidden=100, intermediate=70)
-    assert "ling3_experts_" in KERNEL.lower(x, chosen, weights, *stacks, 0.0).as_text()
-    y = KERNEL(x, chosen, weights, *stacks, 0.0)
+    assert "ling3_experts_" in KERNEL.lower(x, chosen, weights, *stacks).as_text()
+    y = KERNEL(x, chosen, weights, *stacks)
     assert y.dtype == jnp.float32
     # Nothing but the hidden activations is rounded. Few of them lie so near the middle between two bfloat16 numbers
     # that float32's own error decides to which: one by 2^-8 of itself, times a weight near 1.
@@ -82,7 +85,7 @@ def test_bfloat16_is_rounded_to_the_nearest_even():
     x = jnp.tile(jnp.asarray([[128.0, 128.0]], jnp.bfloat16), (4, 1))
     gate = jnp.tile(jnp.asarray([[[1.0, 0.0]]], jnp.bfloat16), (4, 1, 1))
     chosen, one = jnp.arange(4, dtype=jnp.int32)[:, None], jnp.ones((4, 1), jnp.float32)
-    y = KERNEL(x, chosen, one, gate, up[:, None], jnp.ones((4, 2, 1), jnp.bfloat16), 0.0)
+    y = KERNEL(x, chosen, one, gate, up[:, None], jnp.ones((4, 2, 1), jnp.bfloat16))
     np.testing.assert_array_equal(y[:, 0] / 128**2, [1.0, 1.0 + 2**-6, 1.0 + 2**-7, 1.0])
 
 
@@ -92,14 +95,14 @@ def test_a_rows_bits_are_its_own(busy, dtype):
     """Whoever shares its expert, at whatever place: sizes that no register or task divides."""
     x, chosen, weights, *stacks = case(36, 40, 1, dtype, hidden=203, intermediate=71)
     chosen = jnp.where(jnp.arange(36)[:, None] < busy, 7, 8 + chosen % 32).astype(jnp.int32)
-    whole = KERNEL(x, chosen, weights, *stacks, 0.0)
-    assert "ling3_experts_" in KERNEL.lower(x, chosen, weights, *stacks, 0.0).as_text()
+    whole = KERNEL(x, chosen, weights, *stacks)
+    assert "ling3_experts_" in KERNEL.lower(x, chosen, weights, *stacks).as_text()
     nobody = jnp.full_like(chosen, -1)
     for row in (*range(busy), 35):
-        alone = KERNEL(x, nobody.at[row].set(chosen[row]), weights, *stacks, 0.0)
+        alone = KERNEL(x, nobody.at[row].set(chosen[row]), weights, *stacks)
         np.testing.assert_array_equal(alone[row], whole[row])
     np.testing.assert_array_equal(
-        KERNEL(x[:busy][::-1], chosen[:busy], weights[:busy][::-1], *stacks, 0.0)[::-1], whole[:busy]
+        KERNEL(x[:busy][::-1], chosen[:busy], weights[:busy][::-1], *stacks)[::-1], whole[:busy]
     )
 
 
@@ -112,7 +115,7 @@ def test_what_is_no_expert_stands_for_none(outside):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_a_nan_stays_in_its_row(dtype, limit):
     x, *rest = case(5, 8, 1, dtype)
-    y = np.asarray(KERNEL(x.at[2, 3].set(jnp.nan), *rest, limit))
+    y = np.asarray(KERNEL(x.at[2, 3].set(jnp.nan), *rest, SwiGLU(limit)))
     assert np.all(np.isnan(y[2])) and np.all(np.isfinite(np.delete(y, 2, axis=0)))
 
 
@@ -123,40 +126,40 @@ def test_gradients_are_the_dense_forms():
 def test_it_maps_over_batches():
     x, chosen, weights, *stacks = case(6, 8, 2)
     apart = [a.reshape(2, 3, *a.shape[1:]) for a in (x, chosen, weights)]
-    mapped = jax.jit(jax.vmap(lambda *a: native_experts(*a, *stacks, 0.0)))(*apart)
-    np.testing.assert_array_equal(mapped.reshape(6, -1), KERNEL(x, chosen, weights, *stacks, 0.0))
+    mapped = jax.jit(jax.vmap(lambda *a: native_experts(*a, *stacks)))(*apart)
+    np.testing.assert_array_equal(mapped.reshape(6, -1), KERNEL(x, chosen, weights, *stacks))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_no_weight_is_copied(dtype):
     x = case(8, 64, 2, dtype, hidden=256, intermediate=64)
-    memory = KERNEL.lower(*x, 0.0).compile().memory_analysis()
+    memory = KERNEL.lower(*x).compile().memory_analysis()
     rows = 8 * 2
     assert memory.temp_size_in_bytes < 4 * rows * (256 + 64) * 4 < 64 * 256 * dtype.dtype.itemsize * 8
 
 
 class TestWhereItDoesNotSuit:
     def test_many_rows_of_bfloat16_have_the_processors_own_products(self):
-        assert "ling3_experts_" not in KERNEL.lower(*case(5, 8, 2, jnp.bfloat16), 0.0).as_text()
+        assert "ling3_experts_" not in KERNEL.lower(*case(5, 8, 2, jnp.bfloat16)).as_text()
 
     def test_other_dtypes(self):
-        assert "ling3_experts_" not in KERNEL.lower(*case(3, 4, 2, jnp.float16), 0.0).as_text()
+        assert "ling3_experts_" not in KERNEL.lower(*case(3, 4, 2, jnp.float16)).as_text()
 
     @pytest.mark.parametrize("which", [3, 4, 5])
     def test_weights_of_several_dtypes(self, which):
         x = list(case(3, 4, 2))
         x[which] = x[which].astype(jnp.bfloat16)
-        assert "ling3_experts_" not in KERNEL.lower(*x, 0.0).as_text()
-        np.testing.assert_allclose(KERNEL(*x, 0.0), by_hand(*x, 0.0), atol=3e-5)
+        assert "ling3_experts_" not in KERNEL.lower(*x).as_text()
+        np.testing.assert_allclose(KERNEL(*x), by_hand(*x, 0.0), atol=3e-5)
 
     def test_small_weights_are_not_worth_a_compiler(self, monkeypatch):
         monkeypatch.setitem(products_cpu.LEAST, "experts", 2**24)
-        program = jax.jit(lambda *a: native_experts(*a, 0.0))
+        program = jax.jit(functools.partial(native_experts))
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(native, "ffi_target", lambda *_: None)
-        program = jax.jit(lambda *a: native_experts(*a, 0.0))
+        program = jax.jit(functools.partial(native_experts))
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
 

@@ -12,6 +12,7 @@ from expert_cases import by_hand, case, check_gradients
 
 from ling3.ops.experts import block_experts
 from ling3.ops.few_token_experts import ServingProfile, chosen_form, few_token_experts, takes_few_tokens
+from ling3.ops.swiglu import SwiGLU
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -21,8 +22,7 @@ def test_both_forms_are_one_sum(dtype, limits):
     x, chosen, *rest = case(9, 4, 2, dtype)
     holes = chosen.at[3, 0].set(-1).at[5].set(4)
     few, grouped = (
-        jax.jit(functools.partial(form, limit=limits[0], limit_first=limits[1]))
-        for form in (few_token_experts, block_experts)
+        jax.jit(functools.partial(form, swiglu=SwiGLU(*limits))) for form in (few_token_experts, block_experts)
     )
     y = few(x, holes, *rest)
     assert y.dtype == jnp.float32 and not np.any(np.asarray(y[5]))

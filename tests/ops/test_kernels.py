@@ -15,6 +15,7 @@ from ling3.ops.kda import kda_step
 from ling3.ops.kda_step_kernel import fused_kda_step
 from ling3.ops.latent_attention_kernel import fused_latent_attention
 from ling3.ops.on_gpu import gpu_experts, gpu_kda_step, gpu_latent_attention
+from ling3.ops.swiglu import SwiGLU
 
 # jax 0.11 says that a later release drops Triton, for which `triton_params` is prepared.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -115,31 +116,31 @@ class TestGroupedExperts:
     @pytest.mark.parametrize("limit", [0.0, 0.2])
     def test_values(self, tokens, limit):
         x = choice(tokens)
-        found, expected = EXPERTS(*x, limit), dense_experts(*x, limit)
+        found, expected = EXPERTS(*x, SwiGLU(limit)), dense_experts(*x, SwiGLU(limit))
         # Sums of 128 and 64 products of either sign, in another order.
         assert largest([found], [expected]) < 2e-5 * float(jnp.max(jnp.abs(expected)) + 1)
 
     def test_values_in_bfloat16(self):
         x = choice(17, dtype=jnp.bfloat16)
-        found = EXPERTS(*x, 0.0)
+        found = EXPERTS(*x)
         assert found.dtype == jnp.float32
         wide = tuple(y.astype(jnp.float32) if y.dtype == jnp.bfloat16 else y for y in x)
         # One rounding to 8 bits, of the numbers between the two products.
-        assert largest([found], [dense_experts(*wide, 0.0)]) < 0.01 * float(jnp.max(jnp.abs(found)))
+        assert largest([found], [dense_experts(*wide)]) < 0.01 * float(jnp.max(jnp.abs(found)))
 
     def test_nobody_chosen_and_all_the_same(self):
         x, chosen, *rest = choice(40)
-        assert not bool(jnp.any(EXPERTS(x, jnp.full_like(chosen, 5), *rest, 0.0)))
+        assert not bool(jnp.any(EXPERTS(x, jnp.full_like(chosen, 5), *rest)))
         same = jnp.full_like(chosen, 2)
-        assert largest([EXPERTS(x, same, *rest, 0.0)], [dense_experts(x, same, *rest, 0.0)]) < 5e-5
+        assert largest([EXPERTS(x, same, *rest)], [dense_experts(x, same, *rest)]) < 5e-5
 
     def test_the_same_bits_again_and_in_any_company(self):
         x, chosen, weights, *experts = choice(100)
-        whole = EXPERTS(x, chosen, weights, *experts, 0.0)
-        np.testing.assert_array_equal(EXPERTS(x, chosen, weights, *experts, 0.0), whole)
+        whole = EXPERTS(x, chosen, weights, *experts)
+        np.testing.assert_array_equal(EXPERTS(x, chosen, weights, *experts), whole)
         for some in ([7], [50, 3, 99]):
             rows = jnp.asarray(some)
-            part = EXPERTS(x[rows], chosen[rows], weights[rows], *experts, 0.0)
+            part = EXPERTS(x[rows], chosen[rows], weights[rows], *experts)
             np.testing.assert_array_equal(part, whole[rows])
 
     @pytest.mark.parametrize("tokens", [1, 100])
@@ -149,7 +150,7 @@ class TestGroupedExperts:
         found = []
         for tile in ((0, 16, 64), (0, 64, 128)):
             monkeypatch.setattr(experts_kernel, "TILES", (tile,))
-            found.append(grouped_experts(*x, 0.0, interpret=True))
+            found.append(grouped_experts(*x, interpret=True))
         np.testing.assert_array_equal(*found)
 
     def test_for_a_gpu_no_weight_is_moved(self):
@@ -162,7 +163,7 @@ class TestGroupedExperts:
 
     def test_sizes_that_tiles_do_not_fit(self):
         with pytest.raises(ValueError, match="hidden size 100 and intermediate size 64, expected multiples of 64"):
-            grouped_experts(*choice(3, hidden=100), 0.0, interpret=True)
+            grouped_experts(*choice(3, hidden=100), interpret=True)
 
 
 LATENTS = jax.jit(functools.partial(fused_latent_attention, interpret=True))
@@ -253,14 +254,14 @@ class TestWhatAGPURuns:
 
     def test_experts(self):
         x = choice(3)
-        np.testing.assert_array_equal(gpu_experts(*x, 0.0), grouped_experts(*x, 0.0, interpret=True))
+        np.testing.assert_array_equal(gpu_experts(*x), grouped_experts(*x, interpret=True))
         x = choice(3, hidden=96)
-        np.testing.assert_array_equal(gpu_experts(*x, 0.0), block_experts(*x, 0.0))
+        np.testing.assert_array_equal(gpu_experts(*x), block_experts(*x))
 
     def test_experts_have_gradients(self):
         x, chosen, weights, *stacks = choice(3)
         found, expected = (
-            jax.grad(lambda x, form=form: jnp.sum(form(x, chosen, weights, *stacks, 0.0) ** 2))(x)
+            jax.grad(lambda x, form=form: jnp.sum(form(x, chosen, weights, *stacks) ** 2))(x)
             for form in (gpu_experts, dense_experts)
         )
         assert largest([found], [expected]) < 1e-4 * float(jnp.max(jnp.abs(expected)))

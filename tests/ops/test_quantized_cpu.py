@@ -18,6 +18,7 @@ from ling3.ops import products_cpu
 from ling3.ops.experts import native_experts
 from ling3.ops.lowering import XLA, XLA_CPU
 from ling3.ops.quantized import Fp8, Integers, Mxfp4
+from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 
 pytestmark = needs_compiler
@@ -239,15 +240,15 @@ class TestExperts:
     def test_it_is_the_sum_over_chosen_experts(self, tokens, experts, top_k, limit, kind):
         x = chosen_experts(tokens, experts, top_k, 160, jnp.float32)
         stacks = stacks_of(kind, experts, 160, 96)
-        assert "ling3_experts_" in EXPERTS.lower(*x, *stacks, limit).as_text()
+        assert "ling3_experts_" in EXPERTS.lower(*x, *stacks, SwiGLU(limit)).as_text()
         numbers = [np.asarray(stack.decoded()) for stack in stacks]
         expected, terms = (by_hand(*x, *numbers, limit, absolute=absolute) for absolute in (False, True))
-        assert np.all(np.abs(np.asarray(EXPERTS(*x, *stacks, limit)) - expected) <= 3e-6 * terms.max() + 1e-6)
+        assert np.all(np.abs(np.asarray(EXPERTS(*x, *stacks, SwiGLU(limit))) - expected) <= 3e-6 * terms.max() + 1e-6)
 
     def test_a_limit_that_comes_before_silu(self):
         x, stacks = chosen_experts(7, 4, 2, 64, jnp.float32), stacks_of("mxfp4", 4, 64, 32)
         expected = by_hand(*x, *(np.asarray(stack.decoded()) for stack in stacks), 0.5, limit_first=True)
-        np.testing.assert_allclose(native_experts(*x, *stacks, 0.5, limit_first=True), expected, atol=1e-4)
+        np.testing.assert_allclose(native_experts(*x, *stacks, SwiGLU(0.5, limit_first=True)), expected, atol=1e-4)
 
     @pytest.mark.parametrize(
         ("kind", "dtype"), [*((kind, jnp.float32) for kind in EXPERT_FORMATS), ("mxfp4", jnp.bfloat16)]
@@ -257,9 +258,9 @@ class TestExperts:
         stacks, nobody = stacks_of(kind, 6, 160, 96), jnp.full((36, 1), -1, jnp.int32)
         for busy in (1, 3, 5):
             chosen = jnp.where(jnp.arange(36)[:, None] < busy, 2, 3 + jnp.arange(36, dtype=jnp.int32)[:, None] % 3)
-            whole = EXPERTS(x, chosen, weights, *stacks, 0.0)
+            whole = EXPERTS(x, chosen, weights, *stacks)
             for row in (0, busy - 1, 35):
-                alone = EXPERTS(x, nobody.at[row].set(chosen[row]), weights, *stacks, 0.0)
+                alone = EXPERTS(x, nobody.at[row].set(chosen[row]), weights, *stacks)
                 np.testing.assert_array_equal(alone[row], whole[row])
                 assert not np.any(np.delete(np.asarray(alone), row, axis=0))
 
@@ -267,7 +268,7 @@ class TestExperts:
         """As the experts in bfloat16 do."""
         x, chosen, weights = chosen_experts(3, 4, 1, 64, jnp.bfloat16)
         gate, up, down = stacks_of("int8-32-bfloat16", 4, 64, 32)
-        y = np.asarray(EXPERTS(x, chosen, weights, gate, up, down, 0.0))
+        y = np.asarray(EXPERTS(x, chosen, weights, gate, up, down))
         for row, e in enumerate(np.asarray(chosen)[:, 0]):
             g, u = (KERNEL(x[row : row + 1], stack.at(int(e))) for stack in (gate, up))
             inside = (jax.nn.silu(g) * u).astype(jnp.bfloat16)
@@ -277,7 +278,7 @@ class TestExperts:
     def test_stacks_in_several_formats_are_for_the_plain_form(self):
         x = chosen_experts(3, 4, 1, 64, jnp.float32)
         gate, up, down = stacks_of("mxfp4", 4, 64, 32)[:2] + stacks_of("int8-32-bfloat16", 4, 64, 32)[2:]
-        assert "ling3_experts_" not in EXPERTS.lower(*x, gate, up, down, 0.0).as_text()
+        assert "ling3_experts_" not in EXPERTS.lower(*x, gate, up, down).as_text()
 
 
 class TestWhereItDoesNotSuit:

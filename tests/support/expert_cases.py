@@ -6,6 +6,7 @@ import numpy as np
 
 from ling3.layers.moe import NOBODY
 from ling3.ops.experts import block_experts, dense_experts
+from ling3.ops.swiglu import SwiGLU
 
 
 def case(tokens, experts, top_k, dtype=jnp.float32, hidden=8, intermediate=6, seed=0):
@@ -43,7 +44,7 @@ def check_gradients(form=block_experts):
 
     def gradients(form, chosen):
         def scalar(x, *rest):
-            return jnp.sum(jnp.sin(form(x, chosen, *rest, 0.5)))
+            return jnp.sum(jnp.sin(form(x, chosen, *rest, SwiGLU(0.5))))
 
         return jax.jit(jax.grad(scalar, argnums=tuple(range(5))))(x, *rest)
 
@@ -58,6 +59,6 @@ def check_no_expert(form, outside):
     """An index outside the experts stands for none: nothing is added for it."""
     x, chosen, *rest = case(40, 32, 2)
     holes = chosen.at[::3, 0].set(outside).at[5].set(outside)
-    y = form(x, holes, *rest, 0.0)
-    np.testing.assert_allclose(y, dense_experts(x, holes, *rest, 0.0), atol=3e-5)
+    y = form(x, holes, *rest)
+    np.testing.assert_allclose(y, dense_experts(x, holes, *rest), atol=3e-5)
     assert np.any(np.asarray(y[0])) and not np.any(np.asarray(y[5]))
