@@ -73,10 +73,7 @@ def kda_one_step(
     forms = {"ling3, kda_step": execution.kda_step}
     if execution.kda_step is not kda_step:
         forms["ling3, without a kernel"] = kda_step
-    sides = [
-        (name, *_in_place(functools.partial(form, lowering=execution.lowering), token, state))
-        for name, form in forms.items()
-    ]
+    sides = [(name, *_in_place(form, token, state)) for name, form in forms.items()]
     sides += [(name, run, run) for name, run in _peers(lambda: torch_peers.kda(inputs, setting.gpu, steps=True))]
     specification = _call(recurrent_kda, *inputs.values())
 
@@ -168,7 +165,7 @@ def mla_prefill(
         return jnp.concatenate([both[..., :nope], k_rope], axis=-1), both[..., nope:]
 
     def over_pages(q: Array, pages: Array, weight: Array, length: Array) -> Array:
-        expansion = Expansion(weight, heads, nope, Execution.default().lowering)
+        expansion = Expansion(weight, heads, nope, Execution.default().times)
         return paged_attention(q, positions, pages, table, length, expansion)
 
     def in_a_row(q: Array, entries: Array, weight: Array) -> Array:
@@ -215,8 +212,8 @@ def experts(
     }
     arrays = tuple(inputs.values())
     specification = _call(dense_experts, *arrays)
-    ours = _call(lambda *arrays: execution.experts(*arrays, SWIGLU, execution.lowering), *arrays)
-    plain = _call(lambda *arrays: block_experts(*arrays, SWIGLU, execution.lowering), *arrays)
+    ours = _call(lambda *arrays: execution.experts(*arrays, SWIGLU, execution.times), *arrays)
+    plain = _call(lambda *arrays: block_experts(*arrays, SWIGLU, execution.times), *arrays)
     sides = [
         ("ling3, experts", ours),
         *_peers(lambda: torch_peers.experts(inputs, setting.gpu, grouped=True)),

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ling3.bench.report import machine
-from ling3.ops import products_cpu
+from ling3.ops.cpu import products
 from ling3.runtime import native
 
 # Okabe and Ito's colours, told apart by the colour-blind; markers and dashes tell them apart in print.
@@ -38,7 +38,7 @@ def where(module: str = "benchmarks") -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    kernel = native.ffi_target(products_cpu.SOURCE, "product")
+    kernel = None if native.missing(products.SOURCE) else native.target(products.SOURCE, "product")
     kernels = {"native": kernel or "none", "instructions": " ".join(native.instructions()) if kernel else "none"}
     where = {"command": shlex.join(["python", "-m", module, *_arguments()]), "machine": machine() | versions | kernels}
     return where | {"commit": commit} if (commit := _commit()) else where

@@ -169,9 +169,7 @@ def attention(module):
     module.block_attention(q, positions, numbers(BATCH, 256, 48), length, module.PerHead(heads=2, value=12))
     pages, table = numbers(4, PAGE, 20), span(SEQ).table
     module.paged_attention(q, positions, pages, table, length, expansion)
-    module.native_attention(q, positions, pages, table, length, expansion)
-    for form in (module.latent_attention, module.native_latent_attention):
-        form(numbers(BATCH, 2, 20), positions[:, :2], pages, table, length)
+    module.latent_attention(numbers(BATCH, 2, 20), positions[:, :2], pages, table, length)
 
 
 def packed_kv(module):

@@ -14,6 +14,7 @@ from ling3.cli.terminal import compiling, print_json
 
 if TYPE_CHECKING:
     from ling3.interpret.inspect import ModelReport
+    from ling3.interpret.kernels import KernelReport
     from ling3.interpret.plan import MeshReport
 
 # ruff: noqa: PLC0415
@@ -50,6 +51,8 @@ class Inspect(Command):
     model: Model
     """A checkpoint directory, a config.json, a hub id, or "nano" for the checkpoint in the package."""
     common: Common
+    kernels: bool = False
+    """Show which form each operator runs on here, and why a kernel does not suit; compiles the kernels in C++."""
     json: bool = False
     """Print one JSON object."""
     devices: Devices
@@ -61,12 +64,18 @@ def run(command: Inspect) -> None:
     planning = command.planning
     if not planning.plan and (command.devices != Devices() or planning.topology is not None):
         raise ValueError("--tp, --dp, --ep and --topology are for --plan: give it too")
+    if planning.plan and command.kernels:
+        raise ValueError("--plan is for devices that are not here, and --kernels for this machine: give one of them")
     if planning.plan:
         fake_devices(command.devices.count)
     from ling3.interpret import inspect
 
     report = inspect.report(command.model, revision=command.common.revision)
-    shown: ModelReport | MeshReport = _plan(command, report) if planning.plan else report
+    shown: ModelReport | MeshReport | KernelReport = _plan(command, report) if planning.plan else report
+    if command.kernels:
+        from ling3.interpret import kernels
+
+        shown = kernels.report(report.source, report.model)
     if command.json:
         print_json(shown.to_dict())
     else:

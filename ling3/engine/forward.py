@@ -73,7 +73,7 @@ def extend(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> t
 
 
 def _extend(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
-    view = pool.take(batch.rows, execution.lowering)
+    view = pool.take(batch.rows, execution.take_rows)
     watcher = recorder(batch.interventions, watch=bool(batch.want))
     span = Span(view.length, batch.lengths, batch.rows.table, execution, watcher)
     hidden, layers = model.model(batch.tokens, view.layers, span)
@@ -132,7 +132,7 @@ Carry = tuple[Int32[Array, ""], Bool[Array, ""], Choice, Pool]
 
 
 def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
-    rows, view = batch.rows, pool.take(batch.rows, execution.lowering)
+    rows, view = batch.rows, pool.take(batch.rows, execution.take_rows)
     how = {"interventions": batch.interventions} if batch.interventions else {}
 
     def active(step: Int32[Array, ""], view: Pool) -> Bool[Array, " rows"]:
@@ -150,7 +150,7 @@ def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
         if batch.masks is not None:
             allowed = mask_of_step(batch.tokens, batch.masks, i)
         logits, cache = model.step(view.token[:, None], view.cache(rows.table), lengths, execution=execution, **how)
-        choice = choose_active(logits[:, 0], view.sampling, cache.length, chosen, execution.lowering, allowed)
+        choice = choose_active(logits[:, 0], view.sampling, cache.length, chosen, execution.row_by_row, allowed)
         view = view.after(cache, choice.token, chosen)
         choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(chosen, choice.token, -1))
         out = jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice)

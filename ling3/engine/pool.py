@@ -24,8 +24,7 @@ from ling3.engine.arrays import AnyArray
 from ling3.engine.sampling import Sampling, counted, ends
 from ling3.engine.settings import CacheDtype
 from ling3.model import CausalLM
-from ling3.ops import rows_cpu
-from ling3.ops.lowering import XLA, Lowering
+from ling3.ops.rows import TakeRows, take_rows
 from ling3.placement import Placement, here
 
 PAGES_MOVED = 8
@@ -123,7 +122,7 @@ class Pool(eqx.Module):
         placement = self.placement
         return states if placement is None else placement.settled(states, placement.states(states, None))
 
-    def take(self, rows: Rows, lowering: Lowering = XLA) -> "Pool":
+    def take(self, rows: Rows, take: TakeRows = take_rows) -> "Pool":
         """The pool of these rows alone; the pages stay where they are. Unused rows have any states."""
         slots, size = rows.slots, self.length.shape[0]
         if slots is None:
@@ -132,13 +131,9 @@ class Pool(eqx.Module):
             # An unused row attends to nothing, and gets no token and no expert.
             length, done = jnp.where(slots < size, self.length, 0), self.done | (slots >= size)
             return Pool(self.layers, length, self.token, self.until, done, self.sampling)
-        kept = jnp.minimum(slots, size - 1)
         parts = (self.layers, self.length, self.token, self.until, self.done, self.sampling)
 
-        def taken(x: Array) -> Array:
-            return rows_cpu.take(x, slots) if lowering.native and rows_cpu.suits(x, slots) else x[kept]
-
-        layers, length, token, until, done, sampling = map_slots(taken, parts)
+        layers, length, token, until, done, sampling = map_slots(lambda x: take(x, slots), parts)
         return Pool(layers, length, token, until, done | (slots >= size), sampling)
 
     def put(self, rows: Rows, view: "Pool") -> "Pool":

@@ -18,7 +18,6 @@ from ling3.engine.arrays import AnyArray
 from ling3.engine.filters import Filter, SoFar
 from ling3.engine.masks import masked
 from ling3.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from ling3.ops.lowering import XLA, Lowering
 
 Allowed = UInt32[Array, "batch words"] | None
 Logits = Float32[Array, "batch vocab"]
@@ -175,11 +174,11 @@ def choose_active(
     sampling: Sampling,
     positions: Int32[Array, " batch"],
     active: Bool[Array, " batch"],
-    lowering: Lowering = XLA,
+    row_by_row: bool = False,
     allowed: Allowed = None,
 ) -> Choice:
-    """`choose` for the rows that are `active`; others get anything, and with `lowering.row_by_row` cost nothing."""
-    if not lowering.row_by_row or logits.shape[1] < MANY:
+    """`choose` for the rows that are `active`; others get anything, and with `row_by_row` cost nothing."""
+    if not row_by_row or logits.shape[1] < MANY:
         return choose(logits, sampling, positions, allowed)
 
     def chosen(row: Int32[Array, ""]) -> Choice:

@@ -9,7 +9,6 @@ from ling3.engine.memory import Footprint
 from ling3.engine.settings import MAX_PAGES, EngineSettings
 from ling3.execution import Execution
 from ling3.model import CausalLM
-from ling3.ops import products_cpu
 
 WIDTHS = (16, 128, 512)
 """Tokens of a prefill call, unless `token_paddings` says otherwise; a larger `chunked_prefill_size` comes to these."""
@@ -138,9 +137,9 @@ def _grid(footprint: Footprint, settings: EngineSettings, length: int) -> Grid |
 
 
 def _is_large(model: CausalLM, execution: Execution) -> bool:
-    """True on a CPU for a model whose matrices are all large enough for the kernels in C++."""
-    least = products_cpu.LEAST["dense"]
-    return execution.lowering.native and all(x.nbytes >= least for x in jax.tree.leaves(model) if x.ndim > 1)
+    """True for a model whose matrices are all of the size from which on narrow calls pay."""
+    least = execution.narrow_from
+    return least is not None and all(x.nbytes >= least for x in jax.tree.leaves(model) if x.ndim > 1)
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:

@@ -158,6 +158,7 @@ class GQA(eqx.Module):
         rows = rearrange(q, "b s (h g) d -> b h (s g) d", g=groups)
         at, per_head = jnp.repeat(positions, groups, axis=1), PerHead(self.kv_heads, self.head_dim)
         if isinstance(held, Paged):
+            assert span.table is not None, "a span over a paged array has a table"
             where = (held.entries, span.table, span.seen)
             o = span.execution.paged_attention(rows, at, *where, per_head, self.window)
         else:

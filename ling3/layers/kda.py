@@ -164,8 +164,8 @@ class KDA(eqx.Module):
         gates = self.gates(x, span)
         g, beta = span.site("decay", gates[0]), span.site("beta", gates[1])
         if x.shape[1] == 1:
-            token = (y[:, 0] for y in (q, k, v, g, beta))
-            o, recurrent = execution.kda_step(*token, state.recurrent, execution.lowering)
+            token = q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0]
+            o, recurrent = execution.kda_step(*token, state.recurrent)
             o = o[:, None]
         else:
             bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 keeps any

@@ -12,8 +12,6 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 from ling3.execution import PLAIN, Execution
 from ling3.layers.scope import scoped
 from ling3.ops.exchange import LOCAL, Exchange
-from ling3.ops.in_place import read_in_place
-from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import Wide
 
 
@@ -149,13 +147,13 @@ class Linear(Matrix):
         self, x: Float[Array, "*stack rows {self.in_features}"], execution: Execution
     ) -> Wide[Array, "*stack rows {self.out_features}"]:
         """x Wᵀ for the rows `x`, in the execution's accumulation dtype."""
-        y = matmul_transposed(x, self.weight, execution.lowering)
+        y = execution.times(x, self.weight)
         return y if self.bias is None else y + self.bias.astype(y.dtype)[..., None, :]
 
     def row(self, index: Int[Array, "*batch"], execution: Execution) -> Float[Array, "*batch {self.in_features}"]:
         """W[index], for indices in any shape."""
         known = index.reshape(-1)[0] > jnp.iinfo(index.dtype).min  # true of every id, and unknown to the compiler
-        return read_in_place(lambda: self.weight[index], self.weight.dtype, known, execution.lowering)
+        return execution.read(lambda: self.weight[index], self.weight.dtype, known)
 
 
 class LowRank(eqx.Module):

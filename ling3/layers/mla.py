@@ -14,9 +14,7 @@ from ling3.layers.gate import OutputGate, gate_projection, output_gate
 from ling3.layers.linear import Constant, Linear, LowRank, Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
-from ling3.ops.absorption import latent_queries, latent_values
 from ling3.ops.attention import BLOCK, Expansion
-from ling3.ops.lowering import XLA, Lowering
 from ling3.ops.precision import Wide, wide
 
 
@@ -213,8 +211,9 @@ class MLA(eqx.Module):
         """Attention over keys and values of every head, expanded block by block from a cache or the span's entries."""
         q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
         execution, seq = span.execution, q.shape[2]
-        expansion = Expansion(self.kv_b_proj.kept(q.dtype), self.heads, self.nope, execution.lowering)
+        expansion = Expansion(self.kv_b_proj.kept(q.dtype), self.heads, self.nope, execution.times)
         if isinstance(held, Paged):
+            assert span.table is not None, "a span over a paged array has a table"
             o = execution.paged_attention(q, positions, held.entries, span.table, span.seen, expansion)
         else:
             blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))
@@ -230,23 +229,24 @@ class MLA(eqx.Module):
         span: Span,
     ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
-        weight, lowering = self.kv_b_proj.kept(q_nope.dtype), span.execution.lowering
-        q = self._absorbed_queries(q_nope, q_rope, weight, lowering)
+        weight, execution = self.kv_b_proj.kept(q_nope.dtype), span.execution
+        q = self._absorbed_queries(q_nope, q_rope, weight, execution)
+        assert span.table is not None, "a span over a paged array has a table"
         length = span.seen
         row_positions = jnp.repeat(positions, self.heads, axis=1)
-        summed = span.execution.latent_attention(q, row_positions, state.entries, span.table, length)
+        summed = execution.latent_attention(q, row_positions, state.entries, span.table, length)
         o_latent = self._summed_latents(summed).astype(q_nope.dtype)
-        return latent_values(o_latent, weight, self.value, lowering)[:, None]
+        return execution.latent_values(o_latent, weight, self.value, execution.sums)[:, None]
 
     def _absorbed_queries(
         self,
         q_nope: Float[Array, "batch 1 {self.heads} {self.nope}"],
         q_rope: Float[Array, "batch 1 {self.heads} {self.rope}"],
         weight: Float[Array, "{self.heads*(self.nope+self.value)} {self.latent}"],
-        lowering: Lowering = XLA,
+        execution: Execution = PLAIN,
     ) -> Float[Array, "batch {self.heads} {self.entry}"]:
         """[q_nope W_uk | q_rope] of each head, which meet the entries as they lie in the cache."""
-        q_latent = latent_queries(q_nope[:, 0], weight, lowering).astype(q_nope.dtype)
+        q_latent = execution.latent_queries(q_nope[:, 0], weight, execution.sums).astype(q_nope.dtype)
         return jnp.concatenate([q_latent, q_rope[:, 0]], axis=-1)
 
     def _summed_latents(

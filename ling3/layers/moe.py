@@ -163,8 +163,8 @@ class Experts(eqx.Module):
         execution: Execution = PLAIN,
     ) -> Float[Array, "tokens hidden"]:
         """Σ_j weights_j · expert_{chosen_j}(x) in float32 or wider, summed in top-k order."""
-        matrices = (matrix.operand for matrix in (self.gate_proj, self.up_proj, self.down_proj))
-        tokens, how = x.shape[0], (self.swiglu, execution.lowering)
+        matrices = self.gate_proj.operand, self.up_proj.operand, self.down_proj.operand
+        tokens, how = x.shape[0], (self.swiglu, execution.times)
         if self.spread is None:  # what takes the place of a form need not know of meshes
             return execution.experts(x, chosen, weights, *matrices, *how)
         x, chosen, weights = (self.spread.every(array) for array in (x, chosen, weights))

@@ -62,7 +62,7 @@ class QuantizedMatrix(Matrix):
         self, x: Float[Array, "*stack rows {self.in_features}"], execution: Execution
     ) -> Wide[Array, "*stack rows {self.out_features}"]:
         """x Wᵀ for the rows `x`, in the execution's accumulation dtype. A row's bits do not depend on the others."""
-        y = self.operand.product(x, execution.lowering)
+        y = execution.times(x, self.operand)
         return y if self.bias is None else y + self.bias.astype(y.dtype)[..., None, :]
 
     def row(self, index: Int[Array, "*batch"], execution: Execution) -> Float[Array, "*batch {self.in_features}"]:

@@ -1,15 +1,14 @@
 """Softmax attention over latents, block by block and page by page, and the plain form that specifies it."""
 
 import dataclasses
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from ling3.ops import attention_cpu
-from ling3.ops.lowering import XLA, Lowering
-from ling3.ops.matmul import matmul_transposed
+from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import Wide, exact, wide
 
 # Keys per step of `block_attention`: fixed, so that sums have the same order at any context length.
@@ -43,7 +42,7 @@ class Expansion:
     weight: Float[Array, "channels latent"]  # heads·(nope + value)
     heads: int
     nope: int
-    lowering: Lowering = XLA
+    times: Multiply = product
 
     @property
     def value(self) -> int:
@@ -58,7 +57,7 @@ class Expansion:
     ]:
         """The keys and values of some entries, in `dtype`."""
         latent, k_rope = jnp.split(entries.astype(dtype), [self.weight.shape[1]], axis=-1)
-        flat = matmul_transposed(latent.reshape(-1, latent.shape[-1]), self.weight, self.lowering).astype(dtype)
+        flat = self.times(latent.reshape(-1, latent.shape[-1]), self.weight).astype(dtype)
         expanded = rearrange(flat, "(b p) (h d) -> b h p d", b=entries.shape[0], h=self.heads)
         k_nope, v = expanded[..., : self.nope], expanded[..., self.nope :]
         k_rope = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:-1], k_rope.shape[-1]))
@@ -84,6 +83,70 @@ class PerHead:
         return both[0], both[1]
 
 
+@runtime_checkable
+class BlockAttention(Protocol):
+    """Causal attention over whole sequences without a cache, as in training. Differentiable.
+
+    `positions` is a multiple of BLOCK. A query attends to the positions up to its own and below `length`; with a
+    `window`, to the last so many of them, its own among these. Sums and result are float32 or wider. Without an
+    `expansion` an entry is both key and value, for all heads.
+    """
+
+    def __call__(
+        self,
+        q: Float[Array, "batch heads rows width"],
+        row_positions: Int32[Array, "batch rows"],
+        entries: Float[Array, "batch positions entry"],
+        length: Int32[Array, " batch"],
+        expansion: Expansion | PerHead | None = None,
+        window: int | None = None,
+        /,
+    ) -> Wide[Array, "batch heads rows value"]:
+        """Each query's weighted sum of values."""
+        ...
+
+
+@runtime_checkable
+class PagedAttention(Protocol):
+    """The same of several tokens over pages, as in prefill: `table[b, i]` is the page of row b's positions
+    [page·i, page·(i+1))."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch heads rows width"],
+        row_positions: Int32[Array, "batch rows"],
+        pages: Float[Array, "pages page entry"],
+        table: Int32[Array, "batch columns"],
+        length: Int32[Array, " batch"],
+        expansion: Expansion | PerHead | None = None,
+        window: int | None = None,
+        /,
+    ) -> Wide[Array, "batch heads rows value"]:
+        """Each query's weighted sum of values."""
+        ...
+
+
+@runtime_checkable
+class LatentAttention(Protocol):
+    """The absorbed attention of a decode step: softmax(q entriesᵀ) entries over each row's pages, float32 or wider.
+
+    An entry is both key and value, for all heads (DeepSeek-V2, arXiv 2405.04434, §2.1.2): `rows` are the heads'
+    queries of one token, already scaled. Pages, table, `length` and what a query sees are those of `PagedAttention`.
+    """
+
+    def __call__(
+        self,
+        q: Float[Array, "batch rows entry"],
+        row_positions: Int32[Array, "batch rows"],
+        pages: Float[Array, "pages page entry"],
+        table: Int32[Array, "batch columns"],
+        length: Int32[Array, " batch"],
+        /,
+    ) -> Wide[Array, "batch rows entry"]:
+        """Each query's weighted sum of entries."""
+        ...
+
+
 def block_attention(
     q: Float[Array, "batch heads rows width"],
     row_positions: Int32[Array, "batch rows"],
@@ -92,12 +155,7 @@ def block_attention(
     expansion: Expansion | PerHead | None = None,
     window: int | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
-    """Causal attention with a running softmax over contiguous entries, BLOCK positions at a time.
-
-    `positions` is a multiple of BLOCK. A query attends to the positions up to its own and below `length`; with a
-    `window`, to the last so many of them, its own among these. Sums and result are float32 or wider. Without an
-    `expansion` an entry is both key and value, for all heads. Differentiable.
-    """
+    """The plain form of `BlockAttention`: a running softmax, BLOCK positions at a time."""
 
     def step(i, carry):
         i = jnp.asarray(i, jnp.int32)
@@ -116,7 +174,7 @@ def paged_attention(
     expansion: Expansion | PerHead | None = None,
     window: int | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
-    """The same over pages: `table[b, i]` is the page of row b's positions [page·i, page·(i+1)).
+    """The plain form of `PagedAttention`.
 
     Rows are sorted by their number of pages and form groups of up to GROUP; the loop has one iteration for each group
     and page column in use, so a long row adds no work to other groups. Each row's pages are summed in order, whatever
@@ -172,40 +230,8 @@ def latent_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
 ) -> Wide[Array, "batch rows entry"]:
-    """The absorbed attention of a decode step: softmax(q entriesᵀ) entries over each row's pages, float32 or wider.
-
-    An entry is both key and value, for all heads (DeepSeek-V2, arXiv 2405.04434, §2.1.2): `rows` are the heads'
-    queries of one token, already scaled. Pages, table, `length` and what a query sees are those of `paged_attention`.
-    """
+    """The plain form of `LatentAttention`."""
     return paged_attention(q[:, None], row_positions, pages, table, length)[:, 0]
-
-
-def native_attention(
-    q: Float[Array, "batch heads rows width"],
-    row_positions: Int32[Array, "batch rows"],
-    pages: Float[Array, "pages page entry"],
-    table: Int32[Array, "batch columns"],
-    length: Int32[Array, " batch"],
-    expansion: Expansion | PerHead | None = None,
-    window: int | None = None,
-) -> Wide[Array, "batch heads rows value"]:
-    """`paged_attention` by the kernel for CPUs, where it is faster and entries are keys and values themselves."""
-    if isinstance(expansion, Expansion) or not attention_cpu.suits(q, pages, expansion is None):
-        return paged_attention(q, row_positions, pages, table, length, expansion, window)
-    value = pages.shape[2] if expansion is None else expansion.value
-    values = 0 if expansion is None else expansion.heads * expansion.value
-    return attention_cpu.paged(q, row_positions, pages, table, length, value, values, window)
-
-
-def native_latent_attention(
-    q: Float[Array, "batch rows entry"],
-    row_positions: Int32[Array, "batch rows"],
-    pages: Float[Array, "pages page entry"],
-    table: Int32[Array, "batch columns"],
-    length: Int32[Array, " batch"],
-) -> Wide[Array, "batch rows entry"]:
-    """`latent_attention` by the same."""
-    return native_attention(q[:, None], row_positions, pages, table, length)[:, 0]
 
 
 _Carry = tuple[

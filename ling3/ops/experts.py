@@ -1,33 +1,55 @@
 """The experts' feed-forward, in which each row goes through its own expert: two forms of one function.
 
 `dense_experts` runs every expert on every token; it is the specification. `block_experts` sorts the rows by expert and
-runs only the experts that were chosen, each on its own rows; its gradient does the same. On a CPU with a C++ compiler a
-kernel (`products_cpu`) takes its place where it is faster. Each stack is an array, or a `Quantized` stack, of which a
-block decodes its expert's matrices alone. A row goes through `down(swiglu(gate x, up x))`.
+runs only the experts that were chosen, each on its own rows; its gradient does the same. Each stack is an array, or a
+`Quantized` stack, of which a block decodes its expert's matrices alone. A row x gives `down(swiglu(gate x, up x))`.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops import products_cpu
+from ling3.ops import rows as rows_of
 from ling3.ops.exchange import Spread
-from ling3.ops.in_place import read_in_place
-from ling3.ops.lowering import XLA, Lowering
-from ling3.ops.matmul import matmul_transposed
+from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import exact, wide
-from ling3.ops.quantized import Quantized, arrays_of, constant, matrix_of, numbers, one_format, suits, times
+from ling3.ops.quantized import Quantized, constant, matrix_of, numbers
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 # Five iterations of `block_experts`, which copy their experts' weights, cost as much as eight experts of a round.
 TURNS, EXPERTS = 5, 8
 # Rows of a block above which a round of every expert costs more than it saves.
 ROUNDS_ROWS = 32
+
+
+@runtime_checkable
+class RoutedExperts(Protocol):
+    """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), in float32 or wider.
+
+    An index in `chosen` that is not an expert's stands for no expert. `times` is the product that a form may be made
+    of; `spread` says how devices share the experts, and is left out where they do not.
+    """
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        chosen: Int32[Array, "tokens top_k"],
+        weights: Float[Array, "tokens top_k"],
+        gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+        up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+        down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
+        swiglu: SwiGLU = SWIGLU,
+        times: Multiply = product,
+        spread: Spread | None = None,
+        /,
+    ) -> Float[Array, "tokens hidden"]:
+        """Each token's sum over its experts."""
+        ...
 
 
 def dense_experts(
@@ -38,10 +60,10 @@ def dense_experts(
     up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
     swiglu: SwiGLU = SWIGLU,
-    lowering: Lowering = XLA,
+    times: Multiply = product,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), in float32 or wider, every expert computed for every token."""
+    """`RoutedExperts` with every expert computed for every token: the specification."""
     dtype = wide(x.dtype)
     experts, intermediate, _ = gate_proj.shape
     chosen = chosen if spread is None else spread.own(chosen, experts)
@@ -52,7 +74,7 @@ def dense_experts(
     picks = jax.nn.one_hot(chosen, experts, dtype=dtype)
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
     stacks = (w.reshape(experts * intermediate, -1) for w in (gate_proj, up_proj))
-    gate, up = (matmul_transposed(x, w, lowering).astype(dtype) for w in stacks)
+    gate, up = (times(x, w).astype(dtype) for w in stacks)
     hidden = swiglu(gate, up).reshape(-1, experts, intermediate) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
     hidden = hidden.reshape(x.shape[0], -1).astype(inner).astype(x.dtype)
@@ -60,43 +82,46 @@ def dense_experts(
     return y if spread is None else spread.together(y)
 
 
-def differentiated_as_dense(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def differentiated_as_dense(form: Callable[..., jax.Array], **settings: Any) -> Callable[..., jax.Array]:
     """A faster form of `dense_experts`, with its gradient; TypeError where that is one of quantized stacks.
 
-    The gradient costs the chosen experts alone, or all of them where stacks are quantized or devices share them.
+    `settings` are the form's own. The gradient costs the chosen experts alone, or all of them where stacks are
+    quantized or devices share them.
     """
 
+    def own(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
+        return form(x, chosen, weights, gate_proj, up_proj, down_proj, *statics, **settings)
+
     def forward(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
-        y = form(x, chosen, weights, gate_proj, up_proj, down_proj, *statics)
+        y = own(x, chosen, weights, gate_proj, up_proj, down_proj, *statics)
         return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
 
-    def backward(swiglu, lowering, spread, inputs, dy):
+    def backward(swiglu, times, spread, inputs, dy):
         x, chosen, weights, *stacks = inputs
         floats = {i: stack for i, stack in enumerate(stacks) if not isinstance(stack, Quantized)}
         if spread is None and len(floats) == len(stacks):
-            dx, dweights, *dstacks = _gradient(x, chosen, weights, stacks, dy, swiglu, lowering)
+            dx, dweights, *dstacks = _gradient(x, chosen, weights, stacks, dy, swiglu, times)
             return dx, None, dweights, *dstacks
 
         def dense(x, weights, floats):
             gate_proj, up_proj, down_proj = (floats.get(i, stack) for i, stack in enumerate(stacks))
-            return dense_experts(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu, lowering, spread)
+            return dense_experts(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu, times, spread)
 
         dx, dweights, dfloats = jax.vjp(dense, x, weights, floats)[1](dy)
         return dx, None, dweights, *map(dfloats.get, range(3))
 
-    differentiable = jax.custom_vjp(form, nondiff_argnums=(6, 7, 8))
+    differentiable = jax.custom_vjp(own, nondiff_argnums=(6, 7, 8))
     differentiable.defvjp(forward, backward)
 
     @functools.wraps(form)
-    def with_defaults(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu=SWIGLU, lowering=XLA, spread=None):
+    def with_defaults(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu=SWIGLU, times=product, spread=None):
         stacks = (constant(w) if isinstance(w, Quantized) else w for w in (gate_proj, up_proj, down_proj))
-        return differentiable(x, chosen, weights, *stacks, swiglu, lowering, spread)
+        return differentiable(x, chosen, weights, *stacks, swiglu, times, spread)
 
     return with_defaults
 
 
-@differentiated_as_dense
-def block_experts(
+def blocks_of_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
@@ -104,8 +129,9 @@ def block_experts(
     up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
     swiglu: SwiGLU = SWIGLU,
-    lowering: Lowering = XLA,
+    times: Multiply = product,
     spread: Spread | None = None,
+    read: rows_of.Read = rows_of.read,
 ) -> Float[Array, "tokens hidden"]:
     """The same function at the cost of the chosen experts alone, in float32 or wider.
 
@@ -129,8 +155,8 @@ def block_experts(
 
     def expert(rows, gate, up, down):
         taken = x.at[rows // top_k].get(mode="clip")
-        gate, up = (times(taken, w, lowering) for w in (gate, up))
-        return times(swiglu(gate, up).astype(x.dtype), down, lowering).astype(dtype)
+        gate, up = (times(taken, w) for w in (gate, up))
+        return times(swiglu(gate, up).astype(x.dtype), down).astype(dtype)
 
     def by_blocks(out):
         ends = jnp.cumsum(blocks)
@@ -141,10 +167,10 @@ def block_experts(
         def turn(i, out):
             own = rows[i]
 
-            def read():
+            def of_block():
                 return expert(own, *(matrix_of(w, owner[i]) for w in stacks))
 
-            return out.at[own].set(read_in_place(read, narrow, own[0] >= 0, lowering), mode="drop")
+            return out.at[own].set(read(of_block, narrow, own[0] >= 0), mode="drop")
 
         return lax.fori_loop(0, ends[-1], turn, out)
 
@@ -168,26 +194,8 @@ def block_experts(
     return weighted(weights, out if spread is None else spread.together(out))
 
 
-@differentiated_as_dense
-def native_experts(
-    x: Float[Array, "tokens hidden"],
-    chosen: Int32[Array, "tokens top_k"],
-    weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    swiglu: SwiGLU = SWIGLU,
-    lowering: Lowering = XLA,
-    spread: Spread | None = None,
-) -> Float[Array, "tokens hidden"]:
-    """The same by the kernel for CPUs, where it is the faster one."""
-    experts, stacks = gate_proj.shape[0], (gate_proj, up_proj, down_proj)
-    if not _is_native(x, chosen, stacks):
-        return block_experts(x, chosen, weights, *stacks, swiglu, lowering, spread)
-    groups = Groups.of(chosen if spread is None else spread.own(chosen, experts), experts)
-    gate, up, down = (arrays_of(stack) if isinstance(stack, Quantized) else (stack, None) for stack in stacks)
-    rows = products_cpu.expert_rows(x, *groups, gate, up, down, swiglu)
-    return weighted(weights, rows if spread is None else spread.together(rows))
+block_experts = differentiated_as_dense(blocks_of_experts)
+"""The plain form of `RoutedExperts`."""
 
 
 def _gradient(
@@ -197,7 +205,7 @@ def _gradient(
     stacks: Sequence[Float[Array, "experts _ _"]],
     dy: Float[Array, "tokens hidden"],
     swiglu: SwiGLU,
-    lowering: Lowering,
+    times: Multiply,
 ) -> tuple[Float[Array, "..."], ...]:
     """The gradients of x, of the weights and of each stack.
 
@@ -210,8 +218,8 @@ def _gradient(
     block = -(-tokens * top_k // experts)
 
     def expert(taken, gate, up, down):
-        gate, up = (matmul_transposed(taken, w, lowering) for w in (gate, up))
-        return matmul_transposed(swiglu(gate, up).astype(x.dtype), down, lowering).astype(dtype)
+        gate, up = (times(taken, w) for w in (gate, up))
+        return times(swiglu(gate, up).astype(x.dtype), down).astype(dtype)
 
     def turn(i, sums):
         dx, dweights, dstacks = sums
@@ -231,27 +239,6 @@ def _gradient(
         dweights.reshape(weights.shape).astype(weights.dtype),
         *(total.astype(w.dtype) for total, w in zip(dstacks, stacks, strict=True)),
     )
-
-
-def _is_native(
-    x: Float[Array, "tokens hidden"],
-    chosen: Int32[Array, "tokens top_k"],
-    stacks: tuple[Float[Array, "..."] | Quantized, ...],
-) -> bool:
-    """True if the kernel for CPUs is the faster form: for large weights, in bfloat16 up to one row per expert.
-
-    That is an average. For more rows XLA uses the bfloat16 products that some processors have; the bound was measured
-    on one of those.
-    """
-    quantized = [stack for stack in stacks if isinstance(stack, Quantized)]
-    if quantized:
-        return len(quantized) == len(stacks) and one_format(*quantized) and suits(x, *quantized)
-    gate, *others = [stack for stack in stacks if not isinstance(stack, Quantized)]
-    if x.dtype == jnp.bfloat16 and chosen.size > gate.shape[0]:
-        return False
-    if any(stack.dtype != gate.dtype for stack in others):
-        return False
-    return products_cpu.suits(x, gate, None, gate.shape[-1], products_cpu.LEAST["experts"])
 
 
 def weighted(

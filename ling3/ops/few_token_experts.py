@@ -4,21 +4,20 @@ SGLang calls that form MegaMoE: one kernel from the dispatch of tokens to the su
 experts as they are stored. `few_token_experts` is the same sum as `experts.block_experts`, to rounding, and
 `chosen_form` says which of the two runs, from facts that are known before anything is compiled:
 
-    Execution(experts=chosen_form(Serving(fp4_weights=True, max_tokens=64)))
+    Execution(experts=chosen_form(ServingProfile(fp4_weights=True, max_tokens=64)))
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops.exchange import Spread
-from ling3.ops.experts import block_experts, differentiated_as_dense
-from ling3.ops.lowering import XLA, Lowering
+from ling3.ops.experts import RoutedExperts, block_experts, differentiated_as_dense
+from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import wide
-from ling3.ops.quantized import Quantized, matrix_of, times
+from ling3.ops.quantized import Quantized, matrix_of
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 MOST_TOKENS = 1024
@@ -53,7 +52,7 @@ def takes_few_tokens(serving: ServingProfile) -> bool:
     return serving.enabled and serving.fp4_weights and layer and not serving.across_hosts and few
 
 
-def chosen_form(serving: ServingProfile) -> Callable[..., Array]:
+def chosen_form(serving: ServingProfile) -> RoutedExperts:
     """The form of the experts for an `Execution`."""
     return few_token_experts if takes_few_tokens(serving) else block_experts
 
@@ -67,7 +66,7 @@ def few_token_experts(
     up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
     down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
     swiglu: SwiGLU = SWIGLU,
-    lowering: Lowering = XLA,
+    times: Multiply = product,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), one choice after the other, each expert read where it lies.
@@ -85,9 +84,9 @@ def few_token_experts(
         def added(y):
             gate, up, down = (matrix_of(stack, expert) for stack in (gate_proj, up_proj, down_proj))
             row = lax.dynamic_slice_in_dim(x, token, 1)
-            gate, up = (times(row, weight, lowering) for weight in (gate, up))
+            gate, up = (times(row, weight) for weight in (gate, up))
             hidden = swiglu(gate, up).astype(x.dtype)
-            out = times(hidden, down, lowering).astype(dtype) * weights.reshape(-1)[i].astype(dtype)
+            out = times(hidden, down).astype(dtype) * weights.reshape(-1)[i].astype(dtype)
             return y.at[token].add(out[0])
 
         return lax.cond((expert >= 0) & (expert < experts), added, lambda y: y, y)

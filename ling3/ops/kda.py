@@ -9,8 +9,7 @@ writing strength beta in (0, 1):
 matrix products. All work happens in the dtype of `g`, which is float32 in the model (float64 in the tests).
 """
 
-import functools
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,49 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from ling3.ops import kda_cpu
-from ling3.ops.lowering import XLA, Lowering
-
 # The largest exponent a factor of a decayed product may reach: exp(40)² = exp(80) still fits float32 (exp(88.7)).
 MAX_NATS = 40.0
 # Tokens of a chunk that share one reference point for their decays.
 SUB_CHUNK = 16
+
+
+@runtime_checkable
+class KDAStep(Protocol):
+    """One token of the recurrence, as in a decode step."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch heads key"],
+        k: Float[Array, "batch heads key"],
+        v: Float[Array, "batch heads value"],
+        g: Float[Array, "batch heads key"],
+        beta: Float[Array, "batch heads"],
+        state: Float[Array, "batch heads key value"],
+        /,
+    ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+        """The output o and the state after the token."""
+        ...
+
+
+@runtime_checkable
+class ChunkKDA(Protocol):
+    """Several tokens of the recurrence, as in prefill."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch seq heads key"],
+        k: Float[Array, "batch seq heads key"],
+        v: Float[Array, "batch seq heads value"],
+        g: Float[Array, "batch seq heads key"],
+        beta: Float[Array, "batch seq heads"],
+        state: Float[Array, "batch heads key value"],
+        /,
+        *,
+        lower_bound: float | None,
+        chunk_size: int,
+    ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+        """The outputs of all tokens and the state after the last."""
+        ...
 
 
 def kda_step(
@@ -34,9 +69,26 @@ def kda_step(
     g: Float[Array, "batch heads key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
-    lowering: Lowering = XLA,
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """One token of the recurrence: the output o and the state after it.
+    """One token of the recurrence: the output o and the state after it."""
+    o, *factors = output_and_factors(q, k, v, g, beta, state)
+    return o, written(state, *factors)
+
+
+def output_and_factors(
+    q: Float[Array, "batch heads key"],
+    k: Float[Array, "batch heads key"],
+    v: Float[Array, "batch heads value"],
+    g: Float[Array, "batch heads key"],
+    beta: Float[Array, "batch heads"],
+    state: Float[Array, "batch heads key value"],
+) -> tuple[
+    Float[Array, "batch heads value"],
+    Float[Array, "batch heads key"],
+    Float[Array, "batch heads key"],
+    Float[Array, "batch heads value"],
+]:
+    """The output o, and what the state after it is made of: exp(g), k and u.
 
     The state is read once for both products, since S^T q after the write is (exp(g) S)^T q + (q·k) u.
     """
@@ -44,10 +96,17 @@ def kda_step(
     decayed = decay[..., None, :] * jnp.stack([k, q], axis=-2)
     read = jnp.einsum("bhrk,bhkv->bhrv", decayed, state, precision=lax.Precision.HIGHEST)
     u = beta[..., None] * (v - read[..., 0, :])
-    o = read[..., 1, :] + jnp.sum(q * k, axis=-1, keepdims=True) * u
-    if lowering.barriers:
-        decay, k, u = lax.optimization_barrier((decay, k, u))
-    return o, decay[..., None] * state + k[..., None] * u[..., None, :]
+    return read[..., 1, :] + jnp.sum(q * k, axis=-1, keepdims=True) * u, decay, k, u
+
+
+def written(
+    state: Float[Array, "batch heads key value"],
+    decay: Float[Array, "batch heads key"],
+    k: Float[Array, "batch heads key"],
+    u: Float[Array, "batch heads value"],
+) -> Float[Array, "batch heads key value"]:
+    """exp(g) S + k u^T."""
+    return decay[..., None] * state + k[..., None] * u[..., None, :]
 
 
 def recurrent_kda(
@@ -141,59 +200,6 @@ def chunk_kda(
 
     state, o = lax.scan(one, state, (u, reads, jnp.tril(qk), k * to_end, decay))
     return rearrange(o, "n b h c d -> b (n c) h d")[:, :seq], state
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _native(
-    options: tuple[tuple[str, Any], ...],
-    q: Float[Array, "batch seq heads key"],
-    k: Float[Array, "batch seq heads key"],
-    v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
-    beta: Float[Array, "batch seq heads"],
-    state: Float[Array, "batch heads key value"],
-) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
-    return kda_cpu.run(q, k, v, g, beta, state)
-
-
-@_native.defjvp
-def _derivative_of_chunks(options: Any, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Any, Any]:
-    return jax.jvp(functools.partial(chunk_kda, **dict(options)), primals, tangents)
-
-
-def native_chunk_kda(
-    q: Float[Array, "batch seq heads key"],
-    k: Float[Array, "batch seq heads key"],
-    v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
-    beta: Float[Array, "batch seq heads"],
-    state: Float[Array, "batch heads key value"],
-    *,
-    lower_bound: float | None,
-    chunk_size: int = 16,
-) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
-    """`chunk_kda` by the kernel for CPUs, where it is faster: token by token, so that prefill has decode's bits."""
-    options = {"lower_bound": lower_bound, "chunk_size": chunk_size}
-    if not kda_cpu.suits(state):
-        return chunk_kda(q, k, v, g, beta, state, **options)
-    return _native(tuple(options.items()), q, k, v, g, beta, state)
-
-
-def native_kda_step(
-    q: Float[Array, "batch heads key"],
-    k: Float[Array, "batch heads key"],
-    v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
-    beta: Float[Array, "batch heads"],
-    state: Float[Array, "batch heads key value"],
-    lowering: Lowering = XLA,
-) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """`kda_step` by the kernel for CPUs, where it is faster."""
-    if not kda_cpu.suits(state):
-        return kda_step(q, k, v, g, beta, state, lowering)
-    q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
-    o, state = native_chunk_kda(q, k, v, g, beta, state, lower_bound=None)
-    return o[:, 0], state
 
 
 def _decayed_products(

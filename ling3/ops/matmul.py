@@ -1,74 +1,117 @@
-"""The product with a weight matrix, in the form that the backend runs at the speed of its memory."""
+"""The product with a weight matrix of either sort, an array or quantized: x Wᵀ."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, DTypeLike, Float
 
-from ling3.ops import products_cpu
-from ling3.ops.lowering import XLA, Lowering
-from ling3.ops.precision import exact, wide
+from ling3.ops.precision import Accumulation, Wide, exact, summed_in, wide
+from ling3.ops.quantized import Quantized, constant
+
+ROWS = 16
+"""Rows of x that meet a decoded matrix at once: always as many, so that a row's bits do not depend on how many there
+are."""
+DECODED = 2**24
+"""Numbers of a matrix that are decoded at once, about; of more, some rows of W at a time."""
+
+
+@runtime_checkable
+class Product(Protocol):
+    """x Wᵀ for each matrix of a stack (or one); sums and result are in `sums`, or x's dtype if wider.
+
+    A row's bits do not depend on the other rows' values.
+    """
+
+    def __call__(
+        self,
+        x: Float[Array, "*stack rows inner"],
+        weight: Float[Array, "*stack outer inner"] | Quantized,
+        sums: Accumulation,
+        /,
+    ) -> Wide[Array, "*stack rows outer"]:
+        """The product of each row."""
+        ...
+
+
+@runtime_checkable
+class Multiply(Protocol):
+    """A `Product` whose sums are settled."""
+
+    def __call__(
+        self, x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"] | Quantized, /
+    ) -> Wide[Array, "*stack rows outer"]:
+        """The product of each row."""
+        ...
+
+
+def product(
+    x: Float[Array, "*stack rows inner"],
+    weight: Float[Array, "*stack outer inner"] | Quantized,
+    sums: Accumulation = "float32",
+) -> Wide[Array, "*stack rows outer"]:
+    """The plain form of `Product`."""
+    if isinstance(weight, Quantized):
+        dense = functools.partial(matmul_transposed, sums=sums)
+        return decoded_product(x, weight, functools.partial(in_blocks, dense))
+    return matmul_transposed(x, weight, sums)
 
 
 def matmul_transposed(
-    x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"], lowering: Lowering = XLA
-) -> Float[Array, "*stack rows outer"]:
-    """x Wᵀ for each matrix of a stack (or one); sums and result are `lowering.accumulation`, or x's dtype if wider.
+    x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"], sums: Accumulation = "float32"
+) -> Wide[Array, "*stack rows outer"]:
+    """x Wᵀ of arrays. A single bfloat16 row is computed as two, for which XLA has a product in bfloat16."""
+    if x.shape[-2] == 1 and x.dtype == jnp.bfloat16:
+        return matmul_transposed(jnp.concatenate([x, x], axis=-2), weight, sums)[..., :1, :]
+    return dot(x, weight, x.dtype, sums)
 
-    Up to `lowering.few_rows` rows are computed as (W xᵀ)ᵀ: on a CPU, XLA's products repack their right side for every
-    call, and the weight is by far the larger side. A row's bits then depend on the number of rows, but not on the other
-    rows' values.
 
-    A single bfloat16 row is computed as two, for which XLA has a product in bfloat16.
+def dot(
+    left: Float[Array, "*stack rows inner"],
+    right: Float[Array, "*stack columns inner"],
+    dtype: DTypeLike,
+    sums: Accumulation,
+) -> Wide[Array, "*stack rows columns"]:
+    """left rightᵀ by XLA, as exact as rows of x in `dtype` have it."""
+    last, stack = left.ndim - 1, tuple(range(left.ndim - 2))
+    options = {"precision": exact(dtype), "preferred_element_type": summed_in(dtype, sums)}
+    return lax.dot_general(left, right, (((last,), (last,)), (stack, stack)), **options)
 
-    With `lowering.native` a kernel for CPUs takes the place of all this where it is faster; there a row's bits are the
-    same for every number of rows.
+
+def decoded_product(
+    x: Float[Array, "*stack rows inner"], matrix: Quantized, times: Callable[..., Array]
+) -> Wide[Array, "*stack rows outer"]:
+    """x Wᵀ with the numbers of W decoded on the way, some rows at a time if it is large; `times` multiplies by them.
+
+    Factors are not rounded: x is widened to float32, whatever its dtype. Gradients are those with respect to x;
+    TypeError where one is asked for with respect to W.
     """
-    if is_native(x, weight, lowering):
-        return _native(x, weight)
-    rows = x.shape[-2]
-    if rows == 1 and x.dtype == jnp.bfloat16:
-        return matmul_transposed(jnp.concatenate([x, x], axis=-2), weight, lowering)[..., :1, :]
-    last, stack = x.ndim - 1, tuple(range(x.ndim - 2))
-    dimensions = (((last,), (last,)), (stack, stack))
-    sums = wide(x.dtype) if lowering.accumulation == "float32" else jnp.float64
-    options = {"precision": exact(x.dtype), "preferred_element_type": sums}
-    if 1 < rows <= lowering.few_rows:
-        # Without the barrier XLA would fold the transposition into the product and put the weight on its right again.
-        return jnp.swapaxes(lax.optimization_barrier(lax.dot_general(weight, x, dimensions, **options)), -1, -2)
-    return lax.dot_general(x, weight, dimensions, **options)
+    if matrix.ndim > 2:
+        return lax.map(lambda own: decoded_product(own[1], own[0], times), (matrix, x))
+    own, x = constant(matrix), x.astype(wide(x.dtype))
+    (outer, inner), step = own.shape, own.step
+
+    def part(rows: Quantized) -> Array:
+        return times(x, rows.decoded().astype(x.dtype))
+
+    size = max(1, DECODED // max(1, inner) // step) * step
+    if size >= outer:
+        return part(own)
+    whole = outer // size
+    parts = lax.map(lambda i: part(own.cut(i * size, size)), jnp.arange(whole, dtype=jnp.int32))
+    parts = [jnp.swapaxes(parts, 0, 1).reshape(x.shape[0], -1)]
+    if outer % size:
+        parts.append(part(own.cut(jnp.asarray(whole * size, jnp.int32), outer - whole * size)))
+    return jnp.concatenate(parts, axis=-1)
 
 
-def is_native(
-    x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"], lowering: Lowering
-) -> bool:
-    """True if the kernel for CPUs computes it: for one large weight, in float32 or bfloat16 as x is."""
-    if not lowering.native or lowering.accumulation != "float32" or weight.ndim != 2:
-        return False
-    return products_cpu.suits(x, weight, None, weight.shape[1], products_cpu.LEAST["dense"])
-
-
-@jax.custom_jvp
-def _native(x: Float[Array, "rows inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "rows outer"]:
-    """x Wᵀ by the kernel for CPUs."""
-    return products_cpu.product(x, weight)
-
-
-def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """dx Wᵀ + x dWᵀ, by XLA."""
-    (x, weight), (dx, dweight) = primals, tangents
-
-    def times(x: Array, weight: Array) -> Array:
-        dimensions = (((1,), (1,)), ((), ()))
-        return lax.dot_general(x, weight, dimensions, exact(x.dtype), preferred_element_type=jnp.float32)
-
-    zero = jax.custom_derivatives.SymbolicZero
-    terms = [] if isinstance(dx, zero) else [times(dx, weight)]
-    terms += [] if isinstance(dweight, zero) else [times(x, dweight)]
-    y = _native(x, weight)
-    return y, sum(terms, jnp.zeros_like(y))
-
-
-_native.defjvp(_tangent, symbolic_zeros=True)
+def in_blocks(
+    times: Callable[..., Array], x: Wide[Array, "rows inner"], weight: Wide[Array, "outer inner"]
+) -> Wide[Array, "rows outer"]:
+    """x Wᵀ in calls of `times` of the same size for every number of rows, as the size may change a row's bits."""
+    rows = x.shape[0]
+    blocks = -(-rows // ROWS)
+    filled = jnp.pad(x, ((0, blocks * ROWS - rows), (0, 0))).reshape(blocks, ROWS, -1)
+    return lax.map(lambda own: times(own, weight), filled).reshape(blocks * ROWS, -1)[:rows]

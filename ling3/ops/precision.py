@@ -1,6 +1,6 @@
 """The precision of products and sums."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +14,15 @@ else:
         """`Wide[Array, "..."]`: an array of float32 or float64, the dtypes that `wide` returns."""
 
         dtypes = ("float32", "float64")
+
+
+Accumulation = Literal["float32", "float64"]
+"""The dtype in which products with weights are summed, at least."""
+
+
+def summed_in(dtype: DTypeLike, sums: Accumulation) -> jnp.dtype:
+    """The dtype of the sums of products of numbers in `dtype`."""
+    return wide(dtype) if sums == "float32" else jnp.dtype(jnp.float64)
 
 
 def wide(dtype: DTypeLike) -> jnp.dtype:

@@ -1,24 +1,17 @@
-"""Matrices in 8 and 4 bits: which numbers their bits mean, and x Wᵀ with the numbers decoded on the way.
+"""Matrices in 8 and 4 bits, and which numbers their bits mean.
 
-Three formats, each a pytree of the arrays that a checkpoint has. The plain forms here specify them: they decode the
-matrix, some rows at a time if it is large, and multiply in float32. Scales keep the dtype in which they are stored,
-since a rounded scale would mean other numbers.
+Three formats, each a pytree of the arrays that a checkpoint has. Scales keep the dtype in which they are stored, since
+a rounded scale would mean other numbers.
 """
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import AbstractDtype, Array, Float, Float8e4m3fn, Float32, Int, Int32, Shaped, UInt8
-
-from ling3.ops import products_cpu
-from ling3.ops.lowering import XLA, Lowering
-from ling3.ops.matmul import is_native, matmul_transposed
-from ling3.ops.precision import Wide, wide
 
 if TYPE_CHECKING:
     from typing import Annotated as BlockScale
@@ -36,10 +29,6 @@ FP8_BLOCK = 128
 """Rows and columns of an FP8 matrix that share a scale."""
 MXFP4_GROUP = 32
 """Neighbours in a row of an MXFP4 matrix that share an exponent."""
-ROWS = 16
-"""Rows of x that are multiplied at once: always as many, so that a row's bits do not depend on how many there are."""
-DECODED = 2**24
-"""Numbers of a matrix that are decoded at once, about; of more, some rows of W at a time."""
 
 
 def _tree(kind: _Kind) -> _Kind:
@@ -107,34 +96,6 @@ class Quantized(ABC):
         """Matrix `i` of the stack."""
         return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, i, keepdims=False), self)
 
-    def product(
-        self, x: Float[Array, "*stack rows inner"], lowering: Lowering = XLA
-    ) -> Wide[Array, "*stack rows outer"]:
-        """x Wᵀ for each matrix of a stack (or one), summed in `lowering.accumulation`, or x's dtype if wider.
-
-        Factors are not rounded: x is widened to float32, whatever its dtype. A row's bits depend only on its own values
-        and on W. Gradients are those with respect to x; TypeError where one is asked for with respect to W.
-        """
-        if self.ndim > 2:
-            return lax.map(lambda own: own[0].product(own[1], lowering), (self, x))
-        own = constant(self)
-        if lowering.native and lowering.accumulation == "float32" and suits(x, self):
-            return _native(x, own)
-        x = x.astype(wide(x.dtype))
-        (outer, inner), step = own.shape, own.step
-        size = max(1, DECODED // max(1, inner) // step) * step
-        if size >= outer:
-            return _times(x, own.decoded(), lowering)
-        whole = outer // size
-        parts = lax.map(
-            lambda i: _times(x, own.cut(i * size, size).decoded(), lowering), jnp.arange(whole, dtype=jnp.int32)
-        )
-        parts = [jnp.swapaxes(parts, 0, 1).reshape(x.shape[0], -1)]
-        if outer % size:
-            rest = own.cut(jnp.asarray(whole * size, jnp.int32), outer - whole * size)
-            parts.append(_times(x, rest.decoded(), lowering))
-        return jnp.concatenate(parts, axis=-1)
-
 
 @_tree
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,14 +126,14 @@ class Fp8(Quantized):
     def decoded(self) -> Float32[Array, "*stack outer inner"]:
         """All its numbers in float32."""
         outer, inner = self.shape[-2:]
-        scale = jnp.repeat(_fp8_scale(self.scale), FP8_BLOCK, axis=-2)[..., :outer, :]
+        scale = jnp.repeat(fp8_scale(self.scale), FP8_BLOCK, axis=-2)[..., :outer, :]
         return self.weight.astype(jnp.float32) * _along(scale, FP8_BLOCK, inner)
 
     def rows(self, index: Int[Array, "*batch"]) -> Float32[Array, "*batch inner"]:
         """W[index], for indices in any shape."""
         bits = lax.bitcast_convert_type(self.weight, jnp.uint8)[index]  # XLA would convert all of an FP8 array first
         numbers = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32)
-        return numbers * _along(_fp8_scale(self.scale)[index // FP8_BLOCK], FP8_BLOCK, self.shape[-1])
+        return numbers * _along(fp8_scale(self.scale)[index // FP8_BLOCK], FP8_BLOCK, self.shape[-1])
 
     def cut(self, start: Int32[Array, ""], size: int) -> "Fp8":
         """`size` rows of W from `start` on, whole blocks but for the last."""
@@ -312,49 +273,6 @@ def constant(matrix: Quantized) -> Quantized:
     )
 
 
-def suits(x: Float[Array, "rows inner"], *matrices: Quantized) -> bool:
-    """True if the kernels for CPUs are there and can read the matrices, or stacks."""
-    least = products_cpu.LEAST["quantized"]
-    return all(products_cpu.suits(x, *arrays_of(matrix), matrix.shape[-1], least) for matrix in matrices)
-
-
-def one_format(*matrices: Quantized) -> bool:
-    """True if all have the same types of numbers and of scales, and as many bits."""
-    return len({tuple((array.dtype, getattr(m, "bits", 0)) for array in arrays_of(m)) for m in matrices}) == 1
-
-
-def arrays_of(matrix: Quantized) -> tuple[Array, Array]:
-    """The numbers and the scales, as the kernels for CPUs take them."""
-    numbers, scale = jax.tree.leaves(matrix)
-    if isinstance(matrix, Fp8) and scale.dtype == jnp.bfloat16:
-        scale = _fp8_scale(scale)
-    return numbers, scale
-
-
-@jax.custom_jvp
-def _native(x: Float[Array, "rows inner"], matrix: Quantized) -> Float32[Array, "rows outer"]:
-    """x Wᵀ by the kernel for CPUs."""
-    return products_cpu.product(x, *arrays_of(matrix))
-
-
-def _native_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """dx Wᵀ in the plain form. `constant` has seen to it that the matrix has no tangent."""
-    (x, matrix), (dx, _) = primals, tangents
-    y = _native(x, matrix)
-    zero = jax.custom_derivatives.SymbolicZero
-    return y, jnp.zeros_like(y) if isinstance(dx, zero) else matrix.product(dx, XLA)
-
-
-_native.defjvp(_native_tangent, symbolic_zeros=True)
-
-
-def times(
-    x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"] | Quantized, lowering: Lowering
-) -> Float[Array, "*stack rows outer"]:
-    """x Wᵀ for a matrix, or a stack, of either sort: an array or quantized."""
-    return weight.product(x, lowering) if isinstance(weight, Quantized) else matmul_transposed(x, weight, lowering)
-
-
 def matrix_of(stack: Float[Array, "*stack rows columns"] | Quantized, i: Int[Array, ""]) -> Array | Quantized:
     """Matrix `i` of a stack of either sort."""
     return stack.at(i) if isinstance(stack, Quantized) else lax.dynamic_index_in_dim(stack, i, keepdims=False)
@@ -365,20 +283,8 @@ def numbers(stack: Float[Array, "*stack rows columns"] | Quantized) -> Float[Arr
     return stack.decoded() if isinstance(stack, Quantized) else stack
 
 
-def _times(
-    x: Wide[Array, "rows inner"], weight: Float32[Array, "outer inner"], lowering: Lowering
-) -> Wide[Array, "rows outer"]:
-    """x Wᵀ, in calls of the same size for every number of rows where the size would change a row's bits."""
-    weight, rows = weight.astype(x.dtype), x.shape[0]
-    multiplied: Callable[..., Array] = lambda own: matmul_transposed(own, weight, lowering)  # noqa: E731
-    if is_native(x, weight, lowering):
-        return multiplied(x)
-    blocks = -(-rows // ROWS)
-    filled = jnp.pad(x, ((0, blocks * ROWS - rows), (0, 0))).reshape(blocks, ROWS, -1)
-    return lax.map(multiplied, filled).reshape(blocks * ROWS, -1)[:rows]
-
-
-def _fp8_scale(scale: BlockScale[Array, "..."]) -> Float32[Array, "..."]:
+def fp8_scale(scale: BlockScale[Array, "..."]) -> Float32[Array, "..."]:
+    """The scales of FP8 blocks in float32."""
     if scale.dtype == jnp.float8_e8m0fnu:
         return power_of_two(lax.bitcast_convert_type(scale, jnp.uint8))
     return scale.astype(jnp.float32)

@@ -40,9 +40,8 @@ LONGEST = 300.0
 """Seconds after which a compiler is killed."""
 
 
-@functools.cache
-def ffi_target(source: pathlib.Path, handler: str, macro: str = "") -> str | None:
-    """The name by which `jax.ffi.ffi_call` finds `handler` of a C++ file on a CPU; None if it is not available.
+def missing(source: pathlib.Path, macro: str = "") -> str | None:
+    """Why the kernels of a C++ file are not available; None if they are.
 
     With a `macro` the file is compiled with that defined, as a library of its own.
 
@@ -50,9 +49,16 @@ def ffi_target(source: pathlib.Path, handler: str, macro: str = "") -> str | Non
     not compile is not tried again by later processes. RuntimeWarning, in each process, if the kernel is missing for any
     reason but `LING3_NATIVE=off` and Windows. ValueError if a variable has an invalid value.
     """
+    library, why = _library(source, macro)
+    return None if library is not None else why
+
+
+@functools.cache
+def target(source: pathlib.Path, handler: str, macro: str = "") -> str:
+    """The name by which `jax.ffi.ffi_call` finds `handler` of a C++ file on a CPU. OSError if it is `missing`."""
     library, key = _library(source, macro)
     if library is None:
-        return None
+        raise OSError(key)
     name = f"ling3_{handler}_{key}"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, handler)), platform="cpu")
     return name
@@ -70,13 +76,13 @@ def instructions() -> tuple[str, ...]:
 def _library(source: pathlib.Path, macro: str) -> tuple[ctypes.CDLL | None, str]:
     """The library made from a source, compiled now if it is not cached or is damaged, and the hash of its sources.
 
-    (None, "") without one, and a warning that says why.
+    Without one, None and why, of which there is a warning.
     """
     if os.environ.get(VARIABLE) == "off":
-        return None, ""
+        return None, f"{VARIABLE} is off"
     directory, compiler = user_cache.directory(VARIABLE, "native"), _compiler()
     if not compiler and sys.platform == "win32":
-        return None, ""
+        return None, "there is no C++ compiler, for which CXX could name one"
     try:
         if directory is None:
             raise OSError(f"Its cache directory cannot be written, or others may write to it: name one in {VARIABLE}")
@@ -92,7 +98,7 @@ def _library(source: pathlib.Path, macro: str) -> tuple[ctypes.CDLL | None, str]
             RuntimeWarning,
             stacklevel=2,
         )
-        return None, ""
+        return None, f"{source.name} could not be compiled or loaded. {error}"
 
 
 def _hash(content: bytes) -> str:

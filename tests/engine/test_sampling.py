@@ -8,7 +8,6 @@ import pytest
 from ling3.engine import sampling
 from ling3.engine.sampling import NOT_A_NUMBER, Sampling
 from ling3.engine.sampling_params import SamplingParams
-from ling3.ops.lowering import XLA_CPU
 
 # Compiled whole, as in the engine: each of their operations would be a program of its own.
 choose, ends, sample = jax.jit(sampling.choose), jax.jit(sampling.ends), jax.jit(sampling.sample)
@@ -132,7 +131,7 @@ def test_rows_are_chosen_one_by_one_with_the_same_bits(vocab, monkeypatch):
     positions = jnp.arange(len(kinds), dtype=jnp.int32)
     active = jnp.asarray([True, True, True, True, False])
     monkeypatch.setattr(sampling, "MANY", vocab)
-    found = jax.jit(sampling.choose_active, static_argnums=4)(logits, mixed, positions, active, XLA_CPU)
+    found = jax.jit(sampling.choose_active, static_argnums=4)(logits, mixed, positions, active, True)
     expected = choose(logits, mixed, positions)
     np.testing.assert_array_equal(found.token[:4], expected.token[:4])
     np.testing.assert_array_equal(found.logprob[:4], expected.logprob[:4])

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from native_kernels import needs_compiler
 from scripted_runner import scripted
 
 import ling3
@@ -12,7 +11,6 @@ from ling3.engine.plans import StepPlan, common_steps
 from ling3.engine.shapes import FINE_WIDTHS, WIDTHS, settle
 from ling3.execution import PLAIN, Execution
 from ling3.families.llama import LlamaConfig
-from ling3.ops import products_cpu
 from ling3.serve import BESIDE
 
 CONFIG = LlamaConfig.from_dict(
@@ -48,11 +46,10 @@ def test_decode_calls_have_one_size_unless_bits_may_differ():
     assert settled(llama(), batch_invariant=False, max_running_requests=50)[1] == (2, 8, 16, 24, 32, 48, 50)
 
 
-@needs_compiler
-def test_large_models_are_padded_to_finer_widths(monkeypatch):
+def test_large_models_are_padded_to_finer_widths():
     assert settled(llama(), Execution.default())[2] == WIDTHS
-    monkeypatch.setitem(products_cpu.LEAST, "dense", 0)
-    assert settled(llama(), Execution.default())[1:] == ((16,), FINE_WIDTHS)
+    execution = dataclasses.replace(Execution.default(), narrow_from=0)
+    assert settled(llama(), execution)[1:] == ((16,), FINE_WIDTHS)
     assert settled(llama(), PLAIN)[2] == WIDTHS
 
 

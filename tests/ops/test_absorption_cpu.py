@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from native_kernels import installed, needs_compiler
 
-from ling3.ops import attention_cpu
-from ling3.ops.absorption import latent_queries, latent_values
-from ling3.ops.lowering import XLA, XLA_CPU
+from ling3.execution import CPU, PLAIN
+from ling3.ops.cpu import attention
 
 pytestmark = needs_compiler
 HANDLERS = ("absorb_keys", "expand_values")
@@ -31,10 +30,10 @@ def case(handler, batch, heads, nope, value, latent, dtype=jnp.float32):
     return x, jnp.asarray(draw.normal(size=(heads * (nope + value), latent)), dtype)
 
 
-def product(handler, value, lowering=XLA_CPU):
+def product(handler, value, execution=CPU):
     if handler == "absorb_keys":
-        return functools.partial(latent_queries, lowering=lowering)
-    return functools.partial(latent_values, value=value, lowering=lowering)
+        return functools.partial(execution.latent_queries)
+    return functools.partial(execution.latent_values, value=value)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -46,7 +45,7 @@ def test_it_is_each_heads_product(sizes, handler, dtype):
     assert f"ling3_{handler}" in call.lower(x, weight).as_text()
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.asarray(a, np.float64)) for a in (x, weight))
-        exact = np.asarray(product(handler, sizes[2], XLA)(*wide))
+        exact = np.asarray(product(handler, sizes[2], PLAIN)(*wide))
     # Sums of up to 530 products of numbers near 1 and 1/sqrt(inner), in float32.
     np.testing.assert_allclose(call(x, weight), exact, atol=2e-6)
 
@@ -71,11 +70,11 @@ def test_a_rows_bits_are_its_own(sizes, handler, dtype):
 def test_its_gradient_is_the_plain_forms(handler):
     x, weight = case(handler, 3, *SIZES[2])
 
-    def gradients(lowering):
-        own = product(handler, SIZES[2][2], lowering)
+    def gradients(execution):
+        own = product(handler, SIZES[2][2], execution)
         return jax.grad(lambda x, w: jnp.sum(jnp.sin(own(x, w))), argnums=(0, 1))(x, weight)
 
-    for mine, plain in zip(gradients(XLA_CPU), gradients(XLA), strict=True):
+    for mine, plain in zip(gradients(CPU), gradients(PLAIN), strict=True):
         np.testing.assert_allclose(mine, plain, atol=2e-6)
 
 
@@ -89,6 +88,6 @@ class TestWhereItDoesNotSuit:
 
     @pytest.mark.parametrize("handler", HANDLERS)
     def test_toys_are_not_worth_a_compiler(self, handler, monkeypatch):
-        monkeypatch.setattr(attention_cpu, "LEAST", 256)
+        monkeypatch.setattr(attention, "LEAST", 256)
         x, weight = case(handler, 3, *SIZES[1])
         assert handler not in jax.jit(product(handler, SIZES[1][2])).lower(x, weight).as_text()

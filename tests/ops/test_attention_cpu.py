@@ -14,8 +14,8 @@ from native_kernels import installed, needs_compiler
 
 import ling3
 from ling3.execution import Execution
-from ling3.ops import attention_cpu
-from ling3.ops.attention import Expansion, PerHead, native_attention, native_latent_attention, paged_attention
+from ling3.ops.attention import Expansion, PerHead, paged_attention
+from ling3.ops.cpu import attention
 from ling3.runtime import native
 
 pytestmark = needs_compiler
@@ -47,7 +47,7 @@ def case(*, lengths, heads=2, rows=3, width=20, page=16, latent=False, dtype=jnp
 
 @functools.cache
 def kernel(how, window=None):
-    return jax.jit(lambda *x: native_attention(*x, how, window))
+    return jax.jit(lambda *x: attention.paged_attention(*x, how, window))
 
 
 def in_float64(x, how, window=None):
@@ -126,7 +126,9 @@ def test_it_maps_over_batches():
     x, how = case(lengths=[30, 50, 40, 7])
     q, positions, pool, table, length = x
     halves = [a.reshape(2, 2, *a.shape[1:]) for a in (q, positions, table, length)]
-    mapped = jax.jit(jax.vmap(lambda q, at, table, length: native_attention(q, at, pool, table, length, how)))(*halves)
+    mapped = jax.jit(jax.vmap(lambda q, at, table, length: attention.paged_attention(q, at, pool, table, length, how)))(
+        *halves
+    )
     np.testing.assert_array_equal(mapped.reshape(q.shape), kernel(how)(*x))
 
 
@@ -134,11 +136,11 @@ class TestWhereItDoesNotSuit:
     def test_latents_that_are_expanded(self):
         (q, *rest), _ = case(lengths=[9], heads=1, rows=2, width=8)
         how = Expansion(jnp.ones((12, 12)), 1, 4)
-        assert CALL not in jax.jit(lambda *x: native_attention(*x, how)).lower(q, *rest).as_text()
+        assert CALL not in jax.jit(lambda *x: attention.paged_attention(*x, how)).lower(q, *rest).as_text()
 
     @pytest.mark.parametrize(
         "sizes",
-        [{"rows": attention_cpu.MOST + 1, "latent": True, "dtype": jnp.bfloat16}, {"dtype": jnp.float16}],
+        [{"rows": attention.MOST + 1, "latent": True, "dtype": jnp.bfloat16}, {"dtype": jnp.float16}],
         ids=["many queries of a latent", "another dtype"],
     )
     def test_what_xla_is_faster_with(self, sizes):
@@ -150,15 +152,15 @@ class TestWhereItDoesNotSuit:
         assert CALL not in kernel(how).lower(q, at, pool.astype(jnp.bfloat16), *rest).as_text()
 
     def test_toys_are_not_worth_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(attention_cpu, "LEAST", 512)
+        monkeypatch.setattr(attention, "LEAST", 512)
         x, how = case(lengths=[9])
-        assert CALL not in jax.jit(lambda *x: native_attention(*x, how)).lower(*x).as_text()
+        assert CALL not in jax.jit(lambda *x: attention.paged_attention(*x, how)).lower(*x).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
+        monkeypatch.setattr(native, "missing", lambda *_: "there is no compiler")
         x, _ = case(lengths=[9], rows=4, latent=True)
         q, *rest = x
-        assert CALL not in jax.jit(native_latent_attention).lower(q[:, 0], *rest).as_text()
+        assert CALL not in jax.jit(attention.latent_attention).lower(q[:, 0], *rest).as_text()
 
 
 MODELS = {"llama": lambda: tiny_transformers.open_model("llama"), "ling3": tiny.open_model}

@@ -11,15 +11,16 @@ from expert_cases import by_hand, case, check_gradients, check_no_expert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ling3.execution import XLA_CPU
 from ling3.ops import experts as experts_module
+from ling3.ops.cpu.experts import xla_experts
 from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.few_token_experts import few_token_experts
-from ling3.ops.lowering import XLA_CPU
 from ling3.ops.quantized import Fp8, Integers, Mxfp4
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
-BLOCKS = jax.jit(functools.partial(block_experts, lowering=XLA_CPU), static_argnums=6)
-DENSE = jax.jit(functools.partial(dense_experts, lowering=XLA_CPU), static_argnums=6)
+BLOCKS = jax.jit(functools.partial(xla_experts, times=XLA_CPU.times), static_argnums=6)
+DENSE = jax.jit(functools.partial(dense_experts, times=XLA_CPU.times), static_argnums=6)
 
 
 @settings(max_examples=15)
@@ -70,7 +71,7 @@ def test_no_dense_expansion_is_compiled():
     """A round has eight rows per expert here: temporaries stay below one activation per expert and token."""
     tokens, experts, hidden, intermediate = 64, 64, 64, 64
     x = case(tokens, experts, 2, hidden=hidden, intermediate=intermediate)
-    compiled = jax.jit(lambda *a: block_experts(*a, SWIGLU, XLA_CPU)).lower(*x).compile()
+    compiled = jax.jit(lambda *a: xla_experts(*a, SWIGLU, XLA_CPU.times)).lower(*x).compile()
     dense = tokens * experts * intermediate * 4
     assert compiled.memory_analysis().temp_size_in_bytes < dense / 2
 
@@ -85,7 +86,7 @@ def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype, monkeypa
     turns = -(-np.bincount(np.asarray(chosen).reshape(-1), minlength=32) // block)
     assert experts_module.EXPERTS * turns.sum() > 32 * turns.max(), "the full choice goes by rounds"
     assert experts_module.EXPERTS * 2 <= 32, "and a single token's by blocks"
-    forms = jax.jit(lambda *x: block_experts(*x, SWIGLU, XLA_CPU))
+    forms = jax.jit(lambda *x: xla_experts(*x, SWIGLU, XLA_CPU.times))
     whole = forms(x, chosen, *rest)
     nobody = jnp.full_like(chosen, 32)
     for row in (0, tokens - 1):
@@ -98,7 +99,7 @@ def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype, monkeypa
 def test_no_expert_is_converted_before_it_is_needed(tokens):
     """XLA's CPU backend takes the conversion of all bfloat16 weights to float32 out of a loop, if it can."""
     x = case(tokens, 128, 2, jnp.bfloat16, hidden=256, intermediate=64)
-    memory = jax.jit(lambda *a: block_experts(*a, SWIGLU, XLA_CPU)).lower(*x).compile().memory_analysis()
+    memory = jax.jit(lambda *a: xla_experts(*a, SWIGLU, XLA_CPU.times)).lower(*x).compile().memory_analysis()
     converted, activations = 2 * x[3].nbytes, tokens * 2 * 256 * 4
     assert memory.temp_size_in_bytes < converted / 2 + 4 * activations
 
@@ -138,7 +139,7 @@ def quantized_case(tokens, experts, hidden=64, intermediate=32):
 def test_quantized_stacks_are_their_numbers(form, tokens):
     own, numbers = quantized_case(tokens, 4)
     expected = by_hand(*numbers, 0.5)
-    y = jax.jit(lambda *a: form(*a, SwiGLU(0.5), XLA_CPU))(*own)
+    y = jax.jit(lambda *a: form(*a, SwiGLU(0.5), XLA_CPU.times))(*own)
     np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
 
 
@@ -159,5 +160,5 @@ def test_gradients_of_quantized_experts_are_those_of_activations_and_weights():
 def test_no_stack_is_decoded_at_once():
     """Temporaries stay far below the numbers of all experts."""
     own, numbers = quantized_case(64, 64, hidden=128, intermediate=128)
-    compiled = jax.jit(lambda *a: block_experts(*a, SWIGLU, XLA_CPU)).lower(*own).compile()
+    compiled = jax.jit(lambda *a: xla_experts(*a, SWIGLU, XLA_CPU.times)).lower(*own).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < numbers[3].nbytes / 4

@@ -12,8 +12,8 @@ from native_kernels import installed, needs_compiler
 from tiny import FLASH, TINY, open_model
 
 import ling3
-from ling3.ops import kda_cpu, products_cpu
-from ling3.ops.experts import native_experts
+from ling3.ops.cpu import kda, products
+from ling3.ops.cpu.experts import experts as native_experts
 from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 
@@ -153,12 +153,12 @@ class TestWhereItDoesNotSuit:
         np.testing.assert_allclose(KERNEL(*x), by_hand(*x, 0.0), atol=3e-5)
 
     def test_small_weights_are_not_worth_a_compiler(self, monkeypatch):
-        monkeypatch.setitem(products_cpu.LEAST, "experts", 2**24)
+        monkeypatch.setitem(products.LEAST, "experts", 2**24)
         program = jax.jit(functools.partial(native_experts))
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
+        monkeypatch.setattr(native, "missing", lambda *_: "there is no compiler")
         program = jax.jit(functools.partial(native_experts))
         assert "ling3_experts_" not in program.lower(*case(3, 4, 2)).as_text()
 
@@ -168,14 +168,14 @@ class TestModel:
     @pytest.mark.parametrize("config", [TINY, pytest.param(FLASH, marks=pytest.mark.slow)], ids=["tiny", "flash"])
     def test_its_logits_are_the_plain_forms(self, config, monkeypatch):
         # The experts alone are another form.
-        monkeypatch.setitem(products_cpu.LEAST, "dense", 2**40)
-        monkeypatch.setattr(kda_cpu, "LEAST", 2**40)
+        monkeypatch.setitem(products.LEAST, "dense", 2**40)
+        monkeypatch.setattr(kda, "LEAST", 2**40)
         model = open_model(config)
         tokens = jax.random.randint(jax.random.key(1), (2, 40), 0, config.vocab_size, jnp.int32)
         program = jax.jit(lambda m, t: m(t))
         assert "ling3_experts_" in program.lower(model, tokens).as_text()
         seen = program(model, tokens)
-        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
+        monkeypatch.setattr(native, "missing", lambda *_: "there is no compiler")
         jax.clear_caches()
         assert "ling3_experts_" not in program.lower(model, tokens).as_text()
         np.testing.assert_allclose(seen, program(model, tokens), atol=2e-5)

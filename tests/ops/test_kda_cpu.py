@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from native_kernels import installed, needs_compiler
 
-from ling3.ops import kda_cpu
-from ling3.ops.kda import chunk_kda, kda_step, native_chunk_kda, native_kda_step, recurrent_kda
-from ling3.ops.lowering import XLA_CPU
+from ling3.ops.cpu import kda
+from ling3.ops.kda import chunk_kda, kda_step, recurrent_kda
 
 pytestmark = needs_compiler
-KERNEL = jax.jit(lambda *token: native_kda_step(*token, XLA_CPU))
-RUN = jax.jit(lambda *tokens: native_chunk_kda(*tokens, lower_bound=-5.0))
+KERNEL = jax.jit(kda.kda_step)
+RUN = jax.jit(lambda *tokens: kda.chunk_kda(*tokens, lower_bound=-5.0))
 CALL = "ling3_kda_run_"
 
 
@@ -131,7 +130,7 @@ def test_the_state_is_updated_in_place():
     q, k, v, g, beta, state = token(4, 4, 64, 64)
 
     def several(state):
-        return jax.lax.fori_loop(0, 3, lambda _, s: native_kda_step(q, k, v, g, beta, s, XLA_CPU)[1], state)
+        return jax.lax.fori_loop(0, 3, lambda _, s: kda.kda_step(q, k, v, g, beta, s)[1], state)
 
     compiled = jax.jit(several, donate_argnums=0).lower(state).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < state.nbytes / 2
@@ -160,9 +159,9 @@ def test_its_derivatives_are_those_of_the_plain_forms():
 
 def test_where_it_does_not_suit(monkeypatch):
     inputs = token(1, 1, 8, 8)
-    monkeypatch.setattr(kda_cpu, "LEAST", 2**18)
+    monkeypatch.setattr(kda, "LEAST", 2**18)
     jax.clear_caches()
     assert CALL not in KERNEL.lower(*inputs).as_text()
     with jax.enable_x64(True):
         wide = token(1, 1, 8, 8, np.float64)
-        assert CALL not in jax.jit(native_kda_step).lower(*wide).as_text()
+        assert CALL not in jax.jit(kda.kda_step).lower(*wide).as_text()

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ling3.ops import experts_kernel
 from ling3.ops.attention import latent_attention
 from ling3.ops.experts import block_experts, dense_experts
-from ling3.ops.experts_kernel import grouped_experts
+from ling3.ops.gpu import attention, kda
+from ling3.ops.gpu import experts as experts_of_gpu
+from ling3.ops.gpu.attention import fused_latent_attention
+from ling3.ops.gpu.experts import grouped_experts
+from ling3.ops.gpu.kda import fused_kda_step
 from ling3.ops.kda import kda_step
-from ling3.ops.kda_step_kernel import fused_kda_step
-from ling3.ops.latent_attention_kernel import fused_latent_attention
-from ling3.ops.on_gpu import gpu_experts, gpu_kda_step, gpu_latent_attention
 from ling3.ops.swiglu import SwiGLU
 
 # jax 0.11 says that a later release drops Triton, for which `triton_params` is prepared.
@@ -149,13 +149,13 @@ class TestGroupedExperts:
         x = choice(tokens, experts=20, intermediate=128, dtype=jnp.bfloat16)
         found = []
         for tile in ((0, 16, 64), (0, 64, 128)):
-            monkeypatch.setattr(experts_kernel, "TILES", (tile,))
+            monkeypatch.setattr(experts_of_gpu, "TILES", (tile,))
             found.append(grouped_experts(*x, interpret=True))
         np.testing.assert_array_equal(*found)
 
     def test_for_a_gpu_no_weight_is_moved(self):
         """Lowered here, without a GPU: two kernels that are handed the experts whole, and nothing else reads them."""
-        text = lowered_for_a_gpu(jax.jit(grouped_experts, static_argnums=6), *choice(17), 0.0)
+        text = lowered_for_a_gpu(jax.jit(grouped_experts), *choice(17))
         assert text.count("xla.gpu.triton") == 2
         for stack in ("tensor<5x64x128xf32>", "tensor<5x128x64xf32>"):
             uses = [line for line in text.splitlines() if stack in line and "func.func" not in line]
@@ -240,28 +240,28 @@ class TestWhatAGPURuns:
 
     def test_a_kda_step(self):
         x = one_token(width=64)
-        assert largest(gpu_kda_step(*x), PLAIN(*x)) < 5e-6
+        assert largest(kda.kda_step(*x), PLAIN(*x)) < 5e-6
         x = one_token(width=48)
-        for found, expected in zip(gpu_kda_step(*x), kda_step(*x), strict=True):
+        for found, expected in zip(kda.kda_step(*x), kda_step(*x), strict=True):
             np.testing.assert_array_equal(found, expected)
 
     @pytest.mark.parametrize("change", [{"rows": 12}, {"rows": 8}, {"entry": 40}, {"page": 24}])
     def test_attention_over_latents(self, change):
         x = latents((40,))
-        np.testing.assert_array_equal(gpu_latent_attention(*x), fused_latent_attention(*x, interpret=True))
+        np.testing.assert_array_equal(attention.latent_attention(*x), fused_latent_attention(*x, interpret=True))
         x = latents((40,), **change)
-        np.testing.assert_array_equal(gpu_latent_attention(*x), latent_attention(*x))
+        np.testing.assert_array_equal(attention.latent_attention(*x), latent_attention(*x))
 
     def test_experts(self):
         x = choice(3)
-        np.testing.assert_array_equal(gpu_experts(*x), grouped_experts(*x, interpret=True))
+        np.testing.assert_array_equal(experts_of_gpu.experts(*x), grouped_experts(*x, interpret=True))
         x = choice(3, hidden=96)
-        np.testing.assert_array_equal(gpu_experts(*x), block_experts(*x))
+        np.testing.assert_array_equal(experts_of_gpu.experts(*x), block_experts(*x))
 
     def test_experts_have_gradients(self):
         x, chosen, weights, *stacks = choice(3)
         found, expected = (
             jax.grad(lambda x, form=form: jnp.sum(form(x, chosen, weights, *stacks) ** 2))(x)
-            for form in (gpu_experts, dense_experts)
+            for form in (experts_of_gpu.experts, dense_experts)
         )
         assert largest([found], [expected]) < 1e-4 * float(jnp.max(jnp.abs(expected)))

@@ -1,17 +1,15 @@
 """A product with a weight is x Wᵀ in every form, with sums in float32, and no copy of the weight."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ling3.ops.lowering import XLA, XLA_CPU
-from ling3.ops.matmul import matmul_transposed
+from ling3.ops.cpu.matmul import FEW_ROWS, xla_product
+from ling3.ops.matmul import product
 
-TIMES = jax.jit(functools.partial(matmul_transposed, lowering=XLA_CPU))
-ROWS = (1, 2, 5, XLA_CPU.few_rows, XLA_CPU.few_rows + 1)
+TIMES = jax.jit(xla_product)
+ROWS = (1, 2, 5, FEW_ROWS, FEW_ROWS + 1)
 
 
 def case(rows, stack=(), inner=48, outer=40, dtype=jnp.float32):
@@ -35,9 +33,9 @@ def test_it_is_the_product_summed_in_float32(rows, dtype, stack):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_every_lowering_gives_the_same_numbers(rows):
+def test_every_form_gives_the_same_numbers(rows):
     x, weight = case(rows)
-    np.testing.assert_allclose(TIMES(x, weight), matmul_transposed(x, weight, XLA), atol=1e-5)
+    np.testing.assert_allclose(TIMES(x, weight), product(x, weight), atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", ROWS)

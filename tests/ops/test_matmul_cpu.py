@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from native_kernels import installed, needs_compiler
 
-from ling3.ops import products_cpu
-from ling3.ops.lowering import XLA, XLA_CPU
-from ling3.ops.matmul import matmul_transposed
+from ling3.execution import XLA_CPU
+from ling3.ops.cpu import products
+from ling3.ops.cpu.matmul import product
+from ling3.ops.matmul import product as plain
 from ling3.runtime import native
 
 pytestmark = needs_compiler
-KERNEL = jax.jit(functools.partial(matmul_transposed, lowering=XLA_CPU))
+KERNEL = jax.jit(product)
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 CALL = "ling3_product_"
 
@@ -85,7 +86,6 @@ def test_many_zeros_are_written_past_the_caches(outer):
 def test_its_derivatives_are_the_plain_products(dtype):
     x, weight = case(3, 40, 9, dtype)
     dx, dweight = case(3, 40, 9, dtype)
-    plain = functools.partial(matmul_transposed, lowering=XLA)
     for wrt in ((0, 1), (0,), (1,)):
         seen, expected = (
             jax.jit(jax.grad(lambda x, w, f=f: jnp.sum(jnp.tanh(f(x, w))), argnums=wrt))(x, weight)
@@ -122,14 +122,20 @@ class TestWhereItDoesNotSuit:
         assert CALL not in KERNEL.lower(jnp.ones((2, 8), dtype), jnp.ones((4, 8), jnp.float16)).as_text()
 
     def test_small_weights_are_not_worth_a_call(self, monkeypatch):
-        monkeypatch.setitem(products_cpu.LEAST, "dense", 2**21)
+        monkeypatch.setitem(products.LEAST, "dense", 2**21)
         jax.clear_caches()
         assert CALL not in KERNEL.lower(*case(2, 64, 64, jnp.float32)).as_text()
 
-    def test_the_plain_lowering(self):
-        assert CALL not in jax.jit(matmul_transposed).lower(*case(2, 64, 64, jnp.float32)).as_text()
+    def test_sums_in_float64(self):
+        program = jax.jit(functools.partial(product, sums="float64"))
+        with jax.enable_x64(True):
+            assert CALL not in program.lower(*case(2, 64, 64, jnp.float32)).as_text()
+
+    def test_the_forms_without_kernels(self):
+        for form in (plain, XLA_CPU.times):
+            assert CALL not in jax.jit(form).lower(*case(2, 64, 64, jnp.float32)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
+        monkeypatch.setattr(native, "missing", lambda *_: "there is no compiler")
         jax.clear_caches()
         assert CALL not in KERNEL.lower(*case(2, 64, 64, jnp.float32)).as_text()

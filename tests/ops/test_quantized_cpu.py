@@ -14,16 +14,17 @@ from exhaustive_cases import exhaustively
 from expert_cases import by_hand
 from native_kernels import installed, needs_compiler
 
-from ling3.ops import products_cpu
-from ling3.ops.experts import native_experts
-from ling3.ops.lowering import XLA, XLA_CPU
+from ling3.ops.cpu import products
+from ling3.ops.cpu.experts import experts as native_experts
+from ling3.ops.cpu.matmul import product
+from ling3.ops.matmul import product as plain
 from ling3.ops.quantized import Fp8, Integers, Mxfp4
 from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 
 pytestmark = needs_compiler
-KERNEL = jax.jit(lambda x, matrix: matrix.product(x, XLA_CPU))
-PLAIN = jax.jit(lambda x, matrix: matrix.product(x, XLA))
+KERNEL = jax.jit(product)
+PLAIN = jax.jit(plain)
 EXPERTS = jax.jit(native_experts, static_argnums=6)
 CALL = "ling3_product_"
 SCALES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
@@ -176,10 +177,10 @@ def test_bits_do_not_depend_on_threads(rows, tmp_path):
     program = """
 import sys
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np
-from ling3.ops import products_cpu
+from ling3.ops.cpu import products
 case = np.load(sys.argv[1])
 scale = jnp.asarray(case["scale"].view(ml_dtypes.bfloat16))
-y = jax.jit(products_cpu.product)(jnp.asarray(case["x"]), jnp.asarray(case["packed"]), scale)
+y = jax.jit(products.product)(jnp.asarray(case["x"]), jnp.asarray(case["packed"]), scale)
 np.save(sys.argv[2], y)
 """
     environment = {**os.environ, "XLA_FLAGS": "", "NPROC": "1", "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
@@ -201,7 +202,7 @@ def test_its_derivative_is_the_plain_forms(kind):
     forward = [jax.jvp(lambda x, f=f: f(x, matrix), (x,), (dx,))[1] for f in (KERNEL, PLAIN)]
     np.testing.assert_allclose(*forward, atol=1e-4)
     with pytest.raises(TypeError, match="dequantize=True"):
-        jax.grad(lambda m: jnp.sum(m.product(x, XLA_CPU)), allow_int=True)(matrix)
+        jax.grad(lambda m: jnp.sum(product(x, m)), allow_int=True)(matrix)
 
 
 def test_it_maps_over_batches():
@@ -283,25 +284,25 @@ class TestExperts:
 
 class TestWhereItDoesNotSuit:
     def test_other_dtypes(self):
-        assert not products_cpu.suits(jnp.ones((2, 64), jnp.float16), *self.arrays(), 64, 0)
+        assert products.unsuited(jnp.ones((2, 64), jnp.float16), *self.arrays(), 64, 0).startswith("x is float16")
 
     def test_groups_between_powers_of_two(self):
         words, scale = jnp.zeros((8, 24), jnp.int32), jnp.ones((8, 2), jnp.bfloat16)
-        assert not products_cpu.suits(jnp.ones((2, 192)), words, scale, 192, 0)
-        assert products_cpu.suits(jnp.ones((2, 256)), jnp.zeros((8, 32), jnp.int32), scale, 256, 0)
+        assert "groups" in products.unsuited(jnp.ones((2, 192)), words, scale, 192, 0)
+        assert products.unsuited(jnp.ones((2, 256)), jnp.zeros((8, 32), jnp.int32), scale, 256, 0) is None
 
     def test_rows_of_a_word(self):
-        assert not products_cpu.suits(jnp.ones((2, 4)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1)), 4, 0)
+        assert "groups" in products.unsuited(jnp.ones((2, 4)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1)), 4, 0)
 
     def test_small_matrices_are_not_worth_a_compiler(self):
-        assert not products_cpu.suits(jnp.ones((2, 64)), *self.arrays(), 64, 2**18)
+        assert "262,144 bytes" in products.unsuited(jnp.ones((2, 64)), *self.arrays(), 64, 2**18)
 
-    def test_the_plain_lowering(self):
+    def test_the_plain_form(self):
         assert CALL not in PLAIN.lower(jnp.ones((2, 64)), drawn("mxfp4", 8, 64)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr(native, "ffi_target", lambda *_: None)
-        assert not products_cpu.suits(jnp.ones((2, 64)), *self.arrays(), 64, 0)
+        monkeypatch.setattr(native, "missing", lambda *_: "there is no compiler")
+        assert products.unsuited(jnp.ones((2, 64)), *self.arrays(), 64, 0) == "there is no compiler"
 
     @staticmethod
     def arrays():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from native_kernels import installed, needs_compiler
 
-from ling3.ops import rows_cpu
+from ling3.ops.cpu import rows as kernel
 
 pytestmark = needs_compiler
 
@@ -23,14 +23,15 @@ def on_the_kernel():
 def test_it_takes_the_rows_in_use(rest, dtype):
     x = jnp.asarray(np.random.default_rng(0).integers(0, 2**8, size=(9, *rest)), jnp.dtype(dtype))
     rows = jnp.asarray([4, 9, 0, 4, -1, 8, 2**31 - 1], jnp.int32)
-    assert rows_cpu.suits(x, rows)
-    taken = jax.jit(rows_cpu.take)(x, rows)
+    assert kernel.unsuited(x, rows) is None
+    taken = jax.jit(kernel.take_rows)(x, rows)
     assert taken.shape == (7, *rest) and taken.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(taken)[[0, 2, 3, 5]], np.asarray(x)[[4, 0, 4, 8]])
 
 
 def test_few_bytes_and_no_rows_are_left_to_xla(monkeypatch):
     rows = jnp.zeros(4, jnp.int32)
-    assert not rows_cpu.suits(jnp.zeros((0, 5)), rows) and not rows_cpu.suits(jnp.zeros((5, 0)), rows)
-    monkeypatch.setattr(rows_cpu, "LEAST", 4 * 5 * 4 + 1)
-    assert not rows_cpu.suits(jnp.zeros((9, 5)), rows)
+    for empty in (jnp.zeros((0, 5)), jnp.zeros((5, 0))):
+        assert "the rows are empty" in kernel.unsuited(empty, rows)
+    monkeypatch.setattr(kernel, "LEAST", 4 * 5 * 4 + 1)
+    assert "less than 81 bytes" in kernel.unsuited(jnp.zeros((9, 5)), rows)

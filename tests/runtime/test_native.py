@@ -52,7 +52,7 @@ def compiler_of(tmp_path, monkeypatch, script):
 
 @needs_compiler
 def test_a_source_is_compiled_once(kept, source, monkeypatch):
-    name = native.ffi_target(source, "nothing")
+    name = native.target(source, "nothing")
     (library,) = kept.glob("*.so")
     stem, digest = library.stem.rsplit("-", 1)
     assert name == f"ling3_nothing_{stem.removeprefix('nothing-')}"
@@ -64,7 +64,7 @@ def test_a_source_is_compiled_once(kept, source, monkeypatch):
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(native, "_compile", never)
-    assert native.ffi_target(source, "nothing") == name
+    assert native.target(source, "nothing") == name
 
 
 def cut(content):
@@ -132,7 +132,7 @@ def test_of_several_that_want_a_library_one_compiles_it(kept, source, monkeypatc
 @pytest.mark.slow
 @needs_compiler
 def test_a_macro_makes_a_library_of_its_own(kept, source):
-    one, other = native.ffi_target(source, "nothing"), native.ffi_target(source, "nothing", "SOME")
+    one, other = native.target(source, "nothing"), native.target(source, "nothing", "SOME")
     assert one is not None and other is not None and one != other
     assert len(list(kept.glob("*.so"))) == 2
 
@@ -150,10 +150,10 @@ def test_instructions_are_those_that_the_compiler_uses(kept, monkeypatch):
 @pytest.mark.slow
 @needs_compiler
 def test_another_source_is_another_library(kept, source):
-    name = native.ffi_target(source, "nothing")
+    name = native.target(source, "nothing")
     forget()
     source.write_text(source.read_text() + "// changed\n")
-    assert native.ffi_target(source, "nothing") not in (name, None)
+    assert native.target(source, "nothing") not in (name, None)
     assert len(list(kept.glob("*.so"))) == 2
 
 
@@ -163,7 +163,7 @@ def test_what_does_not_compile_is_tried_once_and_said_by_each_process(kept, sour
     with pytest.warns(
         RuntimeWarning, match=r"nothing\.cc could not .* ended with 1: .*\.failed has .*LING3_NATIVE=off"
     ):
-        assert native.ffi_target(source, "nothing") is None
+        assert native.missing(source) is not None
     (failed,) = files(kept)
     assert failed.suffix == ".failed" and "error" in failed.read_text()
 
@@ -176,7 +176,7 @@ def test_what_does_not_compile_is_tried_once_and_said_by_each_process(kept, sour
         with pytest.warns(
             RuntimeWarning, match=r"nothing\.cc could not .*\.failed has .* remove that file to try again"
         ):
-            assert native.ffi_target(source, "nothing") is None
+            assert native.missing(source) is not None
 
 
 @needs_compiler
@@ -188,7 +188,7 @@ def test_a_library_that_cannot_be_loaded_is_no_error(kept, source, monkeypatch):
 
     monkeypatch.setattr(native, "_compile", half)
     with pytest.warns(RuntimeWarning, match=r"could not be compiled or loaded.*nothing-.*\.so: file too short"):
-        assert native.ffi_target(source, "nothing") is None
+        assert native.missing(source) is not None
     assert [path.suffix for path in files(kept)] == [".so"]
 
 
@@ -196,7 +196,7 @@ def test_a_compiler_that_breaks_down_leaves_nothing_half_done(kept, source, tmp_
     broken = 'case "$*" in *-dM*) exit 0;; esac; for last; do :; done; echo half > "$last"; echo no room >&2; exit 3'
     compiler_of(tmp_path, monkeypatch, broken)
     with pytest.warns(RuntimeWarning, match=r"nothing\.cc could not be compiled .*compiler ended with 3"):
-        assert native.ffi_target(source, "nothing") is None
+        assert native.missing(source) is not None
     (failed,) = files(kept)
     assert failed.suffix == ".failed" and failed.read_text() == "no room\n"
 
@@ -206,23 +206,23 @@ def test_a_compiler_that_was_killed_is_tried_again(kept, source, tmp_path, monke
     for _ in range(2):
         forget()
         with pytest.warns(RuntimeWarning, match="compiler ended with -9"):
-            assert native.ffi_target(source, "nothing") is None
+            assert native.missing(source) is not None
         assert not files(kept)
 
 
 def test_a_source_that_is_not_there_is_no_error(kept, tmp_path, monkeypatch):
     compiler_of(tmp_path, monkeypatch, "exit 0")
     with pytest.warns(RuntimeWarning, match=r"No such file .*absent\.cc"):
-        assert native.ffi_target(tmp_path / "absent.cc", "nothing") is None
+        assert native.missing(tmp_path / "absent.cc") is not None
 
 
 def test_a_compiler_nobody_can_read(kept, source, monkeypatch):
     monkeypatch.setenv("CXX", "g++ 'quoted")
     with pytest.raises(ValueError, match=r"CXX is .*expected the command of a C\+\+ compiler: No closing quotation"):
-        native.ffi_target(source, "nothing")
+        native.target(source, "nothing")
     monkeypatch.setenv(native.VARIABLE, "off")
     forget()
-    assert native.ffi_target(source, "nothing") is None
+    assert native.missing(source) is not None
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_what_cxx_names_and_is_no_compiler_is_said(kept, source, tmp_path, monke
     else:
         compiler_of(tmp_path, monkeypatch, script)
     with pytest.warns(RuntimeWarning, match=r"nothing\.cc .* plain form.*CXX is '.*compiler', which cannot be run"):
-        assert native.ffi_target(source, "nothing") is None
+        assert native.missing(source) is not None
     assert not files(kept)
 
 
@@ -252,20 +252,20 @@ def test_no_compiler_on_the_path(kept, source, tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.warns(RuntimeWarning, match=r"nothing\.cc .* plain form\. There is no C\+\+ compiler: install one"):
-        assert native.ffi_target(source, "nothing") is None
+        assert native.missing(source) is not None
     monkeypatch.setattr("sys.platform", "win32")  # where no compiler would do
     forget()
-    assert native.ffi_target(source, "nothing") is None
+    assert native.missing(source) is not None
 
 
 @pytest.mark.parametrize("wanted", ["off", "relative"])
 def test_off_is_off_and_a_relative_path_is_refused(kept, source, monkeypatch, wanted):
     monkeypatch.setenv(native.VARIABLE, wanted)
     if wanted == "off":
-        assert native.ffi_target(source, "nothing") is None
+        assert native.missing(source) is not None
     else:
         with pytest.raises(ValueError, match="LING3_NATIVE is 'relative', expected off or the absolute path"):
-            native.ffi_target(source, "nothing")
+            native.target(source, "nothing")
     assert not kept.exists()
 
 
@@ -274,7 +274,7 @@ def test_a_directory_that_others_may_write_is_not_used(kept, source):
     kept.mkdir()
     kept.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="Its cache directory cannot be written, or others may write to it"):
-        assert native.ffi_target(source, "nothing") is None
+        assert native.missing(source) is not None
     assert not files(kept)
 
 

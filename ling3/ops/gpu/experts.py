@@ -9,16 +9,50 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops.exchange import Spread
-from ling3.ops.experts import Groups, weighted
+from ling3.ops.experts import Groups, block_experts, differentiated_as_dense, weighted
+from ling3.ops.forms import runs
+from ling3.ops.gpu.triton import triton_params
+from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import exact, wide
+from ling3.ops.quantized import Quantized
 from ling3.ops.swiglu import SWIGLU, SwiGLU
-from ling3.ops.triton import triton_params
+from ling3.runtime.interpreted import interpreted
 
 TILES = ((32, 64, 128), (0, 16, 64))
 """The rows and columns of a program's tile, from so many rows an expert on average. In bfloat16 a tile's size changes
 no bit, as was seen on an H200, so that it may depend on how many rows there are. Matrix units multiply at least 16."""
 INNER = 64
 """Products that are added to a sum at a time, in order; no sum is split between programs."""
+
+
+def unsuited(x: Float[Array, "tokens hidden"], *stacks: Float[Array, "..."] | Quantized) -> str | None:
+    """Why the kernels do not run: weights are quantized or of another dtype than x, or tiles do not fit their sizes."""
+    if any(isinstance(w, Quantized) for w in stacks):
+        return "the experts are quantized"
+    if x.dtype == jnp.float64 or any(w.dtype != x.dtype for w in stacks):
+        return "numbers are float64, or of several dtypes"
+    odd = any(size % INNER for size in stacks[0].shape[1:])
+    return f"the hidden or the intermediate size is no multiple of {INNER}" if odd else None
+
+
+@differentiated_as_dense
+def experts(
+    x: Float[Array, "tokens hidden"],
+    chosen: Int32[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
+    swiglu: SwiGLU = SWIGLU,
+    times: Multiply = product,
+    spread: Spread | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """`experts.block_experts` by the kernels."""
+    stacks = (gate_proj, up_proj, down_proj)
+    if not runs("experts", unsuited(x, *stacks)):
+        return block_experts(x, chosen, weights, *stacks, swiglu, times, spread)
+    gate, up, down = (w for w in stacks if not isinstance(w, Quantized))
+    return grouped_experts(x, chosen, weights, gate, up, down, swiglu, spread, interpret=interpreted())
 
 
 def grouped_experts(

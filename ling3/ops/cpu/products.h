@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "formats_cpu.h"
+#include "formats.h"
 
 namespace {
 

@@ -1,16 +1,33 @@
-"""One token of the KDA recurrence as one kernel, which reads a state once and writes it in place."""
+"""One token of the KDA recurrence on a GPU, as one kernel, which reads a state once and writes it in place."""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ling3.ops.lowering import XLA, Lowering
-from ling3.ops.triton import triton_params
+from ling3.ops import kda
+from ling3.ops.forms import runs
+from ling3.ops.gpu.triton import triton_params
+from ling3.runtime.interpreted import interpreted
 
 VALUES = 32
 """Columns of a state per program. They are independent in the recurrence, so one row's heads fill more of a GPU."""
 WARPS = 4
+
+
+def kda_step(
+    q: Float[Array, "batch heads key"],
+    k: Float[Array, "batch heads key"],
+    v: Float[Array, "batch heads value"],
+    g: Float[Array, "batch heads key"],
+    beta: Float[Array, "batch heads"],
+    state: Float[Array, "batch heads key value"],
+) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+    """`kda.kda_step` by the kernel, where the key and value widths are powers of two."""
+    odd = any(width & (width - 1) for width in state.shape[2:])
+    if not runs("kda_step", "a head's width is no power of two" if odd else None):
+        return kda.kda_step(q, k, v, g, beta, state)
+    return fused_kda_step(q, k, v, g, beta, state, interpret=interpreted())
 
 
 def fused_kda_step(
@@ -20,7 +37,6 @@ def fused_kda_step(
     g: Float[Array, "batch heads key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
-    lowering: Lowering = XLA,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:

@@ -1,6 +1,6 @@
-// Rows of an array by their indices, for `rows_cpu.py`.
+// Rows of an array by their indices, for `rows.py`.
 
-#include "lanes_cpu.h"
+#include "lanes.h"
 
 namespace {
 

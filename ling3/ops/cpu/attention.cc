@@ -1,9 +1,9 @@
-// Attention over pages on a CPU, for `attention_cpu.py`: keys and values are read where they lie, and only those that
+// Attention over pages on a CPU, for `attention.py`: keys and values are read where they lie, and only those that
 // are seen. Beside it, what changes sides between a head's channels and the latents.
 
 #include <limits>
 
-#include "products_cpu.h"
+#include "products.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-"""x Wᵀ and the experts' rows on a CPU, with matrices in any format, by kernels in C++ (`products_cpu.cc`).
+"""x Wᵀ and the experts' rows on a CPU, with matrices in any format, by kernels in C++ (`products.cc`).
 
 They read a matrix once, as it is stored, and decode it in registers: a product with few rows takes little longer than
 reading so many bytes. XLA reads a bfloat16 matrix at a third of that pace, packs one anew for each call with more
@@ -32,23 +32,28 @@ Arrays = tuple[Shaped[Array, "..."], Shaped[Array, "..."] | None]
 And its scales; floats have none."""
 
 
-def suits(
+def unsuited(
     x: Float[Array, "rows width"],
     numbers: Shaped[Array, "*stack outer stored"],
     scale: Shaped[Array, "*stack scales groups"] | None,
     inner: int,
     least: int,
-) -> bool:
-    """True if the kernels are there, and the matrix has `least` bytes or more.
+) -> str | None:
+    """Why the kernels do not run: they are missing, or cannot read the matrix, or it has less than `least` bytes.
 
     x is float32 or bfloat16, and has the dtype of a matrix in floats; groups are of 32, 64, 128, … numbers or whole
     rows. `inner` is how many numbers a row of the matrix has. x need not have as many: of experts' three stacks the
     last is multiplied with what the others give.
     """
-    if x.dtype not in FLOATS or x.size == 0 or numbers.size == 0 or numbers.size * numbers.dtype.itemsize < least:
-        return False
-    readable = x.dtype == numbers.dtype if scale is None else _is_readable(numbers, scale, inner)
-    return readable and _target("product", scale) is not None
+    if x.dtype not in FLOATS:
+        return f"x is {x.dtype}, and the kernel takes float32 and bfloat16"
+    if x.size == 0 or numbers.size == 0 or numbers.size * numbers.dtype.itemsize < least:
+        return f"a side is empty, or the matrix has less than {least:,} bytes"
+    if scale is None and x.dtype != numbers.dtype:
+        return f"x is {x.dtype} and the matrix {numbers.dtype}"
+    if scale is not None and not _is_readable(numbers, scale, inner):
+        return "the kernel does not read such groups, or such scales"
+    return native.missing(SOURCE, _macro(scale))
 
 
 def _is_readable(
@@ -69,12 +74,11 @@ def product(
     numbers: Shaped[Array, "outer stored"],
     scale: Shaped[Array, "scales groups"] | None = None,
 ) -> Float32[Array, "rows outer"]:
-    """x Wᵀ where it `suits`, summed in float32. A row's bits depend only on its own values and the matrix.
+    """x Wᵀ where it is not `unsuited`, summed in float32. A row's bits depend only on its own values and the matrix.
 
     Rows of zeros, as padding is, have zeros and cost nothing; the numbers of W are finite.
     """
-    name = _target("product", scale)
-    assert name is not None, "`suits` said so"
+    name = native.target(SOURCE, "product", _macro(scale))
     rows, inner = x.shape
     shapes = (jax.ShapeDtypeStruct((rows, numbers.shape[0]), jnp.float32), _laid(rows, inner))
     return jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, numbers, _bytes(scale))[0]
@@ -90,15 +94,14 @@ def expert_rows(
     down: Arrays,
     swiglu: SwiGLU,
 ) -> Float32[Array, "rows hidden"]:
-    """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert, where all three stacks `suit` and have
-    one format; zeros for no expert.
+    """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert, where no stack is `unsuited` and all
+    have one format; zeros for no expert.
 
     `order` has the rows sorted by expert, rows without one last; expert e has `counts[e]` rows from `starts[e]` on.
     Sums are in float32; between the two products a row has x's dtype. A row's bits depend only on its own values and
     its expert's weights.
     """
-    name = _target("experts", gate[1])
-    assert name is not None, "`suits` said so"
+    name = native.target(SOURCE, "experts", _macro(gate[1]))
     (tokens, hidden), rows, intermediate = x.shape, order.shape[0], gate[0].shape[1]
     shapes = (jax.ShapeDtypeStruct((rows, hidden), jnp.float32), _laid(tokens, hidden), _laid(rows, intermediate))
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
@@ -107,9 +110,9 @@ def expert_rows(
     return call(x, order, starts, counts, *arrays, **limits)[0]
 
 
-def _target(handler: str, scale: Array | None) -> str | None:
-    """The handler for matrices with such scales, or for floats, which have none."""
-    return native.ffi_target(SOURCE, handler, "" if scale is None else "QUANTIZED")
+def _macro(scale: Array | None) -> str:
+    """What the kernels for matrices with such scales are compiled with; floats have none."""
+    return "" if scale is None else "QUANTIZED"
 
 
 def _laid(rows: int, inner: int) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-// The formats in which a matrix is stored, decoded in registers, for `products_cpu.h`. The numbers are those of the plain
+// The formats in which a matrix is stored, decoded in registers, for `products.h`. The numbers are those of the plain
 // forms in `quantized.py`, bit for bit.
 //
 // A format decodes a step of a row at once: 4 · LANES bytes become STEP numbers in REGISTERS registers, in an order of
@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "lanes_cpu.h"
+#include "lanes.h"
 
 namespace {
 

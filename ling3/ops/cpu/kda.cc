@@ -1,7 +1,7 @@
-// The KDA recurrence on a CPU, for `kda_cpu.py`: token by token, each state updated where it lies. A state goes through a
+// The KDA recurrence on a CPU, for `kda.py`: token by token, each state updated where it lies. A state goes through a
 // run of tokens some columns at a time, which stay in the first cache: no value of one column depends on another's.
 
-#include "lanes_cpu.h"
+#include "lanes.h"
 
 namespace {
 

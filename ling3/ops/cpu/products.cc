@@ -1,7 +1,7 @@
-// x Wᵀ and the experts' feed-forward with matrices in floats, for `products_cpu.py`, and with QUANTIZED defined those in 8
+// x Wᵀ and the experts' feed-forward with matrices in floats, for `products.py`, and with QUANTIZED defined those in 8
 // and 4 bits, since few need both and compiling takes its time. Each matrix is read in place.
 
-#include "products_cpu.h"
+#include "products.h"
 
 namespace {
 

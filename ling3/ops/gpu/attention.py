@@ -9,8 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops.precision import exact, wide
-from ling3.ops.triton import triton_params
+from ling3.ops import attention
+from ling3.ops.forms import runs
+from ling3.ops.gpu.triton import triton_params
+from ling3.ops.precision import Wide, exact, wide
+from ling3.runtime.interpreted import interpreted
 
 SPLIT = 256
 """Positions per program: several programs share a long row. Fixed, so that sums have the same order at any length."""
@@ -18,6 +21,29 @@ TILE = 64
 """Positions that are read at a time, or fewer where a page holds no multiple of this."""
 LEAST = 16
 """Rows and columns of the smallest tile that matrix units multiply."""
+
+
+def unsuited(q: Float[Array, "batch rows entry"], pages: Float[Array, "pages page entry"]) -> str | None:
+    """Why the kernel does not run: tiles do not fit pages, heads or entries, or numbers are float64."""
+    rows, entry = q.shape[1:]
+    if pages.shape[1] % LEAST or entry % LEAST:
+        return f"a page's positions or an entry's numbers are no multiple of {LEAST}"
+    if rows < LEAST or rows & (rows - 1):
+        return f"heads are fewer than {LEAST}, or no power of two"
+    return "numbers are float64" if q.dtype == jnp.float64 else None
+
+
+def latent_attention(
+    q: Float[Array, "batch rows entry"],
+    row_positions: Int32[Array, "batch rows"],
+    pages: Float[Array, "pages page entry"],
+    table: Int32[Array, "batch columns"],
+    length: Int32[Array, " batch"],
+) -> Wide[Array, "batch rows entry"]:
+    """`attention.latent_attention` by the kernel."""
+    if not runs("latent_attention", unsuited(q, pages)):
+        return attention.latent_attention(q, row_positions, pages, table, length)
+    return fused_latent_attention(q, row_positions, pages, table, length, interpret=interpreted())
 
 
 def fused_latent_attention(

@@ -1,0 +1,90 @@
+"""MLA's products between a head's channels and the latents on a CPU, by the kernels in `attention.cc`.
+
+They copy no weights, and a row's bits are its own; rows of zeros cost nothing.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from ling3.ops import absorption
+from ling3.ops.cpu import attention
+from ling3.ops.forms import runs
+from ling3.ops.precision import Accumulation, Wide
+from ling3.runtime import native
+
+
+def unsuited(
+    x: Float[Array, "batch heads inner"], weight: Float[Array, "channels latent"], sums: Accumulation = "float32"
+) -> str | None:
+    """Why the kernels do not run: they are missing, or the model is a toy or has other dtypes."""
+    if x.dtype != weight.dtype or x.dtype not in (jnp.float32, jnp.bfloat16) or sums != "float32":
+        return (
+            f"x is {x.dtype}, the matrix {weight.dtype} and sums {sums}; the kernel sums float32 or bfloat16 in float32"
+        )
+    if x.size == 0 or weight.shape[1] < attention.LEAST:
+        return f"there is no row, or a latent has less than {attention.LEAST} numbers"
+    return native.missing(attention.SOURCE)
+
+
+def latent_queries(
+    q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"], sums: Accumulation = "float32"
+) -> Wide[Array, "batch heads latent"]:
+    """`absorption.latent_queries` by the kernel."""
+    if not runs("latent_queries", unsuited(q, weight, sums)):
+        return absorption.latent_queries(q, weight, sums)
+    return _queries(q, weight)
+
+
+def latent_values(
+    summed: Float[Array, "batch heads latent"],
+    weight: Float[Array, "channels latent"],
+    value: int,
+    sums: Accumulation = "float32",
+) -> Wide[Array, "batch heads {value}"]:
+    """`absorption.latent_values` by the kernel."""
+    if not runs("latent_values", unsuited(summed, weight, sums)):
+        return absorption.latent_values(summed, weight, value, sums)
+    return _values(value, summed, weight)
+
+
+@jax.custom_jvp
+def _queries(
+    q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"]
+) -> Float32[Array, "batch heads latent"]:
+    return _per_head("absorb_keys", q, weight, 0, q.shape[2], weight.shape[1])
+
+
+@_queries.defjvp
+def _derivative_of_queries(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    return _queries(*primals), jax.jvp(absorption.latent_queries, primals, tangents)[1]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _values(
+    value: int, summed: Float[Array, "batch heads latent"], weight: Float[Array, "channels latent"]
+) -> Float32[Array, "batch heads {value}"]:
+    return _per_head("expand_values", summed, weight, weight.shape[0] // summed.shape[1] - value, value, value)
+
+
+@_values.defjvp
+def _derivative_of_values(value: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    plain = functools.partial(absorption.latent_values, value=value)
+    return _values(value, *primals), jax.jvp(plain, primals, tangents)[1]
+
+
+def _per_head(
+    handler: str,
+    x: Float[Array, "batch heads inner"],
+    weight: Float[Array, "channels latent"],
+    first: int,
+    count: int,
+    outer: int,
+) -> Float32[Array, "batch heads {outer}"]:
+    """What a handler makes of each head's numbers with `count` rows of its own, from the row `first` on."""
+    shape = jax.ShapeDtypeStruct((*x.shape[:2], outer), jnp.float32)
+    call = jax.ffi.ffi_call(native.target(attention.SOURCE, handler), shape, vmap_method="sequential")
+    return call(x, weight, first=np.int64(first), count=np.int64(count))

@@ -1,0 +1,90 @@
+"""Attention over pages on a CPU, by a kernel in C++ (`attention.cc`) that reads entries in place.
+
+XLA copies a row's pages, splits the copy into keys and values of each head, writes all scores to memory several times,
+and does so for whole pages, however little of them is seen. At 32 rows of a few tokens each, a decode step took a
+quarter of its time for that.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from ling3.ops import attention
+from ling3.ops.attention import Expansion, PerHead
+from ling3.ops.forms import runs
+from ling3.ops.precision import Wide
+from ling3.runtime import native
+
+SOURCE = pathlib.Path(__file__).with_suffix(".cc")
+LEAST = 256
+"""Numbers of an entry below which compiling the kernel takes longer than it saves."""
+MOST = 8
+"""Queries in bfloat16 that share a latent above which XLA is faster, which has the processor's own products."""
+
+
+def unsuited(
+    q: Float[Array, "batch heads rows width"],
+    pages: Float[Array, "pages page entry"],
+    expansion: Expansion | PerHead | None,
+) -> str | None:
+    """Why the kernel does not run: it is missing or slower, or entries are not keys and values themselves."""
+    if isinstance(expansion, Expansion):
+        return "entries are expanded to keys and values"
+    if pages.dtype != jnp.float32 or q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"pages are {pages.dtype} and queries {q.dtype}; the kernel takes float32 pages"
+    if pages.shape[2] < LEAST:
+        return f"an entry has less than {LEAST} numbers"
+    if expansion is None and q.dtype == jnp.bfloat16 and q.shape[2] > MOST:
+        return f"more than {MOST} queries in bfloat16 share a latent, for which XLA is faster"
+    return native.missing(SOURCE)
+
+
+def paged_attention(
+    q: Float[Array, "batch heads rows width"],
+    row_positions: Int32[Array, "batch rows"],
+    pages: Float[Array, "pages page entry"],
+    table: Int32[Array, "batch columns"],
+    length: Int32[Array, " batch"],
+    expansion: Expansion | PerHead | None = None,
+    window: int | None = None,
+) -> Wide[Array, "batch heads rows value"]:
+    """`attention.paged_attention` by the kernel."""
+    if not runs("paged_attention", unsuited(q, pages, expansion)):
+        return attention.paged_attention(q, row_positions, pages, table, length, expansion, window)
+    assert not isinstance(expansion, Expansion), "that is unsuited"
+    return _over_pages(q, row_positions, pages, table, length, expansion, window)
+
+
+def latent_attention(
+    q: Float[Array, "batch rows entry"],
+    row_positions: Int32[Array, "batch rows"],
+    pages: Float[Array, "pages page entry"],
+    table: Int32[Array, "batch columns"],
+    length: Int32[Array, " batch"],
+) -> Wide[Array, "batch rows entry"]:
+    """`attention.latent_attention` by the same."""
+    if not runs("latent_attention", unsuited(q[:, None], pages, None)):
+        return attention.latent_attention(q, row_positions, pages, table, length)
+    return _over_pages(q[:, None], row_positions, pages, table, length, None, None)[:, 0]
+
+
+def _over_pages(
+    q: Float[Array, "batch heads rows width"],
+    row_positions: Int32[Array, "batch rows"],
+    pages: Float[Array, "pages page entry"],
+    table: Int32[Array, "batch columns"],
+    length: Int32[Array, " batch"],
+    expansion: PerHead | None,
+    window: int | None,
+) -> Float32[Array, "batch heads rows value"]:
+    """The kernel's result. Sums are float32; a row's bits depend only on its own queries, entries and length."""
+    value = pages.shape[2] if expansion is None else expansion.value
+    shape = jax.ShapeDtypeStruct((*q.shape[:3], value), jnp.float32)
+    call = jax.ffi.ffi_call(native.target(SOURCE, "attention"), shape, vmap_method="sequential")
+    # In an entry, head h has its key at h·width, and its value at `values` + h·value.
+    values = 0 if expansion is None else expansion.heads * expansion.value
+    numbers = {"values": np.int64(values), "window": np.int64(window or 0)}
+    return call(q.astype(jnp.float32), row_positions, pages, table, length, **numbers)

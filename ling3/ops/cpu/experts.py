@@ -1,0 +1,66 @@
+"""The routed experts on a CPU, by the kernels in `products.cc`, which read the chosen experts where they lie."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from ling3.ops.cpu import products
+from ling3.ops.cpu.matmul import arrays_of
+from ling3.ops.cpu.rows import read
+from ling3.ops.exchange import Spread
+from ling3.ops.experts import Groups, blocks_of_experts, differentiated_as_dense, weighted
+from ling3.ops.forms import runs
+from ling3.ops.matmul import Multiply, product
+from ling3.ops.quantized import Quantized
+from ling3.ops.swiglu import SWIGLU, SwiGLU
+
+xla_experts = differentiated_as_dense(blocks_of_experts, read=read)
+"""`experts.block_experts` with narrow weights read in a branch."""
+
+
+def unsuited(
+    x: Float[Array, "tokens hidden"],
+    chosen: Int32[Array, "tokens top_k"],
+    *stacks: Float[Array, "..."] | Quantized,
+) -> str | None:
+    """Why the kernels do not run: they are missing or slower, or cannot read the stacks.
+
+    In bfloat16 they are faster up to one row per expert on average. For more rows XLA uses the bfloat16 products that
+    some processors have; the bound was measured on one of those.
+    """
+    arrays = [arrays_of(stack) for stack in stacks]
+    formats = {
+        (numbers.dtype, scale is not None and scale.dtype, getattr(stack, "bits", 0))
+        for stack, (numbers, scale) in zip(stacks, arrays, strict=True)
+    }
+    if len(formats) > 1:
+        return "the stacks are of several formats"
+    (gate, scale), *_ = arrays
+    if scale is None:
+        if x.dtype == jnp.bfloat16 and chosen.size > gate.shape[0]:
+            return "an expert has more than one row in bfloat16 on average, for which XLA is faster"
+        return products.unsuited(x, gate, None, gate.shape[-1], products.LEAST["experts"])
+    least = products.LEAST["quantized"]
+    reasons = (products.unsuited(x, *own, w.shape[-1], least) for w, own in zip(stacks, arrays, strict=True))
+    return next(filter(None, reasons), None)
+
+
+@differentiated_as_dense
+def experts(
+    x: Float[Array, "tokens hidden"],
+    chosen: Int32[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
+    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
+    swiglu: SwiGLU = SWIGLU,
+    times: Multiply = product,
+    spread: Spread | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """`experts.block_experts` by the kernels."""
+    count, stacks = gate_proj.shape[0], (gate_proj, up_proj, down_proj)
+    if not runs("experts", unsuited(x, chosen, *stacks)):
+        return xla_experts(x, chosen, weights, *stacks, swiglu, times, spread)
+    groups = Groups.of(chosen if spread is None else spread.own(chosen, count), count)
+    gate, up, down = (arrays_of(stack) for stack in stacks)
+    rows = products.expert_rows(x, *groups, gate, up, down, swiglu)
+    return weighted(weights, rows if spread is None else spread.together(rows))

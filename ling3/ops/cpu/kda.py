@@ -1,0 +1,105 @@
+"""The KDA recurrence on a CPU, by a kernel in C++ (`kda.cc`) that updates each state where it lies.
+
+XLA reads a state twice for every token and writes a new one beside it, also for rows of a call that have no token; by
+chunks it computes half as much again, in small products.
+"""
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from ling3.ops import kda
+from ling3.ops.forms import runs
+from ling3.runtime import native
+
+SOURCE = pathlib.Path(__file__).with_suffix(".cc")
+LEAST = 2**18
+"""Bytes of a row's state below which compiling the kernel takes longer than it saves."""
+
+
+def unsuited(state: Float[Array, "batch heads key value"]) -> str | None:
+    """Why the kernel does not run: it is missing, or slower, as for small states."""
+    if state.dtype != jnp.float32:
+        return f"the state is {state.dtype}, and the kernel's float32"
+    if state.size * 4 < LEAST * state.shape[0]:
+        return f"a row's state has less than {LEAST:,} bytes"
+    return native.missing(SOURCE)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run(
+    options: tuple[tuple[str, Any], ...],
+    q: Float32[Array, "batch seq heads key"],
+    k: Float32[Array, "batch seq heads key"],
+    v: Float32[Array, "batch seq heads value"],
+    g: Float32[Array, "batch seq heads key"],
+    beta: Float32[Array, "batch seq heads"],
+    state: Float32[Array, "batch heads key value"],
+) -> tuple[Float32[Array, "batch seq heads value"], Float32[Array, "batch heads key value"]]:
+    """`kda.recurrent_kda`, with the derivative of `kda.chunk_kda`.
+
+    A head whose token has q, g and beta 0 reads nothing and changes nothing: its output is 0, and its state is not
+    touched. Bits of a row depend only on the row and its state, and not on how its tokens are cut into calls.
+    """
+    shapes = (jax.ShapeDtypeStruct(v.shape, jnp.float32), jax.ShapeDtypeStruct(state.shape, jnp.float32))
+    target = native.target(SOURCE, "kda_run")
+    call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases={5: 1})
+    o, after = call(q, k, v, jnp.exp(g), beta, state)
+    return o, after
+
+
+@_run.defjvp
+def _derivative(options: Any, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Any, Any]:
+    return jax.jvp(functools.partial(kda.chunk_kda, **dict(options)), primals, tangents)
+
+
+def chunk_kda(
+    q: Float[Array, "batch seq heads key"],
+    k: Float[Array, "batch seq heads key"],
+    v: Float[Array, "batch seq heads value"],
+    g: Float[Array, "batch seq heads key"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads key value"],
+    *,
+    lower_bound: float | None,
+    chunk_size: int = 16,
+) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+    """`kda.chunk_kda` by the kernel: token by token, so that prefill has decode's bits."""
+    options = {"lower_bound": lower_bound, "chunk_size": chunk_size}
+    if not runs("chunk_kda", unsuited(state)):
+        return kda.chunk_kda(q, k, v, g, beta, state, **options)
+    return _run(tuple(options.items()), q, k, v, g, beta, state)
+
+
+def kda_step(
+    q: Float[Array, "batch heads key"],
+    k: Float[Array, "batch heads key"],
+    v: Float[Array, "batch heads value"],
+    g: Float[Array, "batch heads key"],
+    beta: Float[Array, "batch heads"],
+    state: Float[Array, "batch heads key value"],
+) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+    """`kda.kda_step` by the kernel."""
+    if not runs("kda_step", unsuited(state)):
+        return xla_kda_step(q, k, v, g, beta, state)
+    q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
+    o, state = _run((("lower_bound", None),), q, k, v, g, beta, state)
+    return o[:, 0], state
+
+
+def xla_kda_step(
+    q: Float[Array, "batch heads key"],
+    k: Float[Array, "batch heads key"],
+    v: Float[Array, "batch heads value"],
+    g: Float[Array, "batch heads key"],
+    beta: Float[Array, "batch heads"],
+    state: Float[Array, "batch heads key value"],
+) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+    """`kda.kda_step` with the factors of its state computed once: XLA would fuse them into the product."""
+    o, *factors = kda.output_and_factors(q, k, v, g, beta, state)
+    return o, kda.written(state, *lax.optimization_barrier(factors))

@@ -1,0 +1,129 @@
+"""The product with a weight matrix on a CPU, by the kernels in C++, or in the form that XLA's CPU backend runs fast."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Shaped
+
+from ling3.ops import matmul
+from ling3.ops.cpu import products
+from ling3.ops.forms import runs
+from ling3.ops.matmul import decoded_product, dot, in_blocks
+from ling3.ops.precision import Accumulation, Wide, exact
+from ling3.ops.quantized import Fp8, Quantized, constant, fp8_scale
+
+FEW_ROWS = 32
+"""Rows of x up to which XLA computes (W xᵀ)ᵀ."""
+
+
+def unsuited(
+    x: Float[Array, "*stack rows inner"],
+    weight: Float[Array, "*stack outer inner"] | Quantized,
+    sums: Accumulation = "float32",
+) -> str | None:
+    """Why the kernels do not run: they are missing, or cannot read the matrix, or it is small or one of a stack."""
+    if sums != "float32":
+        return f"sums are {sums}, and the kernel's float32"
+    if weight.ndim != 2:
+        return "the kernel takes one matrix, and not a stack"
+    numbers, scale = arrays_of(weight)
+    least = products.LEAST["dense" if scale is None else "quantized"]
+    return products.unsuited(x, numbers, scale, weight.shape[-1], least)
+
+
+def product(
+    x: Float[Array, "*stack rows inner"],
+    weight: Float[Array, "*stack outer inner"] | Quantized,
+    sums: Accumulation = "float32",
+) -> Wide[Array, "*stack rows outer"]:
+    """`matmul.product` by the kernels, in which a row's bits are the same for every number of rows."""
+    if isinstance(weight, Quantized) and weight.ndim > 2:
+        return lax.map(lambda own: product(own[1], own[0], sums), (weight, x))
+    if runs("product", unsuited(x, weight, sums)):
+        return _decoded(x, constant(weight)) if isinstance(weight, Quantized) else _dense(x, weight)
+    if not isinstance(weight, Quantized):
+        return _by_xla(x, weight, sums)
+
+    def times(x: Array, weight: Array) -> Array:
+        if unsuited(x, weight, sums) is None:
+            return _dense(x, weight)
+        return in_blocks(functools.partial(_by_xla, sums=sums), x, weight)
+
+    return decoded_product(x, weight, times)
+
+
+def xla_product(
+    x: Float[Array, "*stack rows inner"],
+    weight: Float[Array, "*stack outer inner"] | Quantized,
+    sums: Accumulation = "float32",
+) -> Wide[Array, "*stack rows outer"]:
+    """`matmul.product` by XLA alone, which repacks the right side of a product for every call.
+
+    Few rows are computed as (W xᵀ)ᵀ, as the weight is by far the larger side. A row's bits then depend on the number
+    of rows, but not on the other rows' values.
+    """
+    if isinstance(weight, Quantized):
+        return decoded_product(x, weight, functools.partial(in_blocks, functools.partial(_by_xla, sums=sums)))
+    return _by_xla(x, weight, sums)
+
+
+def _by_xla(
+    x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"], sums: Accumulation
+) -> Array:
+    rows = x.shape[-2]
+    if rows == 1 and x.dtype == jnp.bfloat16:
+        return _by_xla(jnp.concatenate([x, x], axis=-2), weight, sums)[..., :1, :]
+    if not 1 < rows <= FEW_ROWS:
+        return matmul.matmul_transposed(x, weight, sums)
+    # Without the barrier XLA would fold the transposition into the product and put the weight on its right again.
+    return jnp.swapaxes(lax.optimization_barrier(dot(weight, x, x.dtype, sums)), -1, -2)
+
+
+@jax.custom_jvp
+def _dense(x: Float[Array, "rows inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "rows outer"]:
+    return products.product(x, weight)
+
+
+def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    """dx Wᵀ + x dWᵀ, by XLA."""
+    (x, weight), (dx, dweight) = primals, tangents
+
+    def times(x: Array, weight: Array) -> Array:
+        dimensions = (((1,), (1,)), ((), ()))
+        return lax.dot_general(x, weight, dimensions, exact(x.dtype), preferred_element_type=jnp.float32)
+
+    zero = jax.custom_derivatives.SymbolicZero
+    terms = [] if isinstance(dx, zero) else [times(dx, weight)]
+    terms += [] if isinstance(dweight, zero) else [times(x, dweight)]
+    y = _dense(x, weight)
+    return y, sum(terms, jnp.zeros_like(y))
+
+
+_dense.defjvp(_tangent, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _decoded(x: Float[Array, "rows inner"], matrix: Quantized) -> Float32[Array, "rows outer"]:
+    return products.product(x, *arrays_of(matrix))
+
+
+def _decoded_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    """dx Wᵀ in the plain form. `constant` has seen to it that the matrix has no tangent."""
+    (x, matrix), (dx, _) = primals, tangents
+    y = _decoded(x, matrix)
+    zero = jax.custom_derivatives.SymbolicZero
+    return y, jnp.zeros_like(y) if isinstance(dx, zero) else matmul.product(dx, matrix)
+
+
+_decoded.defjvp(_decoded_tangent, symbolic_zeros=True)
+
+
+def arrays_of(matrix: Float[Array, "..."] | Quantized) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."] | None]:
+    """A matrix's numbers and scales, as the kernels take them; an array has no scales."""
+    if not isinstance(matrix, Quantized):
+        return matrix, None
+    numbers, scale = jax.tree.leaves(matrix)
+    return numbers, fp8_scale(scale) if isinstance(matrix, Fp8) and scale.dtype == jnp.bfloat16 else scale

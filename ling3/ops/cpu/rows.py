@@ -1,0 +1,53 @@
+"""Rows of an array by their indices on a CPU.
+
+XLA gathers number by number, at a tenth of the memory's pace, and a row for every index that is no row's too; a kernel
+in C++ (`rows.cc`) copies those in use alone.
+"""
+
+import pathlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
+
+from ling3.ops import rows as plain
+from ling3.ops.forms import runs
+from ling3.runtime import native
+
+SOURCE = pathlib.Path(__file__).with_suffix(".cc")
+LEAST = 2**20
+"""Bytes of the rows below which compiling the kernel takes longer than it saves."""
+T = TypeVar("T")
+
+
+def unsuited(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> str | None:
+    """Why the kernel does not run: it is missing, or the rows have less than `LEAST` bytes."""
+    if x.size == 0 or rows.shape[0] * (x.nbytes // x.shape[0]) < LEAST:
+        return f"the rows are empty or have less than {LEAST:,} bytes"
+    return native.missing(SOURCE)
+
+
+def take_rows(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Shaped[Array, "rows *rest"]:
+    """`rows.take_rows` by the kernel."""
+    if not runs("take_rows", unsuited(x, rows)):
+        return plain.take_rows(x, rows)
+    shape = jax.ShapeDtypeStruct((rows.shape[0], *x.shape[1:]), x.dtype)
+    return jax.ffi.ffi_call(native.target(SOURCE, "take_rows"), shape, vmap_method="sequential")(x, rows)
+
+
+def read(read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""]) -> T:
+    """`rows.read` in a branch, which is always taken and which XLA hoists nothing out of.
+
+    XLA would read a row of a bfloat16 array by converting the whole array to float32 and indexing the result; it would
+    hoist the conversion out of a loop and keep it in memory.
+    """
+    if jnp.dtype(dtype).itemsize >= 4:
+        return read()
+
+    def nothing() -> T:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(read))
+
+    return lax.cond(always, read, nothing)
