@@ -70,6 +70,40 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
 
 
+class StoredTensor(NamedTuple):
+    """One tensor of an open file, by its name there: `str` of it says for messages where it is."""
+
+    file: "SafetensorsFile"
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, in {self.file.path.name}"
+
+    @property
+    def dtype(self) -> str:
+        """The format's own name of its element type."""
+        return self.file.tensors[self.name].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the file."""
+        return self.file.tensors[self.name].shape
+
+    @property
+    def nbytes(self) -> int:
+        """The size in the file, in bytes."""
+        return self.file.tensors[self.name].nbytes
+
+    @no_type_check  # the file's own `read` looks at it
+    def read(self, start: int, out: Shaped[np.ndarray, "rows columns"], stride: int) -> None:
+        """As `SafetensorsFile.read`."""
+        self.file.read(self.name, start, out, stride)
+
+
+Source = dict[str, StoredTensor]
+"""A checkpoint's tensors by name, whichever files they are in."""
+
+
 class SafetensorsFile:
     """A safetensors file, opened for reading.
 

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from ling3.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
+from ling3.checkpoint.safetensors_file import CheckpointError, SafetensorsFile, Source, StoredTensor
 from ling3.runtime import strict_json
 from ling3.runtime.quoting import LONGEST_LINE, MOST_LINES, printable, shown
 
@@ -18,8 +18,8 @@ MOST_FILES = 1000
 _LISTED = 12
 
 
-def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
-    """Every tensor's name, and the opened file that holds it; only headers are read.
+def open_all(directory: pathlib.Path) -> Source:
+    """Every tensor in the opened file that holds it; only headers are read.
 
     With an index, the files are those that it names, and each tensor must be in the file that it says. Without one, it
     is `model.safetensors`, or where there is none every `*.safetensors` in the directory. Other files are ignored, such
@@ -52,7 +52,7 @@ def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
         for tensor in file.tensors:
             holders.setdefault(tensor, []).append(file)
     _check_holders(directory, holders, weight_map)
-    return {tensor: files[0] for tensor, files in holders.items()}
+    return {tensor: StoredTensor(files[0], tensor) for tensor, files in holders.items()}
 
 
 def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:
