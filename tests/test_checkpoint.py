@@ -214,7 +214,7 @@ class TestLoad:
 
     def test_headers_are_judged_before_any_weight_is_read(self, directory, monkeypatch):
         with_weights(directory, lambda weights: weights.pop(EXPERT))
-        monkeypatch.setattr(safetensors_file.SafetensorsFile, "read", None)
+        monkeypatch.setattr(safetensors_file.StoredTensor, "read", None)
         assert EXPERT in refusal(directory)
 
 
@@ -256,11 +256,11 @@ class TestReading:
         monkeypatch.setattr(copying, "BLOCK", 10)
         begun = []
 
-        def broken(self, name, start, out, stride):
-            begun.append(name)
-            raise CheckpointError(f"{name} at {start}")
+        def broken(self, start, out, stride):
+            begun.append(self.name)
+            raise CheckpointError(f"{self.name} at {start}")
 
-        monkeypatch.setattr(safetensors_file.SafetensorsFile, "read", broken)
+        monkeypatch.setattr(safetensors_file.StoredTensor, "read", broken)
         with pytest.raises(CheckpointError, match=r"word_embeddings\.weight at 0$"):
             load(directory)
         assert len(begun) < STORED["model.word_embeddings.weight"].size / 10

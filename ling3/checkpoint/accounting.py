@@ -16,7 +16,15 @@ from ling3.checkpoint import shards
 from ling3.checkpoint.copying import BLOCK
 from ling3.checkpoint.dequantizing import QUANTIZED, misfit, scales_of
 from ling3.checkpoint.names import Parts, Weight
-from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile, Source, StoredTensor
+from ling3.checkpoint.safetensors_file import (
+    DTYPES,
+    FLOATS,
+    CheckpointError,
+    OpenFile,
+    Source,
+    StoredTensor,
+    read_stack,
+)
 from ling3.layers.quantized import QuantizedMatrix
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.sharding import processes
@@ -93,12 +101,12 @@ def _wrong_shapes(leaf: ArrayLeaf, weights: Sequence[Weight], source: Source) ->
     if leaf.field != "weight_shape" or not isinstance(leaf.module, QuantizedMatrix):
         return
     shape = leaf.module.shape[-2:]
-    for (file, stored), group in itertools.groupby(weights, lambda weight: kind_of(source[weight.name])):
+    for (_, stored), group in itertools.groupby([source[weight.name] for weight in weights], kind_of):
         own = list(group)
         found = np.empty((len(own), 2), DTYPES[stored])
-        file.read_stack([weight.name for weight in own], 0, found)
+        read_stack(own, 0, found)
         for i in np.flatnonzero((found != shape).any(axis=1)):
-            yield f"{source[own[i].name]}: found {found[i].tolist()}; expected {list(shape)}"
+            yield f"{own[i]}: found {found[i].tolist()}; expected {list(shape)}"
 
 
 def _equal(tensor: StoredTensor, other: StoredTensor, mesh: Mesh | None) -> bool:
@@ -140,6 +148,6 @@ def stored_as(leaf: ArrayLeaf) -> tuple[str, ...]:
 
 
 @no_type_check
-def kind_of(tensor: StoredTensor) -> tuple[SafetensorsFile, str]:
+def kind_of(tensor: StoredTensor) -> tuple[OpenFile, str]:
     """A tensor's file and its type there, by which neighbours are read together."""
     return tensor.file, tensor.dtype

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Shaped
 
 from ling3.checkpoint.dequantizing import QuantizedTensor
-from ling3.checkpoint.safetensors_file import DTYPES, StoredTensor
+from ling3.checkpoint.safetensors_file import DTYPES, StoredTensor, read_stack
 from ling3.runtime.cores import cores
 
 BLOCK = 2**18
@@ -45,8 +45,8 @@ class Copy(NamedTuple):
     """Numbers of the tensor from the begin of one row to that of the next."""
     quantized: QuantizedTensor | None = None
     """How it is stored, if not number by number; the rows are then the matrix's own, or some columns of these."""
-    stack: Sequence[str] = ()
-    """The names of a stack, from `tensor` on: of one dtype and size, and in its file."""
+    stack: Sequence[StoredTensor] = ()
+    """All of a stack, from `tensor` on: of one dtype and size, and in one file."""
     largest: float = 0.0
     """Of scales: the largest magnitude of a number that they multiply. Else 0."""
 
@@ -64,7 +64,7 @@ class Copy(NamedTuple):
     def read(self, start: int, out: Shaped[np.ndarray, "rows columns"]) -> None:
         """Fills `out` with the numbers as they are stored, from `start` on. Raises CheckpointError."""
         if self.stack:
-            self.tensor.file.read_stack(self.stack, start, out)
+            read_stack(self.stack, start, out)
         else:
             self.tensor.read(start, out, self.stride)
 
@@ -172,13 +172,13 @@ def _at(copy: Copy, start: int, wrong: Bool[np.ndarray, "rows columns"]) -> Sequ
     if not copy.stack:
         return [copy.tensor.name]
     size = copy.target.size // len(copy.stack)
-    return [copy.stack[int(i)] for i in np.unique((start + np.flatnonzero(wrong)) // size)]
+    return [copy.stack[int(i)].name for i in np.unique((start + np.flatnonzero(wrong)) // size)]
 
 
 def _wrong_scales(copy: Copy, start: int, target: Shaped[np.ndarray, "rows columns"]) -> Mapping[str, float]:
     """What `Copied` says of a block of scales, which are finite."""
     stored = target.view(DTYPES["F8_E8M0"]) if target.dtype == np.uint8 else target
-    scales, names = stored.astype(np.float32).reshape(-1), copy.stack or [copy.tensor.name]
+    scales, names = stored.astype(np.float32).reshape(-1), [tensor.name for tensor in copy.stack or [copy.tensor]]
     most = float(ml_dtypes.finfo(np.float32 if stored.dtype.itemsize == 1 else stored.dtype).max) / copy.largest
     wrong: dict[str, float] = {}
     for at in (np.flatnonzero(scales == 0), np.flatnonzero((scales < 0) | (scales > most))):

@@ -263,8 +263,8 @@ def _whole(weights: Sequence[Weight], source: Source, array: np.ndarray) -> Iter
             for number, weight in zip(numbers, own, strict=True):
                 yield from _rows(weight, source, array[number])
             continue
-        target, names = array[numbers[0] : numbers[-1] + 1].reshape(1, -1), [weight.name for weight in own]
-        yield Copy(source[names[0]], target, 0, target.size, stack=names)
+        target, stack = array[numbers[0] : numbers[-1] + 1].reshape(1, -1), [source[weight.name] for weight in own]
+        yield Copy(stack[0], target, 0, target.size, stack=stack)
 
 
 def _rows(

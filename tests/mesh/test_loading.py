@@ -26,7 +26,7 @@ from tiny import FLASH, TINY
 import ling3
 from ling3.checkpoint.dequantizing import QuantizedTensor
 from ling3.checkpoint.names import structure, weights_of
-from ling3.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
+from ling3.checkpoint.safetensors_file import open_file
 from ling3.leaves import array_leaves
 from ling3.mesh import MeshError, Rules, place, plan
 
@@ -171,9 +171,9 @@ def test_any_part_of_a_quantized_matrix(tmp_path):
     four, others = deepseek_v4_checkpoint.to_fp4(rng.standard_normal((10, 96)), rng)
     stored = {"a.weight": eight, "a.scale": scales.astype(np.float32), "b.weight": four, "b.scale": others}
     safetensors.numpy.save_file(stored, tmp_path / "x.safetensors")
-    file = SafetensorsFile(tmp_path / "x.safetensors")
+    tensors = open_file(tmp_path / "x.safetensors")
     for name, rows, columns in [("a", 200, 300), ("b", 10, 96)]:
-        matrix = QuantizedTensor(*(StoredTensor(file, f"{name}.{kind}") for kind in ("weight", "scale")), columns)
+        matrix = QuantizedTensor(tensors[f"{name}.weight"], tensors[f"{name}.scale"], columns)
         whole = matrix.read(0, rows, 0, columns)
         np.testing.assert_array_equal(whole, deepseek_v4_checkpoint.dequantise(stored)[f"{name}.weight"])
         for _ in range(50):
