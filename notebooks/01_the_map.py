@@ -31,7 +31,8 @@ from IPython.display import display
 
 import ling3
 from ling3.cache import Span
-from ling3.checkpoint.names import leaves, structure
+from ling3.checkpoint.names import structure
+from ling3.leaves import array_leaves
 from ling3.train.nano.skills import SKILLS
 
 plots.use()
@@ -282,7 +283,7 @@ parts = {
     "routed experts": 0,
     "shared experts": 0,
 }
-for leaf in leaves(tree):
+for leaf in array_leaves(tree):
     names = leaf.path.split(".")
     size = int(np.prod(leaf.value.shape))
     if names[1] != "layers":

@@ -215,8 +215,7 @@ def _stored(directory: pathlib.Path) -> dict[str, str]:
     """The dtype of each tensor in the directory; empty without weights, as when only the configuration was fetched."""
     if not any(directory.glob("*.safetensors*")):
         return {}
-    found = shards.open_all(directory)
-    return {name: file.tensors[name].dtype for name, file in found.items()}
+    return {name: tensor.dtype for name, tensor in shards.open_all(directory).items()}
 
 
 def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:

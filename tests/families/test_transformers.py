@@ -26,8 +26,9 @@ from published_transformers import (
 
 import ling3
 from ling3.checkpoint import weight_names
-from ling3.checkpoint.names import leaves, structure
+from ling3.checkpoint.names import structure, weights_of
 from ling3.families import read_config
+from ling3.leaves import array_leaves
 
 EVERY = [LLAMA_32_1B, MISTRAL_V03, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B]
 CENSUS = {
@@ -56,7 +57,7 @@ def test_the_census_of_published_configs(tmp_path, name):
     raw, parameters, tensors = CENSUS[name]
     config = config_of(tmp_path, raw)
     built = structure(config)
-    weights = [weight for leaf in leaves(built) for weight in leaf.weights()]
+    weights = [weight for leaf in array_leaves(built) for weight in weights_of(leaf)]
     assert sum(weight.size for weight in weights) == parameters
     assert len({weight.name for weight in weights}) == len(weights) == tensors
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(built))
