@@ -14,7 +14,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 from ling3.cache import Cache, Span, State, pages_of
 from ling3.execution import PLAIN, Execution
 from ling3.intervention import Intervention, recorder, takes_interventions
-from ling3.layers.hyper import HyperConnection, HyperHead, Mixing, mixed
+from ling3.layers.hyper import HyperConnection, HyperHead, Streams
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.quantized import weights_per_element
@@ -56,7 +56,7 @@ class DecoderLayer(eqx.Module):
     """h = x + attention(input_layernorm(x));   y = h + mlp(post_attention_layernorm(h)).
 
     No attention means h = x: the layer then has no memory either, and its norm is idle. With hyper-connections x has
-    several streams, and they say what a sublayer reads of these and how its output comes back to them.
+    several streams, and they say what a sublayer reads of these and how its output is added to them.
     """
 
     input_layernorm: RMSNorm
@@ -71,11 +71,10 @@ class DecoderLayer(eqx.Module):
     ) -> tuple[Float[Array, "batch seq *streams hidden"], State | None]:
         """The residual stream (or streams) after this layer, and the layer's memory after the span."""
         x, state = self.attend(x, state, span)
-        normed, mixing = self.read(x)
+        normed, residual = self.read(x)
         with jax.named_scope("mlp"):
             added = self.mlp(normed, span.within("mlp"))
-        x = mixed(x, span.site("added", added), mixing)
-        return span.site("residual", x), state
+        return span.site("residual", residual + span.site("added", added)), state
 
     def attend(
         self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
@@ -83,18 +82,18 @@ class DecoderLayer(eqx.Module):
         """The residual after attention, and the layer's memory after the span."""
         if self.attention is None:
             return x, state
-        h, mixing = (x, None) if self.attn_hc is None else self.attn_hc(x)
+        h, residual = (x, x) if self.attn_hc is None else self.attn_hc(x)
         normed = self.input_layernorm(h)
         with jax.named_scope("attention"):
             attended, state = self.attention(normed, state, span.within("attention"))
-        return mixed(x, span.site("attended", attended), mixing), state
+        return residual + span.site("attended", attended), state
 
     def read(
         self, x: Float[Array, "batch seq *streams hidden"]
-    ) -> tuple[Float[Array, "batch seq hidden"], Mixing | None]:
-        """What the feed-forward reads of the residual, and how its output comes back to several streams."""
-        h, mixing = (x, None) if self.ffn_hc is None else self.ffn_hc(x)
-        return self.post_attention_layernorm(h), mixing
+    ) -> tuple[Float[Array, "batch seq hidden"], Float[Array, "batch seq hidden"] | Streams]:
+        """What the feed-forward reads of the residual, and what its output is added to."""
+        h, residual = (x, x) if self.ffn_hc is None else self.ffn_hc(x)
+        return self.post_attention_layernorm(h), residual
 
 
 class Decoder(eqx.Module):

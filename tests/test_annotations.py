@@ -121,8 +121,8 @@ def hyper(module):
     config = module.HyperConfig(hidden=TINY.hidden_size, streams=3, iterations=2, eps=1e-6, norm_eps=1e-6, std=1.0)
     head = module.HyperHead.init(config, key=KEY)
     streams = head.spread(X)
-    h, mixing = module.HyperConnection.init(config, key=KEY)(streams)
-    head(module.mixed(streams, h, mixing))
+    h, streams = module.HyperConnection.init(config, key=KEY)(streams)
+    head(streams + h)
 
 
 def compressed_attention(module):

@@ -38,11 +38,11 @@ FLOORS = (
     {"serve"},
     {"server"},
     {"afd"},
+    {"interpret"},
     {"train"},
+    {"bench"},
     {"evals"},
     {"fleet"},
-    {"bench"},
-    {"interpret"},
     {"cli", "__main__"},
 )
 
@@ -141,7 +141,7 @@ LONG_FUNCTIONS = {
     **{
         "checkpoint/loading.py load": 71,
         "checkpoint/quantizing.py quantize": 66,
-        "interpret/ablations.py ablations": 76,
+        "evals/ablations.py ablations": 76,
     },
     # One pass over all tensors, and one over all blocks of rows.
     **{"checkpoint/accounting.py account": 63, "ops/experts.py block_experts": 71},
@@ -155,12 +155,12 @@ MANY_PARAMETERS = {
         "bench/measure.py": 1,
     },
     **{"bench/remote.py": 1, "evals/harness.py": 1, "evals/run.py": 1, "fleet/fleet.py": 1, "generate.py": 1},
-    **{"interpret/ablations.py": 1, "interpret/plan.py": 1, "checkpoint/quantizing.py": 1, "checkpoint/saving.py": 1},
+    **{"evals/ablations.py": 1, "interpret/plan.py": 1, "checkpoint/quantizing.py": 1, "checkpoint/saving.py": 1},
     # Operators: the arrays of a formula, and how it runs.
     **{"ops/attention.py": 3, "ops/attention_cpu.py": 1, "ops/compressed_attention.py": 2, "ops/experts.py": 6},
     **{"ops/experts_kernel.py": 1, "ops/few_token_experts.py": 1, "ops/kda.py": 5, "ops/kda_step_kernel.py": 2},
-    **{"ops/latent_attention_kernel.py": 1, "ops/on_gpu.py": 2, "ops/products_cpu.py": 1, "mesh/collectives.py": 1},
-    **{"afd/operators/sending.py": 4, "afd/operators/returning.py": 1},
+    **{"ops/latent_attention_kernel.py": 1, "ops/on_gpu.py": 2, "ops/products_cpu.py": 1},
+    **{"afd/operators/sending.py": 4, "afd/operators/returning.py": 1, "interpret/collectives.py": 1},
     # The public engine, and a session's worker.
     **{"serve.py": 2, "afd/attention_worker.py": 1},
     # The sizes of an array or a layer, or the parts of a file or config.

@@ -21,11 +21,11 @@ from ling3.engine.sampling import Adjustments, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
 from ling3.execution import PLAIN
 from ling3.interpret import ablate
-from ling3.interpret.chips import CHIPS, Chip
+from ling3.interpret.collectives import Collective, by_source, collectives
 from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import Rules, sharding
-from ling3.mesh.collectives import Collective, by_source, collectives
+from ling3.mesh.chips import CHIPS, Chip
 from ling3.mesh.rules import Share
 from ling3.model import CausalLM
 from ling3.ops.exchange import Spread

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 import ling3
 from ling3 import families
-from ling3.interpret.ablations import ablations
+from ling3.evals.ablations import ablations
 from ling3.interpret.inspect import Memory, report
 from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
