@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-from ling3.cache import pages_of, slots_of
+from ling3.cache import CacheSpec, pages_of, slots_of
 from ling3.engine.forward import Batch, decode, extend
 from ling3.engine.pool import Pool, Rows, new_memory
 from ling3.engine.sampling import Adjustments, Sampling
@@ -351,7 +351,7 @@ def _pool(placed: CausalLM, work: Workload, dtype: DTypeLike) -> Pool:
         rows = [(SamplingParams(), 0, 0, ())] * slots
         put = lambda columns: jax.tree.map(jnp.asarray, columns)  # noqa: E731
         sampling = Sampling.build(rows, vocab, MAX_STOP_IDS, adjustments, put)
-        layers = new_memory(model, slots, pages, work.page_size, dtype)
+        layers = new_memory(model, CacheSpec(slots, pages, work.page_size, dtype))
         pool = Pool(layers, counts, counts, counts, no, sampling, model.placement)
         specs.extend(jax.tree.leaves(pool.specs))
         return pool

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ling3.afd.plan import without_experts
-from ling3.cache import Paged, State, pages_of
+from ling3.cache import CacheSpec, Paged, State, pages_of
 from ling3.checkpoint.names import structure
 from ling3.layers.csa import CSA
 from ling3.layers.gqa import GQA
@@ -95,7 +95,7 @@ class ModelCost:
         if not sparse:
             raise ValueError(f"config: {type(config).__name__} has no layer with routed experts to keep apart")
         tokens = math.lcm(1024, model.page_multiple)
-        states = eqx.filter_eval_shape(lambda m: m.empty_states(1, 1, tokens, jnp.bfloat16, packed), model)
+        states = eqx.filter_eval_shape(lambda: model.empty_states(CacheSpec(1, 1, tokens, jnp.bfloat16, packed)))
         blocks, held = _blocks(model, states, weight_bytes)
         pages = pages_of(states)
         per_token: collections.defaultdict[float, float] = collections.defaultdict(float)
