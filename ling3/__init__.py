@@ -10,7 +10,7 @@ from ling3.runtime import moved
 from ling3.version import __version__
 
 if TYPE_CHECKING:
-    from ling3.cache import Cache, KDAState, Paged, Span
+    from ling3.cache import Cache, CacheSpec, KDAState, Paged, Span
     from ling3.checkpoint import CheckpointError, load, save
     from ling3.checkpoint.quantizing import quantize
     from ling3.engine.capture import Capture, Captured, Routing
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cache",
+    "CacheSpec",
     "Capture",
     "Captured",
     "CausalLM",
@@ -91,7 +92,7 @@ __all__ = [
 # answers `--help`, a wrong option and Ctrl-C without waiting for JAX.
 _MODULES = {
     "intervention": ("Intervention",),
-    "cache": ("Cache", "KDAState", "Paged", "Span"),
+    "cache": ("Cache", "CacheSpec", "KDAState", "Paged", "Span"),
     "checkpoint": ("CheckpointError", "load", "save"),
     "checkpoint.quantizing": ("quantize",),
     "families.ling3_config": ("ConfigError", "Ling3Config"),

@@ -30,7 +30,7 @@ import plots
 from IPython.display import display
 
 import ling3
-from ling3.cache import Span
+from ling3.cache import CacheSpec, Span
 from ling3.checkpoint.names import structure
 from ling3.leaves import array_leaves
 from ling3.train.nano.skills import SKILLS
@@ -120,7 +120,7 @@ x = show("word_embeddings", model.model.word_embeddings.embed(tokens))
 # %%
 layer = model.model.layers[0]
 kda, normed = layer.attention, layer.input_layernorm(x)
-state = kda.empty_state(slots=1, pages=0, page_size=1, dtype=jnp.float32)
+state = kda.empty_state(CacheSpec(slots=1, pages=0, page_size=1, dtype=jnp.float32))
 q, k, v, tail = kda.convolved(normed, state.conv, span)
 g, beta = kda.gates(normed, span)
 for name, array in {

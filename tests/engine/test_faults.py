@@ -184,10 +184,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
         ({"batch_invariant": 1, "overlap": None}, "batch_invariant is 1, expected True or False; overlap is None"),
         ({"cache_dtype": "fp8"}, "cache_dtype is 'fp8', expected one of 'auto', 'float32', 'bfloat16', 'packed'"),
         ({"cache_dtype": None}, "cache_dtype is None, expected one of"),
-        (
-            {"cache_dtype": "packed"},
-            "expected 'auto', .* this model: layer 0: the memory of KDA has no packed",
-        ),
+        ({"cache_dtype": "packed"}, "expected 'auto', .* this model: layer 2: its entries have no packed form"),
         ({"mem_fraction": 1e-12, "num_pages": None}, "lower max_running_requests or raise mem_fraction"),
     ],
 )

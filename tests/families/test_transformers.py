@@ -179,7 +179,7 @@ def test_angles_are_those_of_the_equations(tmp_path, raw, kind):
         ({"num_key_value_heads": 3}, "num_key_value_heads: found 3; expected a divisor of num_attention_heads"),
         ({"head_dim": 63}, "head_dim: found 63; expected an even number, as RoPE"),
         ({"head_dim": None, "hidden_size": 999}, "head_dim: absent; expected an integer from 1"),
-        ({"rope_theta": 1}, "rope_theta: found 1.0; expected a finite number above 1"),
+        ({"rope_theta": 1}, "rope_theta: found 1; expected a finite number above 1"),
         ({"hidden_act": "gelu"}, "hidden_act: found 'gelu'; expected 'silu'; in ling3 every MLP is a SwiGLU"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size: absent; expected"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5; expected 1.0"),

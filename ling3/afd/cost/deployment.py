@@ -7,8 +7,9 @@ from typing import no_type_check
 
 import numpy as np
 
-from ling3.afd.cost.model import Hardware, ModelCost, Number, at_least, distinct, positive
+from ling3.afd.cost.model import ModelCost, distinct
 from ling3.afd.operators.windows import slot_bytes
+from ling3.mesh.chips import Hardware, Number, at_least, positive
 
 
 @dataclasses.dataclass(frozen=True)

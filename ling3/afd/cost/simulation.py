@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 from ling3.afd.cost.deployment import Stage
-from ling3.afd.cost.model import Number, at_least
 from ling3.afd.operators.batching import ffn_worker_scheduler
 from ling3.afd.operators.limits import ALIGNMENT
 from ling3.afd.operators.returning import attention_worker_scheduler
 from ling3.afd.operators.windows import AttentionArea, FfnArea
+from ling3.mesh.chips import Number, at_least
 
 _session_turn = jax.jit(attention_worker_scheduler)
 _card_turn = jax.jit(ffn_worker_scheduler, static_argnames="sync_group_size")
