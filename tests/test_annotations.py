@@ -27,7 +27,7 @@ from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.rope import Rope
 from ling3.mesh import plan
 from ling3.ops.packed_kv import ENTRIES, KEYS
-from ling3.runtime import import_hook
+from ling3.runtime import checks
 
 ROOT = pathlib.Path(ling3.__file__).parent
 KEY = jax.random.key(0)
@@ -345,9 +345,8 @@ def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
     def run(name, text):
         (tmp_path / f"{name}.py").write_text(text)
         importlib.invalidate_caches()
-        hook = import_hook.install(name)
-        module = importlib.import_module(name)
-        sys.meta_path.remove(hook)
+        with checks.install([name]):
+            module = importlib.import_module(name)
         monkeypatch.delitem(sys.modules, name)
         jax.eval_shape(lambda: FILES[file](module))
 

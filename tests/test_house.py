@@ -248,7 +248,7 @@ def test_a_wrong_type_is_told_in_one_line(call, message):
 
 
 def test_a_wrong_result_is_told_in_one_line():
-    @checks.typed
+    @jaxtyping.jaxtyped(typechecker=checks.checked)
     def turned(x: Float[Array, "rows columns"]) -> Float[Array, "columns rows"]:
         return x
 
@@ -258,7 +258,7 @@ def test_a_wrong_result_is_told_in_one_line():
 
 
 def test_one_wrong_item_of_many_is_told_too():
-    @checks.typed
+    @jaxtyping.jaxtyped(typechecker=checks.checked)
     def total(numbers: Sequence[int], *more: int) -> int:
         return sum(numbers) + sum(more)
 

@@ -214,8 +214,6 @@ def test_settings_are_given_whole_or_by_name():
     named = ling3.Engine(model(), None, **{**SETTINGS, "num_pages": 19})
     resolved = dataclasses.replace(whole, num_pages=19, max_model_len=256)
     assert given.settings == named.settings == resolved and given.max_model_len == 256
-    with pytest.deprecated_call(match=r'engine.settings\["num_pages"\] is now engine.settings.num_pages'):
-        assert given.settings["num_pages"] == 19
 
 
 def test_what_there_is_no_memory_for_is_refused_before_it_is_allocated(monkeypatch):
