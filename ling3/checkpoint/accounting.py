@@ -5,7 +5,7 @@ import math
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import numpy as np
@@ -146,7 +146,6 @@ def stored_as(leaf: Leaf) -> tuple[str, ...]:
     return FLOATS if own in FLOATS else ("I64", "I32") if own == "I32" else (own,)
 
 
-@no_type_check
 def kind_of(weight: Weight, files: dict[str, SafetensorsFile]) -> tuple[SafetensorsFile, str]:
     """A tensor's file and its type there."""
     file = files[weight.name]

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
-from typing import Any, no_type_check
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -32,7 +32,6 @@ Number = float | np.ndarray
 # What a search calls thousands of times is not checked each time.
 
 
-@no_type_check
 def at_least(least: float, **values: Number) -> None:
     """ValueError unless these values are at least `least`."""
     for name, value in values.items():
@@ -40,7 +39,6 @@ def at_least(least: float, **values: Number) -> None:
             raise ValueError(f"{name} is {value}, expected at least {least:g}")
 
 
-@no_type_check
 def positive(**values: float) -> None:
     """ValueError unless these values are above 0."""
     for name, value in values.items():
@@ -69,7 +67,6 @@ class Hardware:
         at_least(0.0, link_latency=self.link_latency)
         positive(**{name: value for name, value in vars(self).items() if name != "link_latency"})
 
-    @no_type_check
     def time(self, bytes: Number, flops: Number) -> Number:
         """max(bytes / memory_bandwidth, flops / peak), in seconds."""
         return np.maximum(bytes / self.memory_bandwidth, flops / self.flops)
@@ -110,7 +107,6 @@ class Block:
         sums = (getattr(self, name) + getattr(other, name) for name in ("weights", "flops", "moved", "reads"))
         return Block(*sums)
 
-    @no_type_check
     def time(self, hardware: Hardware, batch: Number, context: float) -> Number:
         """Of a micro-batch: max((weights + batch·(moved + Σ read)) / bandwidth, batch·flop / peak), in seconds."""
         moved = self.moved + sum(read.bytes * min(context, read.most) for read in self.reads)
