@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import pathlib
 import sys
@@ -334,6 +334,20 @@ def mutants(source):
         end = sum(map(len, lines[: shape.lineno - 1])) + shape.end_col_offset - 1  # before the closing quotation mark
         mutant = source.encode()[:end] + b" 997" + source.encode()[end:]
         yield mutant.decode(), f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_every_module_with_arrays_is_checked():
+    """jaxtyping's hook makes each module that it decorates import jaxtyping."""
+    unchecked = []
+    for path in ROOT.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        if any(ast.unparse(node.value) in ("Wide", *dir(jaxtyping)) for node in array_types(tree)):
+            name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+            if name == "ling3.evals.harness" and not importlib.util.find_spec("lm_eval"):
+                continue
+            if "jaxtyping" not in vars(importlib.import_module(name)):
+                unchecked.append(name)
+    assert not unchecked
 
 
 @pytest.mark.parametrize("file", exhaustively(FILES, but=FILES.keys() - set(SLOW)))

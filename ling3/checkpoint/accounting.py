@@ -5,7 +5,7 @@ import math
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import numpy as np
@@ -147,7 +147,6 @@ def stored_as(leaf: ArrayLeaf) -> tuple[str, ...]:
     return FLOATS if own in FLOATS else ("I64", "I32") if own == "I32" else (own,)
 
 
-@no_type_check
 def kind_of(tensor: StoredTensor) -> tuple[OpenFile, str]:
     """A tensor's file and its type there, by which neighbours are read together."""
     return tensor.file, tensor.dtype

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import no_type_check
 
 import numpy as np
 
@@ -77,7 +76,6 @@ class DecodeStep:
         at_least(0, context=self.context)
 
 
-@no_type_check
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """The times of one micro-batch in one block, in seconds."""

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
-from typing import Any, no_type_check
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -54,7 +54,6 @@ class Block:
         sums = (getattr(self, name) + getattr(other, name) for name in ("weights", "flops", "moved", "reads"))
         return Block(*sums)
 
-    @no_type_check
     def time(self, hardware: Hardware, batch: Number, context: float) -> Number:
         """Of a micro-batch: max((weights + batch·(moved + Σ read)) / bandwidth, batch·flop / peak), in seconds."""
         moved = self.moved + sum(read.bytes * min(context, read.most) for read in self.reads)

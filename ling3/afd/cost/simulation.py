@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import numpy as np
@@ -108,7 +108,6 @@ _Worker = Generator[float | None, None, None]
 # Events are many: what comes in is checked by `simulate`, and not with each of them again.
 
 
-@no_type_check
 class _Run:
     """The windows of all workers, and the events, which at one time happen in the order in which they were planned."""
 
