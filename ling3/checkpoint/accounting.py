@@ -21,8 +21,8 @@ from ling3.checkpoint.safetensors_file import (
     FLOATS,
     CheckpointError,
     OpenFile,
-    Source,
     StoredTensor,
+    StoredTensors,
     read_stack,
 )
 from ling3.layers.quantized import QuantizedMatrix
@@ -37,7 +37,7 @@ def account(
     directory: pathlib.Path,
     config: Any,
     parts: Parts,
-    source: Source,
+    source: StoredTensors,
     wanted: np.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> None:
@@ -96,7 +96,7 @@ def account(
         raise CheckpointError(shards.complaint(directory, [(kind, differing)]))
 
 
-def _wrong_shapes(leaf: ArrayLeaf, weights: Sequence[Weight], source: Source) -> Iterator[str]:
+def _wrong_shapes(leaf: ArrayLeaf, weights: Sequence[Weight], source: StoredTensors) -> Iterator[str]:
     """If the leaf is one of `weight_shape`, the problem of each that is not its matrix's shape."""
     if leaf.field != "weight_shape" or not isinstance(leaf.module, QuantizedMatrix):
         return

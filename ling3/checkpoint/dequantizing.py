@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, Source, StoredTensor
+from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensor, StoredTensors
 
 BLOCK, GROUP = 128, 32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -67,7 +67,7 @@ class QuantizedTensor(NamedTuple):
         return np.stack([E2M1[codes & 15], E2M1[codes >> 4]], axis=-1).reshape(stored.shape[0], -1)
 
 
-def scales_of(name: str, source: Source) -> StoredTensor | None:
+def scales_of(name: str, source: StoredTensors) -> StoredTensor | None:
     """A weight's scales, if the checkpoint has them."""
     stem = name.removesuffix(".weight")
     names = (f"{stem}.scale", f"{stem}.weight_scale_inv", f"{name}_scale_inv")

@@ -26,7 +26,7 @@ from ling3.checkpoint.accounting import account, kind_of, stored_as
 from ling3.checkpoint.copying import Copier, Copy
 from ling3.checkpoint.dequantizing import QUANTIZED, QuantizedTensor, scales_of
 from ling3.checkpoint.names import Parts, Weight, stored_parts, structure, weight_names
-from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, Source
+from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import save
 from ling3.checkpoint.scales import is_of_zeros, is_scale
 from ling3.layers.linear import Linear, Matrix
@@ -153,7 +153,7 @@ def _read(
     directory: pathlib.Path,
     parts: Parts,
     dtypes: list[np.dtype],
-    source: Source,
+    source: StoredTensors,
     layout: Layout | None,
     check_finite: bool,
 ) -> list[jax.Array]:
@@ -215,7 +215,9 @@ def _version(directory: pathlib.Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _target_dtype(leaf: ArrayLeaf, weights: tuple[Weight, ...], source: Source, wanted: np.dtype | None) -> np.dtype:
+def _target_dtype(
+    leaf: ArrayLeaf, weights: tuple[Weight, ...], source: StoredTensors, wanted: np.dtype | None
+) -> np.dtype:
     stored = source[weights[0].name].dtype
     if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
         if stored in FLOATS and wanted == np.float32:
@@ -231,7 +233,7 @@ def _target_dtype(leaf: ArrayLeaf, weights: tuple[Weight, ...], source: Source, 
 def _copies(
     leaf: ArrayLeaf,
     weights: tuple[Weight, ...],
-    source: Source,
+    source: StoredTensors,
     array: np.ndarray,
     share: Share,
     number: int,
@@ -252,7 +254,7 @@ def _copies(
             yield from _rows(weight, source, array[weight.expert], leaf.value.shape[1:], share.axis - 1, first, end)
 
 
-def _whole(weights: Sequence[Weight], source: Source, array: np.ndarray) -> Iterator[Copy]:
+def _whole(weights: Sequence[Weight], source: StoredTensors, array: np.ndarray) -> Iterator[Copy]:
     """What fills `array` with all of a weight, or with a stack of them: neighbours of one kind in one file together."""
     if weights and weights[0].expert is None:
         yield from _rows(weights[0], source, array)
@@ -269,7 +271,7 @@ def _whole(weights: Sequence[Weight], source: Source, array: np.ndarray) -> Iter
 
 def _rows(
     weight: Weight,
-    source: Source,
+    source: StoredTensors,
     target: np.ndarray,
     shape: tuple[int, ...] = (),
     axis: int = 0,
@@ -299,7 +301,9 @@ def _rows(
         yield Copy(tensor, row.reshape(-1, width), start + i * stride, width, quantized)
 
 
-def _stored_bytes(leaf: ArrayLeaf, weights: tuple[Weight, ...], source: Source, share: Share, number: int) -> int:
+def _stored_bytes(
+    leaf: ArrayLeaf, weights: tuple[Weight, ...], source: StoredTensors, share: Share, number: int
+) -> int:
     """What the tensors of a part of a leaf take in their files."""
     first, end = (0, 1) if share.axis is None else share.spans[number]
     experts = share.axis == 0 and weights[0].expert is not None

@@ -17,7 +17,7 @@ from ling3.checkpoint import hub, replacing, shards
 from ling3.checkpoint.accounting import account
 from ling3.checkpoint.loading import PATTERNS
 from ling3.checkpoint.names import Weight, stored_parts, structure, weights_of
-from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, Source
+from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import plan_files, replace, replaced, tokenizer_files
 from ling3.families.quantization import GROUPS
 from ling3.layers.linear import Matrix
@@ -184,7 +184,7 @@ def _with_dtype(leaf: ArrayLeaf, dtype: np.dtype) -> ArrayLeaf:
 class _Quantizer:
     """The tensors of the new checkpoint, each as it is asked for; scales that come with others are kept until then."""
 
-    def __init__(self, to: Format, tensors: Source, sources: Mapping[tuple[str, int | None], Weight]):
+    def __init__(self, to: Format, tensors: StoredTensors, sources: Mapping[tuple[str, int | None], Weight]):
         self._to: Format = to
         self._tensors, self._sources = tensors, sources
         self._kept: dict[str, np.ndarray] = {}

@@ -122,7 +122,7 @@ class StoredTensor(NamedTuple):
             self.file.fill(row.view(np.uint8).data, self.start + (start + i * stride) * itemsize, self.name)
 
 
-Source = dict[str, StoredTensor]
+StoredTensors = dict[str, StoredTensor]
 """A checkpoint's tensors by name, whichever files they are in."""
 
 
@@ -147,7 +147,7 @@ def read_stack(tensors: Sequence[StoredTensor], start: int, out: Shaped[np.ndarr
         left, number, skipped = left[len(piece) :], number + 1, 0
 
 
-def open_file(path: str | os.PathLike[str]) -> Source:
+def open_file(path: str | os.PathLike[str]) -> StoredTensors:
     """The tensors of a safetensors file in the header's order; only the header is read.
 
     The `safetensors` package checks it against the file (length, overlaps, holes, sizes); duplicate names are refused

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from ling3.checkpoint.safetensors_file import DTYPES, Source, StoredTensor
+from ling3.checkpoint.safetensors_file import DTYPES, StoredTensor, StoredTensors
 from ling3.layers.quantized import QuantizedMatrix
 from ling3.leaves import ArrayLeaf
 
@@ -15,7 +15,7 @@ def is_scale(leaf: ArrayLeaf) -> bool:
     return isinstance(leaf.module, QuantizedMatrix) and "scale" in leaf.field and leaf.field in leaf.module.STORED
 
 
-def is_of_zeros(leaf: ArrayLeaf, name: str, source: Source) -> bool:
+def is_of_zeros(leaf: ArrayLeaf, name: str, source: StoredTensors) -> bool:
     """True if what the zeros of the scales `name` multiply is 0 too, as where weights were pruned."""
     codes, scale = (field for field in leaf.module.STORED if field != "weight_shape")
     stored, scales = (_read(source[f"{name.rpartition('.')[0]}.{field}"]) for field in (codes, scale))

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from ling3.checkpoint.safetensors_file import CheckpointError, Source, StoredTensor, open_file
+from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensor, StoredTensors, open_file
 from ling3.runtime import strict_json
 from ling3.runtime.quoting import LONGEST_LINE, MOST_LINES, printable, shown
 
@@ -18,7 +18,7 @@ MOST_FILES = 1000
 _LISTED = 12
 
 
-def open_all(directory: pathlib.Path) -> Source:
+def open_all(directory: pathlib.Path) -> StoredTensors:
     """Every tensor in the opened file that holds it; only headers are read.
 
     With an index, the files are those that it names, and each tensor must be in the file that it says. Without one, it

@@ -5,7 +5,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
+# This and the check of ids run before every step of a loop: checking their types would take longer than they do.
+@no_type_check
 def refuse_fork() -> None:
     """RuntimeError in a child of a process that had used JAX: without JAX's threads it would wait for ever."""
     if _process.forked:
@@ -45,6 +47,7 @@ def checks_ids(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     signature = inspect.signature(function)
 
+    @no_type_check
     @functools.wraps(function)
     def call(model, tokens, *args, **kwargs):
         refuse_fork()
@@ -59,6 +62,7 @@ def checks_ids(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@no_type_check
 def _any_outside(model, tokens) -> bool:
     """True if any of the ids, padding included, is outside the vocabulary; False for arrays of a wrong type or rank."""
     config = getattr(model, "config", None)
@@ -70,6 +74,7 @@ def _any_outside(model, tokens) -> bool:
     return bool(ids.min() < 0 or ids.max() >= config.vocab_size)
 
 
+@no_type_check
 def _refuse(model, tokens, lengths) -> None:
     """ValueError for the first id outside the vocabulary that is not padding."""
     ids, vocab = np.asarray(tokens), model.config.vocab_size
