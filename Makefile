@@ -16,7 +16,7 @@ APART := --ignore=tests/parity --ignore=tests/real --ignore=tests/site --ignore=
 	--ignore=tests/fleet/test_nodes.py --ignore=tests/fleet/test_ray_serve.py
 
 # Slow tests of many devices, which `make mesh` runs.
-MESH := tests/mesh tests/interpret/test_plan.py tests/train/test_fsdp.py
+MESH := tests/mesh tests/interpret/test_collectives.py tests/interpret/test_plan.py tests/train/test_fsdp.py
 
 .PHONY: demo test lint types harness fleet server mesh parity real slow exhaustive coverage notebooks docs plan clean
 

@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 import ling3
 from benchmarks.record import BLACK, BLUE, ORANGE, spread, write
-from ling3.cache import Span
+from ling3.cache import CacheSpec, Span
 from ling3.engine.forward import Batch, decode
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.runner import Runner
@@ -82,7 +82,8 @@ def layers_apart(model: ling3.CausalLM, kind: str, rows: int, columns: int) -> T
         layer.attention for i, layer in enumerate(model.model.layers) if model.config.attention_kind(i) == kind
     )
     pages = rows * columns
-    memories = _random(tuple(layer.empty_state(rows, pages, PAGE, jnp.float32) for layer in layers))
+    spec = CacheSpec(rows, pages, PAGE, jnp.float32)
+    memories = _random(tuple(layer.empty_state(spec) for layer in layers))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((rows, 1, model.config.hidden_size)), jnp.float32)
 
     def timed(context: int) -> float:

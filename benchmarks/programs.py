@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from benchmarks.models import TINY, TOY
+from ling3.cache import CacheSpec
 from ling3.checkpoint.names import structure
 from ling3.engine.forward import Batch, decode, extend
 from ling3.engine.pool import Pool, Rows, cache_dtype
@@ -29,7 +30,8 @@ def lowered(scale: str, program: str) -> tuple[Any, int]:
     config = TINY if scale == "full" else TOY
     model = structure(config, jnp.bfloat16)
     sampling = Sampling.build([(SamplingParams(), 0, 1, config.eos_token_id)], config.vocab_size, 8)
-    pool = eqx.filter_eval_shape(Pool.empty, model, sampling, COLUMNS, BLOCK, cache_dtype(model))
+    spec = CacheSpec(1, COLUMNS, BLOCK, cache_dtype(model))
+    pool = eqx.filter_eval_shape(Pool.empty, model, sampling, spec)
     rows = Rows(None, _ints(1, COLUMNS))
     arrays, execution = len(jax.tree.leaves((model, rows, pool))), Execution.default()
     if program == "decode":

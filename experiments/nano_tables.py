@@ -23,7 +23,7 @@ import tyro
 
 from experiments.__main__ import DOCS, RESULTS
 from experiments.nano_probes import NEEDED, finished
-from ling3.interpret.skill_table import draw_losses
+from ling3.evals.skill_table import draw_losses
 from ling3.train.nano.mixture import TEXTS
 
 

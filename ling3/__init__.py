@@ -2,15 +2,13 @@
 
 import sys
 import types
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ling3.runtime import moved
 from ling3.version import __version__
 
 if TYPE_CHECKING:
-    from ling3.cache import Cache, KDAState, Paged, Span
+    from ling3.cache import Cache, CacheSpec, KDAState, Paged, Span
     from ling3.checkpoint import CheckpointError, load, save
     from ling3.checkpoint.quantizing import quantize
     from ling3.engine.capture import Capture, Captured, Routing
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cache",
+    "CacheSpec",
     "Capture",
     "Captured",
     "CausalLM",
@@ -91,7 +90,7 @@ __all__ = [
 # answers `--help`, a wrong option and Ctrl-C without waiting for JAX.
 _MODULES = {
     "intervention": ("Intervention",),
-    "cache": ("Cache", "KDAState", "Paged", "Span"),
+    "cache": ("Cache", "CacheSpec", "KDAState", "Paged", "Span"),
     "checkpoint": ("CheckpointError", "load", "save"),
     "checkpoint.quantizing": ("quantize",),
     "families.ling3_config": ("ConfigError", "Ling3Config"),
@@ -112,13 +111,17 @@ _MODULES = {
     "interpret.look": ("Look", "look"),
     "interpret.trace": ("Trace", "trace"),
 }
-# Former names, for one release.
-_RENAMED = {"LatentCache": "Paged", "Ling3ForCausalLM": "CausalLM", "Ling3Model": "Decoder"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-# What the command line imports before it knows what to do: no arrays, so no checks of their shapes.
-_WITHOUT_ARRAYS = (
-    *("__main__", "cli", "engine", "engine.sampling_params", "engine.settings", "engine.structured"),
-    *("runtime", "version"),
+# Packages and modules whose functions check the types of their arguments and results: all with arrays, and what a user
+# calls. A check takes longer than many a function of the others, which run for every token or tensor.
+_CHECKED = (
+    *("ops", "layers", "model", "cache", "execution", "intervention", "placement", "mesh", "families", "generate"),
+    *("serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer", "checkpoint.copying"),
+    *("checkpoint.dequantizing", "checkpoint.loading", "checkpoint.quantizing", "checkpoint.safetensors_file"),
+    *("checkpoint.saving", "checkpoint.scales", "engine.at_end", "engine.capture", "engine.filters", "engine.forward"),
+    *("engine.front", "engine.grammars", "engine.intake", "engine.masks", "engine.origins", "engine.plans"),
+    *("engine.pool", "engine.runner", "engine.sampling", "engine.snapshots", "afd.attention_worker", "afd.ffn_worker"),
+    *("afd.messages", "afd.operators", "afd.plan", "afd.system"),
 )
 
 
@@ -132,23 +135,20 @@ class _Package(types.ModuleType):
 
 
 class _InstallHook:
-    """A finder that installs the import hook for checks of shapes and types, before the first module with arrays."""
+    """A finder that installs jaxtyping's import hook, before the first module that it is for."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        package, _, module = fullname.partition(".")
-        if package != "ling3" or module in _WITHOUT_ARRAYS or module.startswith(("cli.", "runtime.")):
+        if fullname.removeprefix("ling3.") not in _CHECKED:
             return None
         sys.meta_path.remove(self)
         import importlib.util  # noqa: PLC0415
 
         import jaxtyping  # noqa: PLC0415
 
-        # Settings too: a type check would come before `__post_init__`, look at one item of a list, and name no remedy.
-        from ling3.engine import sampling_params, settings  # noqa: F401, PLC0415
-        from ling3.runtime import import_hook  # noqa: PLC0415
+        from ling3.runtime import checks  # noqa: PLC0415
 
         if not jaxtyping.config.jaxtyping_disable:  # by JAXTYPING_DISABLE
-            import_hook.install("ling3")
+            checks.install([f"ling3.{name}" for name in _CHECKED])
         # The search that is under way goes through the finders as they were without the hook.
         return importlib.util.find_spec(fullname)
 
@@ -159,7 +159,7 @@ def leave_types_unchecked() -> None:
 
 
 sys.modules[__name__].__class__ = _Package
-sys.meta_path[:0] = [_InstallHook(), moved.MovedFinder]
+sys.meta_path.insert(0, _InstallHook())
 
 if not TYPE_CHECKING:
 
@@ -169,10 +169,6 @@ if not TYPE_CHECKING:
             value = getattr(import_module(f"ling3.{_MODULE_OF[name]}"), name)
             globals()[name] = value
             return value
-        if name in _RENAMED:
-            words = f"ling3.{name} is now ling3.{_RENAMED[name]}; the old name goes with the next release"
-            warnings.warn(words, DeprecationWarning, stacklevel=2)
-            return __getattr__(_RENAMED[name])
         if name == "ablate":
             return import_module("ling3.interpret.ablate")
         missing = AttributeError(f"module 'ling3' has no attribute {name!r}")

@@ -4,6 +4,7 @@ A mixer's state is any pytree of the two: `Paged` nodes lie in pages, all other 
 knows no more of a layer than that.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32, PyTree, UInt8
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int32, PyTree, UInt8
 
 from ling3.execution import PLAIN, Execution
 from ling3.ops.packed_kv import Packing
@@ -73,7 +74,29 @@ class Span(eqx.Module):
         return dataclasses.replace(self, recorder=self.recorder.within(name))
 
 
-class Paged(eqx.Module):
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """What a memory has room for, and what it is kept in."""
+
+    slots: int
+    pages: int
+    page_size: int
+    """Tokens of a page."""
+    dtype: DTypeLike
+    packed: bool = False
+    """Pages are bytes in the formats of `ling3.ops.packed_kv`, and only what has a row per slot has `dtype`."""
+
+
+class Shared(eqx.Module):
+    """A part of a state that devices share. Any other array each device has whole."""
+
+    @property
+    @abc.abstractmethod
+    def shared_axes(self) -> tuple[int | None, ...]:
+        """For each of its arrays the axis along which devices share it; None if each device has it whole."""
+
+
+class Paged(Shared):
     """An array of a state that lies in pages: `entries[p, i]` is entry i of page p, or with a `packing` among the
     page's bytes.
 
@@ -91,31 +114,32 @@ class Paged(eqx.Module):
 
     @staticmethod
     def empty(
-        pages: int,
-        page_size: int,
+        spec: CacheSpec,
         entry: tuple[int, ...],
-        dtype: Any,
         tokens: int = 1,
         window: int | None = None,
         packing: Packing | None = None,
         shared: int | None = None,
     ) -> "Paged":
-        """Zeros for so many pages of `page_size` tokens; with a `packing`, its bytes, whatever `dtype` is.
+        """Zeros for the pages of `spec`; where it is packed, bytes of the `packing`.
 
-        ValueError if an entry's tokens do not divide a page's, or if the packing is for other entries.
+        ValueError if an entry's tokens do not divide a page's, or if such entries cannot be packed.
         """
-        if page_size % tokens:
-            raise ValueError(f"page_size is {page_size}, expected a multiple of {tokens}, the tokens of an entry")
-        page = page_size // tokens
+        if spec.page_size % tokens:
+            raise ValueError(f"page_size is {spec.page_size}, expected a multiple of {tokens}, the tokens of an entry")
+        page = spec.page_size // tokens
+        if not spec.packed:
+            return Paged(jnp.zeros((spec.pages, page, *entry), spec.dtype), tokens, window, shared=shared)
         if packing is None:
-            return Paged(jnp.zeros((pages, page, *entry), dtype), tokens, window, shared=shared)
+            raise ValueError("its entries have no packed form")
         if entry != (packing.channels,):
-            raise ValueError(f"entry is {entry}, expected ({packing.channels},), the channels of packed {packing.name}")
-        return Paged(jnp.zeros((pages, packing.bytes(page)), jnp.uint8), tokens, window, packing)
+            raise ValueError(f"its {packing.name} have {entry[0]} channels, and packed ones have {packing.channels}")
+        return Paged(jnp.zeros((spec.pages, packing.bytes(page)), jnp.uint8), tokens, window, packing)
 
-    def shared_axis(self, field: str) -> int | None:
+    @property
+    def shared_axes(self) -> tuple[int | None, ...]:
         """That of the entries."""
-        return self.shared
+        return (self.shared,)
 
     @property
     def page(self) -> int:
@@ -151,15 +175,16 @@ class Paged(eqx.Module):
         return dataclasses.replace(self, entries=entries)
 
 
-class KDAState(eqx.Module):
+class KDAState(Shared):
     """One KDA layer's memory, the same size after any number of tokens. Devices share it by heads."""
 
     recurrent: Float[Array, "batch heads key value"]  # S, float32
     conv: Float[Array, "batch tail channels"]  # the last taps - 1 projections before the convolution: q | k | v
 
-    def shared_axis(self, field: str) -> int:
+    @property
+    def shared_axes(self) -> tuple[int, int]:
         """Heads, and their channels."""
-        return {"recurrent": 1, "conv": 2}[field]
+        return 1, 2
 
 
 State = PyTree
@@ -199,17 +224,10 @@ def window_of(states: State) -> int | None:
 def shared_axes(states: State) -> list[int | None]:
     """For each array of some states (in the order of `jax.tree.leaves`), the axis along which devices share it.
 
-    None means that each device has it whole. A class of states says which are shared with a method
-    `shared_axis(field)`.
+    None means that each device has it whole.
     """
-    axes = []
-    for path, _ in jax.tree_util.tree_flatten_with_path(states)[0]:
-        node: Any = states
-        for key in path[:-1]:
-            node = node[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(node, key.name)
-        shared = getattr(node, "shared_axis", None)
-        axes.append(None if shared is None else shared(path[-1].name))
-    return axes
+    nodes = jax.tree.leaves(states, is_leaf=lambda node: isinstance(node, Shared))
+    return [axis for node in nodes for axis in (node.shared_axes if isinstance(node, Shared) else (None,))]
 
 
 def slots_of(states: State) -> State:

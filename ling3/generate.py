@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
+from ling3.cache import CacheSpec
 from ling3.engine.filters import Filter, checked
 from ling3.engine.forward import Batch, decode, extend
 from ling3.engine.pool import Pool, Rows, cache_dtype
@@ -78,7 +79,7 @@ def _run(
     interventions: tuple[Intervention, ...],
 ) -> list[list[int]]:
     batch, longest = len(prompts), max(map(len, prompts))
-    columns = -(-_round_up(longest + params.max_tokens, SMALLEST_CHUNK) // model.page_size)
+    columns = -(-_round_up(longest + params.max_tokens, SMALLEST_CHUNK) // (page_size := model.page_size))
     rows = Rows(None, jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns))
     wanted = [(params, (params.seed or 0) + b, len(prompt), stops) for b, prompt in enumerate(prompts)]
     vocab, adjustments = model.config.vocab_size, None
@@ -86,7 +87,8 @@ def _run(
         adjustments = Adjustments.build([(params, prompt, ()) for prompt in prompts], vocab)
     room = _round_up(len(stops), FEWEST_STOPS)
     sampling = Sampling.build(wanted, vocab, room, adjustments, filters=filters)
-    pool = Pool.empty(model, sampling, batch * columns, model.page_size, cache_dtype(model))
+    spec = CacheSpec(batch, batch * columns, page_size, cache_dtype(model))
+    pool = Pool.empty(model, sampling, spec)
     until = jnp.asarray([len(prompt) + params.max_tokens for prompt in prompts], jnp.int32)
     newest = jnp.asarray([prompt[-1] for prompt in prompts], jnp.int32)
     pool = eqx.tree_at(lambda p: (p.until, p.token, p.done), pool, (until, newest, jnp.zeros(batch, bool)))

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
-from ling3.cache import Cache, Span, State, pages_of
+from ling3.cache import Cache, CacheSpec, Span, State, pages_of
 from ling3.execution import PLAIN, Execution
 from ling3.intervention import Intervention, recorder, takes_interventions
-from ling3.layers.hyper import HyperConnection, HyperHead, Mixing, mixed
+from ling3.layers.hyper import HyperConnection, HyperHead, Streams
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.quantized import weights_per_element
@@ -33,12 +33,10 @@ class Mixer(Protocol):
         """Its output for each token, and its memory after the span. No state means whole sequences and no memory."""
         ...
 
-    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> State:
+    def empty_state(self, spec: CacheSpec) -> State:
         """Its memory before the first token: arrays with a row per slot, and `Paged` ones of so many pages.
 
-        Where an entry stands for several tokens, the tokens of a page are a multiple of them: `page_multiple`, which a
-        mixer of other entries need not have. One whose entries can be packed has `unpackable`, which says why they
-        cannot (None: they can), and takes `packed`.
+        ValueError, which says why, if its memory cannot be so.
         """
         ...
 
@@ -56,7 +54,7 @@ class DecoderLayer(eqx.Module):
     """h = x + attention(input_layernorm(x));   y = h + mlp(post_attention_layernorm(h)).
 
     No attention means h = x: the layer then has no memory either, and its norm is idle. With hyper-connections x has
-    several streams, and they say what a sublayer reads of these and how its output comes back to them.
+    several streams, and they say what a sublayer reads of these and how its output is added to them.
     """
 
     input_layernorm: RMSNorm
@@ -71,11 +69,10 @@ class DecoderLayer(eqx.Module):
     ) -> tuple[Float[Array, "batch seq *streams hidden"], State | None]:
         """The residual stream (or streams) after this layer, and the layer's memory after the span."""
         x, state = self.attend(x, state, span)
-        normed, mixing = self.read(x)
+        normed, residual = self.read(x)
         with jax.named_scope("mlp"):
             added = self.mlp(normed, span.within("mlp"))
-        x = mixed(x, span.site("added", added), mixing)
-        return span.site("residual", x), state
+        return span.site("residual", residual + span.site("added", added)), state
 
     def attend(
         self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
@@ -83,18 +80,18 @@ class DecoderLayer(eqx.Module):
         """The residual after attention, and the layer's memory after the span."""
         if self.attention is None:
             return x, state
-        h, mixing = (x, None) if self.attn_hc is None else self.attn_hc(x)
+        h, residual = (x, x) if self.attn_hc is None else self.attn_hc(x)
         normed = self.input_layernorm(h)
         with jax.named_scope("attention"):
             attended, state = self.attention(normed, state, span.within("attention"))
-        return mixed(x, span.site("attended", attended), mixing), state
+        return residual + span.site("attended", attended), state
 
     def read(
         self, x: Float[Array, "batch seq *streams hidden"]
-    ) -> tuple[Float[Array, "batch seq hidden"], Mixing | None]:
-        """What the feed-forward reads of the residual, and how its output comes back to several streams."""
-        h, mixing = (x, None) if self.ffn_hc is None else self.ffn_hc(x)
-        return self.post_attention_layernorm(h), mixing
+    ) -> tuple[Float[Array, "batch seq hidden"], Float[Array, "batch seq hidden"] | Streams]:
+        """What the feed-forward reads of the residual, and what its output is added to."""
+        h, residual = (x, x) if self.ffn_hc is None else self.ffn_hc(x)
+        return self.post_attention_layernorm(h), residual
 
 
 class Decoder(eqx.Module):
@@ -220,7 +217,8 @@ class CausalLM(eqx.Module):
     @property
     def page_multiple(self) -> int:
         """What the tokens of a page are a multiple of: as many as each compressed entry stands for."""
-        return math.lcm(*(getattr(mixer, "page_multiple", 1) for mixer in self.model.attentions))
+        states = eqx.filter_eval_shape(lambda: self.part.empty_states(CacheSpec(0, 0, 0, self.dtype)))
+        return math.lcm(*(paged.tokens for paged in pages_of(states)))
 
     @property
     def page_size(self) -> int:
@@ -233,12 +231,13 @@ class CausalLM(eqx.Module):
 
         The packed formats are those of `ling3.ops.packed_kv`.
         """
-        for i, layer in enumerate(self.model.layers):
-            if (mixer := layer.attention) is None:
-                continue
-            why = getattr(mixer, "unpackable", f"the memory of {type(mixer).__name__} has no packed form")
-            if why is not None:
-                return f"layer {i}: {why}"
+        spec = CacheSpec(0, 0, 0, self.dtype, packed=True)
+        mixers = ((i, layer.attention) for i, layer in enumerate(self.model.layers) if layer.attention is not None)
+        for i, mixer in mixers:
+            try:
+                eqx.filter_eval_shape(mixer.empty_state, spec)
+            except ValueError as error:
+                return f"layer {i}: {error}"
         return None
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None, *, packed: bool = False) -> Cache:
@@ -251,30 +250,23 @@ class CausalLM(eqx.Module):
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch is {batch} and max_length {max_length}, expected at least 1 of each")
         dtype = self.dtype if dtype is None else dtype
-        columns = -(-max_length // self.page_size)
+        columns = -(-max_length // (page_size := self.page_size))
         table = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
-        states = self.empty_states(batch, batch * columns, self.page_size, dtype, packed)
+        states = self.empty_states(CacheSpec(batch, batch * columns, page_size, dtype, packed))
         return Cache(states, jnp.zeros(batch, jnp.int32), table)
 
-    def empty_states(
-        self, slots: int, pages: int, page_size: int, dtype: DTypeLike, packed: bool = False
-    ) -> tuple[State, ...]:
-        """The memory of every mixer before the first token, for so many rows and pages of `page_size` tokens.
-
-        `packed`: pages are bytes in the formats of `ling3.ops.packed_kv`, and only what has a row per slot has `dtype`.
-        ValueError if a layer's pages cannot be packed.
-        """
-        if packed and (why := self.unpackable) is not None:
+    def empty_states(self, spec: CacheSpec) -> tuple[State, ...]:
+        """The memory of every mixer before the first token. ValueError if a layer's pages cannot be packed."""
+        if spec.packed and (why := self.unpackable) is not None:
             raise ValueError(f"the caches of this model cannot be packed, keep them in a floating dtype: {why}")
         if self.placement is not None:
-            shapes = eqx.filter_eval_shape(lambda: self.part.empty_states(slots, pages, page_size, dtype, packed))
-            rows = self.placement.rows(math.gcd(slots, pages))
+            shapes = eqx.filter_eval_shape(lambda: self.part.empty_states(spec))
+            rows = self.placement.rows(math.gcd(spec.slots, spec.pages))
             groups = 1 if rows is None else self.placement.row_groups
-            sizes = (slots // groups, pages // groups, page_size, dtype, packed)
-            empty = lambda part: part.empty_states(*sizes)  # noqa: E731
+            own = dataclasses.replace(spec, slots=spec.slots // groups, pages=spec.pages // groups)
+            empty = lambda part: part.empty_states(own)  # noqa: E731
             return self.placement.run(empty, (), (), self.placement.states(shapes, rows), self.part)
-        how = {"packed": True} if packed else {}
-        return tuple(mixer.empty_state(slots, pages, page_size, dtype, **how) for mixer in self.model.attentions)
+        return tuple(mixer.empty_state(spec) for mixer in self.model.attentions)
 
     @checks_ids
     @takes_interventions

@@ -30,8 +30,9 @@ import plots
 from IPython.display import display
 
 import ling3
-from ling3.cache import Span
-from ling3.checkpoint.names import leaves, structure
+from ling3.cache import CacheSpec, Span
+from ling3.checkpoint.names import structure
+from ling3.leaves import array_leaves
 from ling3.train.nano.skills import SKILLS
 
 plots.use()
@@ -119,7 +120,7 @@ x = show("word_embeddings", model.model.word_embeddings.embed(tokens))
 # %%
 layer = model.model.layers[0]
 kda, normed = layer.attention, layer.input_layernorm(x)
-state = kda.empty_state(slots=1, pages=0, page_size=1, dtype=jnp.float32)
+state = kda.empty_state(CacheSpec(slots=1, pages=0, page_size=1, dtype=jnp.float32))
 q, k, v, tail = kda.convolved(normed, state.conv, span)
 g, beta = kda.gates(normed, span)
 for name, array in {
@@ -282,7 +283,7 @@ parts = {
     "routed experts": 0,
     "shared experts": 0,
 }
-for leaf in leaves(tree):
+for leaf in array_leaves(tree):
     names = leaf.path.split(".")
     size = int(np.prod(leaf.value.shape))
     if names[1] != "layers":

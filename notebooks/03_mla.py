@@ -31,7 +31,7 @@ import numpy as np
 import plots
 
 import ling3
-from ling3.cache import Span
+from ling3.cache import CacheSpec, Span
 from ling3.interpret.ablate import no_output_gate, no_rope
 from ling3.interpret.inspect import report
 from ling3.layers.rope import rotate
@@ -208,7 +208,7 @@ np.testing.assert_allclose(absorbed(mla, x), y, rtol=1e-9, atol=1e-12)
 
 # %%
 pages = -(-T // 256)  # of 256 tokens each, all of them this sequence's
-cache, outputs = mla.empty_state(slots=1, pages=pages, page_size=256, dtype=jnp.float64), []
+cache, outputs = mla.empty_state(CacheSpec(slots=1, pages=pages, page_size=256, dtype=jnp.float64)), []
 table = jnp.arange(pages, dtype=jnp.int32)[None]
 step = jax.jit(lambda x, cache, start: mla(x, cache, Span(start, jnp.ones(1, jnp.int32), table)))
 for t in range(T):

@@ -38,8 +38,8 @@ from IPython.display import Markdown
 
 import ling3
 from ling3.cache import Span
+from ling3.evals.skill_table import draw_losses
 from ling3.interpret import ablate
-from ling3.interpret.skill_table import draw_losses
 from ling3.train.nano.skills import SKILLS
 
 plots.use()

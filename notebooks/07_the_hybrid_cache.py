@@ -34,7 +34,7 @@ import numpy as np
 import plots
 
 import ling3
-from ling3.cache import Cache, KDAState, Span
+from ling3.cache import Cache, CacheSpec, KDAState, Span
 from ling3.interpret.inspect import report
 from ling3.ops.kda import kda_step
 from ling3.train.nano.problems import ask, last_integer, problems
@@ -130,8 +130,8 @@ def milliseconds(layer, state):
 
 kda, mla = nano.model.layers[0].attention, nano.model.layers[3].attention
 measured = {
-    "one KDA layer": milliseconds(kda, kda.empty_state(1, PAGES, 256, jnp.float32)),
-    "one MLA layer": milliseconds(mla, mla.empty_state(1, PAGES, 256, jnp.float32)),
+    "one KDA layer": milliseconds(kda, kda.empty_state(CacheSpec(1, PAGES, 256, jnp.float32))),
+    "one MLA layer": milliseconds(mla, mla.empty_state(CacheSpec(1, PAGES, 256, jnp.float32))),
 }
 stored = json.loads(pathlib.Path("../benchmarks/results/decode_latency.json").read_text())["running_requests"]["16"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
@@ -235,10 +235,10 @@ assert jnp.array_equal(restored, truth) and off > 0.5
 longest = max(prompts, key=len)
 x = nano.model.layers[0].input_layernorm(nano.model.word_embeddings.embed(jnp.asarray([longest], jnp.int32)))
 span = Span.whole(1, len(longest))
-q, k, v, _ = kda.convolved(x, kda.empty_state(1, 0, 1, jnp.float32).conv, span)
+q, k, v, _ = kda.convolved(x, kda.empty_state(CacheSpec(1, 0, 1, jnp.float32)).conv, span)
 g, beta = kda.gates(x, span)
 
-forwards = [kda.empty_state(1, 0, 1, jnp.float32).recurrent]
+forwards = [kda.empty_state(CacheSpec(1, 0, 1, jnp.float32)).recurrent]
 step = jax.jit(kda_step)
 for t in range(len(longest)):
     forwards.append(step(*(z[:, t] for z in (q, k, v, g, beta)), forwards[-1])[1])

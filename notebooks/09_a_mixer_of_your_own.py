@@ -98,7 +98,7 @@ for t in range(12):
 # | | |
 # |---|---|
 # | `y, state = mixer(x, state, span)` | an output for each token of `x`, `[batch, seq, hidden]`, and the memory after |
-# | `mixer.empty_state(slots, pages, page_size, dtype)` | the memory before the first token |
+# | `mixer.empty_state(spec)` | the memory before the first token, by a `ling3.CacheSpec`: `slots`, `pages`, `dtype` … |
 #
 # The memory is a pytree of your own. The engine knows only two kinds of arrays in it: those with **a row per slot**,
 # one for each running request, and `ling3.Paged` ones, whose entries lie in pages (a cache that grows, as attention
@@ -153,13 +153,13 @@ class GatedDeltaNet(eqx.Module):
         A_log, dt_bias = jnp.zeros(heads, jnp.float32), jnp.full(heads, -4.0, jnp.float32)
         return GatedDeltaNet(qkv, conv, a, b, g, A_log, dt_bias, GatedRMSNorm.init(head_dim, 1e-6), o)
 
-    def empty_state(self, slots, pages, page_size, dtype):
+    def empty_state(self, spec):
         heads, size, (channels, taps) = len(self.A_log), len(self.o_norm.weight), self.qkv_conv1d.weight.shape
-        S = jnp.zeros((slots, heads, size, size), jnp.float32)
-        return DeltaState(S, jnp.zeros((slots, taps - 1, channels), dtype))
+        S = jnp.zeros((spec.slots, heads, size, size), jnp.float32)
+        return DeltaState(S, jnp.zeros((spec.slots, taps - 1, channels), spec.dtype))
 
     def __call__(self, x, state, span):
-        state = self.empty_state(len(x), 0, 1, x.dtype) if state is None else state
+        state = self.empty_state(ling3.CacheSpec(len(x), 0, 1, x.dtype)) if state is None else state
         run, f32, heads = span.execution, jnp.float32, len(self.A_log)
         qkv, tail = self.qkv_conv1d(self.qkv_proj(x, run), state.tail, span)
         q, k, v = rearrange(qkv, "b s (n h d) -> n b s h d", n=3, h=heads)
@@ -207,7 +207,7 @@ whole, _ = layer(x, None, ling3.Span.whole(3, 12))
 
 def in_pieces(*widths):
     """The outputs and the last state of the same rows, so many tokens at a time."""
-    state, outputs, start = layer.empty_state(3, 0, 1, jnp.float32), [], 0
+    state, outputs, start = layer.empty_state(ling3.CacheSpec(3, 0, 1, jnp.float32)), [], 0
     for width in widths:
         y, state = layer(x[:, start : start + width], state, span([start] * 3, [width] * 3))
         outputs, start = [*outputs, y], start + width

@@ -36,7 +36,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 import ling3
-from ling3.cache import Span, is_paged
+from ling3.cache import CacheSpec, Span, is_paged
 from ling3.families.deepseek_v4_config import DeepseekV4Config
 from ling3.families.llama import LlamaConfig
 from ling3.interpret.inspect import report
@@ -174,7 +174,7 @@ plt.show()
 # %%
 def sizes(mixer, dtype):
     """The bytes of each array of a layer's state: of a sequence, or of one entry and the tokens that it stands for."""
-    state = eqx.filter_eval_shape(lambda mixer: mixer.empty_state(1, 1, 256, dtype), mixer)
+    state = eqx.filter_eval_shape(mixer.empty_state, CacheSpec(1, 1, 256, dtype))
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_paged):
         name = jax.tree_util.keystr(path, simple=True, separator=".")

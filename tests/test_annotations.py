@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import pathlib
 import sys
@@ -16,7 +16,7 @@ from tiny import TINY, open_model
 
 import ling3
 from ling3 import afd
-from ling3.cache import Span
+from ling3.cache import CacheSpec, Span
 from ling3.engine.grammars import words
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Sampling
@@ -27,11 +27,12 @@ from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.rope import Rope
 from ling3.mesh import plan
 from ling3.ops.packed_kv import ENTRIES, KEYS
-from ling3.runtime import import_hook
+from ling3.runtime import checks
 
 ROOT = pathlib.Path(ling3.__file__).parent
 KEY = jax.random.key(0)
 BATCH, SEQ, PAGE = 2, 5, 8
+SPEC = CacheSpec(BATCH, 4, PAGE, jnp.float32)
 SHORT = dataclasses.replace(TINY, num_hidden_layers=2, layer_group_size=2)
 OPTIONS = {"key": KEY, "dtype": jnp.float32}
 
@@ -90,7 +91,7 @@ def kda(module):
 
 def mla(module):
     layer = module.MLA.init(module.MLAConfig(**vars(mla_config(TINY))), **OPTIONS)
-    state = layer.empty_state(BATCH, 4, PAGE, jnp.float32)
+    state = layer.empty_state(SPEC)
     layer(X, None, WHOLE)
     layer(ONE, state, span(1))
 
@@ -99,7 +100,7 @@ def gqa(module):
     config = module.GQAConfig(TINY.hidden_size, 4, 2, 6, std=1.0, rope=Rope.plain(1e4, 6), norm_eps=1e-6)
     layer = module.GQA.init(config, **OPTIONS)
     layer(X, None, WHOLE)
-    layer(ONE, layer.empty_state(BATCH, 4, PAGE, jnp.float32), span(1))
+    layer(ONE, layer.empty_state(SPEC), span(1))
 
 
 def csa(module):
@@ -114,15 +115,15 @@ def csa(module):
         layer = module.CSA.init(config(ratio=4, overlaps=True, **chooses), **OPTIONS)
         layer(X, None, WHOLE)
         for x in (X, ONE):
-            layer(x, layer.empty_state(BATCH, 4, PAGE, jnp.float32), span(x.shape[1]))
+            layer(x, layer.empty_state(SPEC), span(x.shape[1]))
 
 
 def hyper(module):
     config = module.HyperConfig(hidden=TINY.hidden_size, streams=3, iterations=2, eps=1e-6, norm_eps=1e-6, std=1.0)
     head = module.HyperHead.init(config, key=KEY)
     streams = head.spread(X)
-    h, mixing = module.HyperConnection.init(config, key=KEY)(streams)
-    head(module.mixed(streams, h, mixing))
+    h, streams = module.HyperConnection.init(config, key=KEY)(streams)
+    head(streams + h)
 
 
 def compressed_attention(module):
@@ -185,8 +186,9 @@ def cache(module):
     tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
     own = module.Span(WHOLE.start, WHOLE.length, span(SEQ).table, tokens=tokens)
     own.positions(SEQ), own.valid(SEQ), own.seen, own.cleared(numbers(BATCH, SEQ, 3)), module.Span.whole(BATCH, SEQ)
-    module.Paged.empty(4, PAGE, (3,), jnp.float32).append(numbers(BATCH, SEQ, 3), own)
-    module.Paged.empty(4, PAGE, (128,), jnp.float32, packing=KEYS).append(numbers(BATCH, SEQ, 128), own)
+    spec, packed = (module.CacheSpec(BATCH, 4, PAGE, jnp.float32, how) for how in (False, True))
+    module.Paged.empty(spec, (3,)).append(numbers(BATCH, SEQ, 3), own)
+    module.Paged.empty(packed, (128,), packing=KEYS).append(numbers(BATCH, SEQ, 128), own)
     state = module.KDAState(numbers(BATCH, 2, 4, 4), numbers(BATCH, 3, 12))
     module.Cache((state,), own.length, own.table)
 
@@ -210,7 +212,7 @@ def pool(module):
     real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
     sampling = Sampling.build([(SamplingParams(), 0, SEQ, ())] * BATCH, TINY.vocab_size, 1)
     table = span(SEQ).table
-    own = module.Pool.empty(real, sampling, 4, PAGE, jnp.float32)
+    own = module.Pool.empty(real, sampling, SPEC)
     slots = jnp.arange(BATCH, dtype=jnp.int32)
     rows = module.Rows(slots, table)
     view = own.take(rows)
@@ -224,7 +226,7 @@ def pool(module):
 def forward(module):
     real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
     sampling = Sampling.build([(SamplingParams(), 0, SEQ, ())] * BATCH, TINY.vocab_size, 1)
-    own, tokens = Pool.empty(real, sampling, 4, PAGE, jnp.float32), jnp.zeros((BATCH, SEQ), jnp.int32)
+    own, tokens = Pool.empty(real, sampling, SPEC), jnp.zeros((BATCH, SEQ), jnp.int32)
     rows = Rows(jnp.arange(BATCH, dtype=jnp.int32), span(SEQ).table)
     batch = module.Batch(rows, tokens, WHOLE.length, targets=tokens, want=("layers.0.residual",))
     _, own = module.extend(real, batch, own, PLAIN)
@@ -332,6 +334,20 @@ def mutants(source):
         yield mutant.decode(), f"line {node.lineno}: {ast.unparse(node)}"
 
 
+def test_every_module_with_arrays_is_checked():
+    """jaxtyping's hook makes each module that it decorates import jaxtyping."""
+    unchecked = []
+    for path in ROOT.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        if any(ast.unparse(node.value) in ("Wide", *dir(jaxtyping)) for node in array_types(tree)):
+            name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+            if name == "ling3.evals.harness" and not importlib.util.find_spec("lm_eval"):
+                continue
+            if "jaxtyping" not in vars(importlib.import_module(name)):
+                unchecked.append(name)
+    assert not unchecked
+
+
 @pytest.mark.parametrize("file", exhaustively(FILES, but=FILES.keys() - set(SLOW)))
 def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
@@ -341,9 +357,8 @@ def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
     def run(name, text):
         (tmp_path / f"{name}.py").write_text(text)
         importlib.invalidate_caches()
-        hook = import_hook.install(name)
-        module = importlib.import_module(name)
-        sys.meta_path.remove(hook)
+        with checks.install([name]):
+            module = importlib.import_module(name)
         monkeypatch.delitem(sys.modules, name)
         jax.eval_shape(lambda: FILES[file](module))
 
@@ -391,7 +406,7 @@ def call(method, arrays):
     """Calls a method of an MLA layer on these arrays, and on what else it takes."""
     layer = MLA.init(CONFIG, **OPTIONS)
     seq = 1 if "absorbed" in method else SEQ
-    state = layer.empty_state(BATCH, 4, PAGE, jnp.float32) if method == "_absorbed" else None
+    state = layer.empty_state(SPEC) if method == "_absorbed" else None
     others = {"positions": span(seq).positions(seq), "state": state, "span": span(seq), "execution": PLAIN}
     others["dtype"] = jnp.float32
     taken = inspect.signature(getattr(MLA, method)).parameters

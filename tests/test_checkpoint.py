@@ -24,8 +24,9 @@ from random_checkpoint import FLASH_LIKE, TINY_LIKE, draw, to_bfloat16, write
 
 import ling3
 from ling3.checkpoint import CheckpointError, copying, load, safetensors_file, save, shards, weight_names
-from ling3.checkpoint.names import leaves, structure
+from ling3.checkpoint.names import structure
 from ling3.families.ling3_config import ConfigError, Ling3Config
+from ling3.leaves import array_leaves
 
 CONFIG = dataclasses.replace(
     TINY_LIKE, num_hidden_layers=4, layer_group_size=4, num_experts=8, n_group=4, topk_group=2, vocab_size=61
@@ -78,7 +79,7 @@ def stored_in(directory: Path) -> dict[str, np.ndarray]:
 
 
 def arrays_of(model: ling3.CausalLM) -> dict[str, np.ndarray]:
-    return {leaf.path: np.asarray(leaf.value) for leaf in leaves(model)}
+    return {leaf.path: np.asarray(leaf.value) for leaf in array_leaves(model)}
 
 
 def negated(model: ling3.CausalLM) -> ling3.CausalLM:
@@ -143,15 +144,15 @@ class TestLoad:
         assert "no place for:\n    model.inv_freq, in" in message
 
     def test_as_stored(self, directory):
-        dtypes = {leaf.path: np.dtype(leaf.value.dtype) for leaf in leaves(load(directory))}
+        dtypes = {leaf.path: np.dtype(leaf.value.dtype) for leaf in array_leaves(load(directory))}
         for weight in weight_names(CONFIG):
             assert dtypes[weight.path] == STORED[weight.name].dtype
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_in_a_dtype(self, directory, dtype):
         model = load(directory, dtype)
-        expected = {leaf.path: leaf.value.dtype for leaf in leaves(structure(CONFIG, dtype))}
-        assert {leaf.path: leaf.value.dtype for leaf in leaves(model)} == expected
+        expected = {leaf.path: leaf.value.dtype for leaf in array_leaves(structure(CONFIG, dtype))}
+        assert {leaf.path: leaf.value.dtype for leaf in array_leaves(model)} == expected
         layer = model.model.layers[1]
         assert layer.attention.q_proj.weight.dtype == dtype
         assert (
@@ -213,7 +214,7 @@ class TestLoad:
 
     def test_headers_are_judged_before_any_weight_is_read(self, directory, monkeypatch):
         with_weights(directory, lambda weights: weights.pop(EXPERT))
-        monkeypatch.setattr(safetensors_file.SafetensorsFile, "read", None)
+        monkeypatch.setattr(safetensors_file.StoredTensor, "read", None)
         assert EXPERT in refusal(directory)
 
 
@@ -255,11 +256,11 @@ class TestReading:
         monkeypatch.setattr(copying, "BLOCK", 10)
         begun = []
 
-        def broken(self, name, start, out, stride):
-            begun.append(name)
-            raise CheckpointError(f"{name} at {start}")
+        def broken(self, start, out, stride):
+            begun.append(self.name)
+            raise CheckpointError(f"{self.name} at {start}")
 
-        monkeypatch.setattr(safetensors_file.SafetensorsFile, "read", broken)
+        monkeypatch.setattr(safetensors_file.StoredTensor, "read", broken)
         with pytest.raises(CheckpointError, match=r"word_embeddings\.weight at 0$"):
             load(directory)
         assert len(begun) < STORED["model.word_embeddings.weight"].size / 10

@@ -11,6 +11,7 @@ from exhaustive_cases import exhaustively
 from tiny import ALIGNED, TINY, open_model
 
 import ling3
+from ling3.cache import CacheSpec
 from ling3.engine.forward import Batch, decode, extend
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Sampling
@@ -151,7 +152,8 @@ def test_logits_that_are_nan_name_their_prompt(model):
 
 def pool_of(model, slots, pages):
     rows = [(SamplingParams(), 0, 4, ())] * slots
-    return Pool.empty(model, Sampling.build(rows, model.config.vocab_size, 8), pages, 16, jnp.float32)
+    spec = CacheSpec(slots, pages, 16, jnp.float32)
+    return Pool.empty(model, Sampling.build(rows, model.config.vocab_size, 8), spec)
 
 
 def compiled(program, model, rows, width, pool):

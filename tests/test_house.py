@@ -38,11 +38,11 @@ FLOORS = (
     {"serve"},
     {"server"},
     {"afd"},
+    {"interpret"},
     {"train"},
+    {"bench"},
     {"evals"},
     {"fleet"},
-    {"bench"},
-    {"interpret"},
     {"cli", "__main__"},
 )
 
@@ -132,16 +132,13 @@ def test_a_public_class_has_a_name_of_its_own():
 
 # Files of more than 400 lines, functions of more than 60, and how many functions of a file have more than 6 parameters:
 # what is listed may not grow, and what is no longer there must be taken off the list.
-LONG_FILES = {
-    # One mechanism: compressed sparse attention.
-    **{"layers/csa.py": 413},
-}
+LONG_FILES = {}
 LONG_FUNCTIONS = {
     # Long docstrings of public entries.
     **{
         "checkpoint/loading.py load": 71,
         "checkpoint/quantizing.py quantize": 66,
-        "interpret/ablations.py ablations": 76,
+        "evals/ablations.py ablations": 76,
     },
     # One pass over all tensors, and one over all blocks of rows.
     **{"checkpoint/accounting.py account": 63, "ops/experts.py blocks_of_experts": 71},
@@ -155,17 +152,16 @@ MANY_PARAMETERS = {
         "bench/measure.py": 1,
     },
     **{"bench/remote.py": 1, "evals/harness.py": 1, "evals/run.py": 1, "fleet/fleet.py": 1, "generate.py": 1},
-    **{"interpret/ablations.py": 1, "interpret/plan.py": 1, "checkpoint/quantizing.py": 1, "checkpoint/saving.py": 1},
+    **{"evals/ablations.py": 1, "interpret/plan.py": 1, "checkpoint/quantizing.py": 1, "checkpoint/saving.py": 1},
     # Operators: the arrays of a formula, and how it runs.
     **{"ops/attention.py": 3, "ops/compressed_attention.py": 2, "ops/experts.py": 7, "ops/few_token_experts.py": 1},
     **{"ops/kda.py": 2, "ops/cpu/attention.py": 2, "ops/cpu/experts.py": 1, "ops/cpu/kda.py": 2},
     **{"ops/cpu/products.py": 1, "ops/gpu/attention.py": 1, "ops/gpu/experts.py": 2, "ops/gpu/kda.py": 2},
-    **{"mesh/collectives.py": 1},
-    **{"afd/operators/sending.py": 4, "afd/operators/returning.py": 1},
+    **{"afd/operators/sending.py": 4, "afd/operators/returning.py": 1, "interpret/collectives.py": 1},
     # The public engine, and a session's worker.
     **{"serve.py": 2, "afd/attention_worker.py": 1},
     # The sizes of an array or a layer, or the parts of a file or config.
-    **{"cache.py": 1, "checkpoint/loading.py": 2, "families/config_fields.py": 1, "intervention.py": 1},
+    **{"checkpoint/loading.py": 2, "families/config_fields.py": 1, "intervention.py": 1},
     **{"layers/gate.py": 1, "layers/mlp.py": 1, "layers/quantized.py": 1},
 }
 
@@ -252,7 +248,7 @@ def test_a_wrong_type_is_told_in_one_line(call, message):
 
 
 def test_a_wrong_result_is_told_in_one_line():
-    @checks.typed
+    @jaxtyping.jaxtyped(typechecker=checks.checked)
     def turned(x: Float[Array, "rows columns"]) -> Float[Array, "columns rows"]:
         return x
 
@@ -262,7 +258,7 @@ def test_a_wrong_result_is_told_in_one_line():
 
 
 def test_one_wrong_item_of_many_is_told_too():
-    @checks.typed
+    @jaxtyping.jaxtyped(typechecker=checks.checked)
     def total(numbers: Sequence[int], *more: int) -> int:
         return sum(numbers) + sum(more)
 

@@ -106,7 +106,7 @@ def test_a_check_is_written_at_the_first_call(monkeypatch):
     written = []
     monkeypatch.setattr(checks, "WRITTEN", lambda function: written.append(function) or function)
 
-    @checks.typed
+    @jaxtyping.jaxtyped(typechecker=checks.checked)
     def double(x: float) -> float:
         return 2 * x
 
@@ -119,33 +119,10 @@ def test_a_check_is_written_at_the_first_call(monkeypatch):
 
 
 def test_an_int_is_a_fine_float_and_a_text_is_none():
-    @checks.typed
+    @jaxtyping.jaxtyped(typechecker=checks.checked)
     def double(x: float) -> float:
         return 2 * x
 
     assert double(1) == 2
     with pytest.raises(jaxtyping.TypeCheckError, match="'x'"):
         double("1")
-
-
-def test_former_names_work_for_one_release():
-    program = (
-        "import sys, warnings; warnings.simplefilter('error');\n"
-        "def deprecated(line):\n"
-        "    try: exec(line)\n"
-        "    except DeprecationWarning as warning: print(warning)\n"
-        "deprecated('from ling3.config import Ling3Config')\n"
-        "deprecated('import ling3; ling3.LatentCache')\n"
-        "warnings.simplefilter('ignore')\n"
-        "import ling3, ling3.config, ling3.problems, ling3.tokenizer\n"
-        "from ling3.trace import Trace\n"
-        "assert ling3.config.Ling3Config is ling3.Ling3Config and ling3.LatentCache is ling3.Paged\n"
-        "import ling3.train.nano.problems as problems, ling3.train.nano as nano\n"
-        "assert ling3.problems is problems and 'optax' not in sys.modules and nano.Recipe().steps and nano.make\n"
-        "assert Trace is ling3.Trace and callable(ling3.trace) and ling3.ablate.no_rope\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        "ling3.config is now ling3.families.ling3_config; the old name goes with the next release",
-        "ling3.LatentCache is now ling3.Paged; the old name goes with the next release",
-    ]

@@ -35,7 +35,7 @@ from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Choice, choose_active
 from ling3.engine.settings import DECODE_STEPS, EngineSettings
 from ling3.execution import Execution
-from ling3.layers.hyper import Mixing, mixed
+from ling3.layers.hyper import Streams
 from ling3.layers.moe import NOBODY, MoE
 from ling3.model import CausalLM, DecoderLayer
 from ling3.serve import Engine
@@ -59,9 +59,8 @@ class MicroBatch(NamedTuple):
 class Away(NamedTuple):
     """The part of a micro-batch that stays while its tokens are with the experts."""
 
-    x: Float[Array, "rows seq *streams hidden"]
+    residual: Float[Array, "rows seq hidden"] | Streams
     shared: Float[Array, "rows seq hidden"] | None
-    mixing: Mixing | None
     weights: Float32[Array, "tokens top_k"]
 
 
@@ -253,15 +252,15 @@ def attend(
         state = map_slots(
             lambda new, old: lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), piece.first, 0), new, state
         )
-    normed, mixing = layer.read(x)
+    normed, residual = layer.read(x)
     if not isinstance(layer.mlp, MoE):
-        return mixed(x, layer.mlp(normed, span), mixing), None, state
+        return residual + layer.mlp(normed, span), None, state
     flat = normed.reshape(rows * seq, -1)
     chosen, weights = layer.mlp.route(flat, span, seq)
     shared = None if layer.mlp.shared_experts is None else layer.mlp.shared(normed, span)
     idle = ((0, plan.tokens - rows * seq), (0, 0))
     chosen = jnp.pad(chosen, idle, constant_values=NOBODY)
-    away = Away(x, shared, mixing, jnp.pad(weights.astype(jnp.float32), idle))
+    away = Away(residual, shared, jnp.pad(weights.astype(jnp.float32), idle))
     return away, (plan.packed(jnp.pad(flat, idle)), chosen), state
 
 
@@ -278,10 +277,11 @@ def combined(
     y, _, window = attention_worker_combine(
         window, away.weights, np.int32(0), hidden_size=plan.hidden, dtype=jnp.float32
     )
-    rows, seq = away.x.shape[:2]
-    added = y[: rows * seq].reshape(rows, seq, plan.hidden).astype(away.x.dtype)
+    x = away.residual.x if isinstance(away.residual, Streams) else away.residual
+    rows, seq = x.shape[:2]
+    added = y[: rows * seq].reshape(rows, seq, plan.hidden).astype(x.dtype)
     added = added if away.shared is None else added + away.shared
-    return mixed(away.x, added, away.mixing), window
+    return away.residual + added, window
 
 
 @jax.jit

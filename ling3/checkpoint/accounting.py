@@ -5,7 +5,7 @@ import math
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,9 +15,18 @@ from ling3 import families
 from ling3.checkpoint import shards
 from ling3.checkpoint.copying import BLOCK
 from ling3.checkpoint.dequantizing import QUANTIZED, misfit, scales_of
-from ling3.checkpoint.names import Leaf, Parts, Weight
-from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
+from ling3.checkpoint.names import Parts, Weight
+from ling3.checkpoint.safetensors_file import (
+    DTYPES,
+    FLOATS,
+    CheckpointError,
+    OpenFile,
+    StoredTensor,
+    StoredTensors,
+    read_stack,
+)
 from ling3.layers.quantized import QuantizedMatrix
+from ling3.leaves import ArrayLeaf
 from ling3.mesh.sharding import processes
 
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|cos_cached|sin_cached)$")
@@ -28,7 +37,7 @@ def account(
     directory: pathlib.Path,
     config: Any,
     parts: Parts,
-    files: dict[str, SafetensorsFile],
+    source: StoredTensors,
     wanted: np.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> None:
@@ -44,32 +53,30 @@ def account(
         stored, known, fitting = {}, stored_as(leaf), []
         for weight in weights:
             expected.add(weight.name)
-            if (file := files.get(weight.name)) is None:
+            if (tensor := source.get(weight.name)) is None:
                 missing.append(f"{weight.name} {list(weight.shape)}")
                 continue
-            info = file.tensors[weight.name]
-            if family.dequantizes and info.dtype in QUANTIZED and known == FLOATS:
-                if (scales := scales_of(weight.name, files)) is None:
-                    quantized.append(f"{_at(weight, files)}: found no scales; expected them beside it")
+            if family.dequantizes and tensor.dtype in QUANTIZED and known == FLOATS:
+                if (scales := scales_of(weight.name, source)) is None:
+                    quantized.append(f"{tensor}: found no scales; expected them beside it")
                     continue
-                expected.add(scales)
-                own = files[scales].tensors[scales]
-                if problem := misfit(weight.shape, info.dtype, info.shape, (own.dtype, own.shape)):
-                    quantized.append(f"{_at(weight, files)}: {problem}")
-            elif info.shape not in ((weight.shape, *weight.also) if weight.whole is None else (weight.whole,)):
+                expected.add(scales.name)
+                if problem := misfit(weight.shape, tensor.dtype, tensor.shape, (scales.dtype, scales.shape)):
+                    quantized.append(f"{tensor}: {problem}")
+            elif tensor.shape not in ((weight.shape, *weight.also) if weight.whole is None else (weight.whole,)):
                 wanted_shape = weight.shape if weight.whole is None else weight.whole
-                shapes.append(f"{_at(weight, files)}: found {list(info.shape)}; expected {list(wanted_shape)}")
-            elif info.dtype not in known:
-                dtypes.append(f"{_at(weight, files)}: found {info.dtype}; expected {', '.join(known)}")
+                shapes.append(f"{tensor}: found {list(tensor.shape)}; expected {list(wanted_shape)}")
+            elif tensor.dtype not in known:
+                dtypes.append(f"{tensor}: found {tensor.dtype}; expected {', '.join(known)}")
             else:
                 fitting.append(weight)
-            stored.setdefault(info.dtype, weight.name)
-        quantized += _wrong_shapes(leaf, fitting, files)
+            stored.setdefault(tensor.dtype, weight.name)
+        quantized += _wrong_shapes(leaf, fitting, source)
         if len(stored) > 1 and (wanted is None or isinstance(leaf.module, QuantizedMatrix)):
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
-    others = [n for n in files if n not in expected and not ROTARY.search(n) and not family.skips(n, config)]
+    others = [n for n in source if n not in expected and not ROTARY.search(n) and not family.skips(n, config)]
     copies = {name: original for name in others if (original := family.copies(name, config)) is not None}
-    left = [f"{name}, in {files[name].path.name}" for name in others if name not in copies]
+    left = [str(source[name]) for name in others if name not in copies]
     if missing or left or shapes or dtypes or mixed or quantized:
         kinds = [
             ("tensors that the configuration asks for and no file has", missing),
@@ -81,45 +88,39 @@ def account(
         ]
         raise CheckpointError(shards.complaint(directory, kinds) + _hint(missing, left))
     if differing := [
-        f"{name}, in {files[name].path.name}: differs from {original}"
+        f"{source[name]}: differs from {original}"
         for name, original in copies.items()
-        if not _equal(files[name], name, files[original], original, mesh)
+        if not _equal(source[name], source[original], mesh)
     ]:
         kind = "tensors that the configuration ties to another one and that differ from it; correct tie_word_embeddings"
         raise CheckpointError(shards.complaint(directory, [(kind, differing)]))
 
 
-def _wrong_shapes(leaf: Leaf, weights: Sequence[Weight], files: dict[str, SafetensorsFile]) -> Iterator[str]:
+def _wrong_shapes(leaf: ArrayLeaf, weights: Sequence[Weight], source: StoredTensors) -> Iterator[str]:
     """If the leaf is one of `weight_shape`, the problem of each that is not its matrix's shape."""
     if leaf.field != "weight_shape" or not isinstance(leaf.module, QuantizedMatrix):
         return
     shape = leaf.module.shape[-2:]
-    for (file, stored), group in itertools.groupby(weights, lambda weight: kind_of(weight, files)):
+    for (_, stored), group in itertools.groupby([source[weight.name] for weight in weights], kind_of):
         own = list(group)
         found = np.empty((len(own), 2), DTYPES[stored])
-        file.read_stack([weight.name for weight in own], 0, found)
+        read_stack(own, 0, found)
         for i in np.flatnonzero((found != shape).any(axis=1)):
-            yield f"{_at(own[i], files)}: found {found[i].tolist()}; expected {list(shape)}"
+            yield f"{own[i]}: found {found[i].tolist()}; expected {list(shape)}"
 
 
-def _at(weight: Weight, files: dict[str, SafetensorsFile]) -> str:
-    """A tensor and its file, for messages."""
-    return f"{weight.name}, in {files[weight.name].path.name}"
-
-
-def _equal(file: SafetensorsFile, name: str, other_file: SafetensorsFile, other: str, mesh: Mesh | None) -> bool:
+def _equal(tensor: StoredTensor, other: StoredTensor, mesh: Mesh | None) -> bool:
     """True if two tensors are of one shape and dtype, and have the same bytes, of which each process compares some."""
-    info, known = file.tensors[name], other_file.tensors[other]
-    if (info.dtype, info.shape) != (known.dtype, known.shape):
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
-    mine, theirs = np.empty((2, 1, BLOCK), DTYPES[info.dtype])
+    mine, theirs = np.empty((2, 1, BLOCK), DTYPES[tensor.dtype])
     sharers = [0] if mesh is None else processes(mesh)
-    size, own = math.prod(info.shape), 0 if mesh is None else sharers.index(jax.process_index())
+    size, own = math.prod(tensor.shape), 0 if mesh is None else sharers.index(jax.process_index())
     end = size * (own + 1) // len(sharers)
     for start in range(size * own // len(sharers), end, BLOCK):
         here, there = mine[:, : end - start], theirs[:, : end - start]
-        file.read(name, start, here, size)
-        other_file.read(other, start, there, size)
+        tensor.read(start, here, size)
+        other.read(start, there, size)
         if not np.array_equal(here.view(np.uint8), there.view(np.uint8)):
             return False
     return True
@@ -138,7 +139,7 @@ def _hint(missing: list[str], left: list[str]) -> str:
     return ""
 
 
-def stored_as(leaf: Leaf) -> tuple[str, ...]:
+def stored_as(leaf: ArrayLeaf) -> tuple[str, ...]:
     """The types in which files may have a leaf: any float for a float, and for integers wider ones too."""
     if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
         return leaf.module.STORED[leaf.field]
@@ -146,8 +147,6 @@ def stored_as(leaf: Leaf) -> tuple[str, ...]:
     return FLOATS if own in FLOATS else ("I64", "I32") if own == "I32" else (own,)
 
 
-@no_type_check
-def kind_of(weight: Weight, files: dict[str, SafetensorsFile]) -> tuple[SafetensorsFile, str]:
-    """A tensor's file and its type there."""
-    file = files[weight.name]
-    return file, file.tensors[weight.name].dtype
+def kind_of(tensor: StoredTensor) -> tuple[OpenFile, str]:
+    """A tensor's file and its type there, by which neighbours are read together."""
+    return tensor.file, tensor.dtype

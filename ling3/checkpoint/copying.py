@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Shaped
 
 from ling3.checkpoint.dequantizing import QuantizedTensor
-from ling3.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from ling3.checkpoint.safetensors_file import DTYPES, StoredTensor, read_stack
 from ling3.runtime.cores import cores
 
 BLOCK = 2**18
@@ -32,13 +32,12 @@ _EXPONENTS = {
 
 
 class Copy(NamedTuple):
-    """Rows of numbers of a tensor of a file, and the array that receives them; one row, if they are contiguous.
+    """Rows of numbers of a stored tensor, and the array that receives them; one row, if they are contiguous.
 
     One row may also have the numbers of a `stack` of tensors, one after the other.
     """
 
-    file: SafetensorsFile
-    name: str
+    tensor: StoredTensor
     target: Shaped[np.ndarray, "rows columns"]
     start: int
     """Numbers of the tensor that come before those that are copied."""
@@ -46,8 +45,8 @@ class Copy(NamedTuple):
     """Numbers of the tensor from the begin of one row to that of the next."""
     quantized: QuantizedTensor | None = None
     """How it is stored, if not number by number; the rows are then the matrix's own, or some columns of these."""
-    stack: Sequence[str] = ()
-    """All tensors of a stack, from `name` on: of one dtype and size, and in this file."""
+    stack: Sequence[StoredTensor] = ()
+    """All of a stack, from `tensor` on: of one dtype and size, and in one file."""
     largest: float = 0.0
     """Of scales: the largest magnitude of a number that they multiply. Else 0."""
 
@@ -65,9 +64,9 @@ class Copy(NamedTuple):
     def read(self, start: int, out: Shaped[np.ndarray, "rows columns"]) -> None:
         """Fills `out` with the numbers as they are stored, from `start` on. Raises CheckpointError."""
         if self.stack:
-            self.file.read_stack(self.stack, start, out)
+            read_stack(self.stack, start, out)
         else:
-            self.file.read(self.name, start, out, self.stride)
+            self.tensor.read(start, out, self.stride)
 
 
 _Block = tuple[Copy, int, int, Shaped[np.ndarray, "rows columns"]]
@@ -125,9 +124,9 @@ class Copier:
         start = copy.start + row * copy.stride + column
         if copy.quantized is not None:
             return self._decoded(copy, copy.quantized, start, target)
-        stored = copy.file.tensors[copy.name].dtype
+        stored = copy.tensor.dtype
         dtype, exponent = DTYPES[stored], _EXPONENTS.get(stored)
-        if stored == "U8" and copy.name.endswith(".weight_scale"):  # E8M0 under another name
+        if stored == "U8" and copy.tensor.name.endswith(".weight_scale"):  # E8M0 under another name
             exponent = _EXPONENTS["F8_E8M0"]
         if exponent is None:
             own = target if target.dtype == dtype else np.empty(target.shape, dtype)
@@ -157,7 +156,7 @@ class Copier:
         first, left = divmod(start, quantized.columns)
         numbers = quantized.read(first, target.shape[0], left, target.shape[1])
         target[:] = numbers
-        infinite = [copy.name] if self.check_finite and not np.isfinite(numbers).all() else []
+        infinite = [copy.tensor.name] if self.check_finite and not np.isfinite(numbers).all() else []
         return Copied(quantized.bytes(target.size), infinite)
 
     def _of_this_thread(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -171,15 +170,15 @@ class Copier:
 def _at(copy: Copy, start: int, wrong: Bool[np.ndarray, "rows columns"]) -> Sequence[str]:
     """The tensors in which the wrong numbers of a block are, whose first number is at `start`."""
     if not copy.stack:
-        return [copy.name]
+        return [copy.tensor.name]
     size = copy.target.size // len(copy.stack)
-    return [copy.stack[int(i)] for i in np.unique((start + np.flatnonzero(wrong)) // size)]
+    return [copy.stack[int(i)].name for i in np.unique((start + np.flatnonzero(wrong)) // size)]
 
 
 def _wrong_scales(copy: Copy, start: int, target: Shaped[np.ndarray, "rows columns"]) -> Mapping[str, float]:
     """What `Copied` says of a block of scales, which are finite."""
     stored = target.view(DTYPES["F8_E8M0"]) if target.dtype == np.uint8 else target
-    scales, names = stored.astype(np.float32).reshape(-1), copy.stack or [copy.name]
+    scales, names = stored.astype(np.float32).reshape(-1), [tensor.name for tensor in copy.stack or [copy.tensor]]
     most = float(ml_dtypes.finfo(np.float32 if stored.dtype.itemsize == 1 else stored.dtype).max) / copy.largest
     wrong: dict[str, float] = {}
     for at in (np.flatnonzero(scales == 0), np.flatnonzero((scales < 0) | (scales > most))):

@@ -8,13 +8,12 @@ The scales of `X.weight` are `X.scale` or `X.weight_scale_inv`, in F8_E8M0 (powe
 """
 
 import math
-from collections.abc import Container
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, SafetensorsFile
+from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensor, StoredTensors
 
 BLOCK, GROUP = 128, 32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -24,18 +23,16 @@ QUANTIZED, SCALES = ("F8_E4M3", "I8"), ("F8_E8M0", "F32")
 
 
 class QuantizedTensor(NamedTuple):
-    """A matrix [rows, columns] in one of the formats, and its scales: both are tensors of files."""
+    """A matrix [rows, columns] in one of the formats, and its scales."""
 
-    file: SafetensorsFile
-    name: str
-    scales_file: SafetensorsFile
-    scales: str
+    tensor: StoredTensor
+    scales: StoredTensor
     columns: int
 
     @property
     def packed(self) -> bool:
         """True for four bits a number."""
-        return self.file.tensors[self.name].dtype == "I8"
+        return self.tensor.dtype == "I8"
 
     def bytes(self, numbers: int) -> int:
         """What so many numbers take in the file, without their scales."""
@@ -48,18 +45,18 @@ class QuantizedTensor(NamedTuple):
         """
         width, right, pair = self.bytes(self.columns), left + columns, 2 if self.packed else 1
         stored = np.empty((rows, -(-right // pair) - left // pair), np.int8)
-        self.file.read(self.name, first * width + left // pair, stored, width)
+        self.tensor.read(first * width + left // pair, stored, width)
         above, side = (1, GROUP) if self.packed else (BLOCK, BLOCK)
         across, begin, before = -(-self.columns // side), first // above, left // side
-        scales = np.empty((-(-(first + rows) // above) - begin, -(-right // side) - before), self._scales_dtype)
-        self.scales_file.read(self.scales, begin * across + before, scales, across)
+        scales = np.empty((-(-(first + rows) // above) - begin, -(-right // side) - before), DTYPES[self.scales.dtype])
+        self.scales.read(begin * across + before, scales, across)
         row, column = np.arange(first, first + rows) // above - begin, left - before * side
         wide = np.repeat(scales.astype(np.float32), side, axis=1)[row, column : column + columns]
         numbers = self._numbers(stored)[:, left % pair : left % pair + columns]
         if (wrong := (wide < 0) | ((wide == 0) & (numbers != 0))).any():
             raise CheckpointError(
-                f"{self.scales_file.path}: {self.scales}: found a scale of {wide[wrong][0]:g}; expected one above 0; "
-                "fetch the file again"
+                f"{self.scales.file.path}: {self.scales.name}: found a scale of {wide[wrong][0]:g}; "
+                "expected one above 0; fetch the file again"
             )
         return numbers * wide
 
@@ -69,16 +66,12 @@ class QuantizedTensor(NamedTuple):
         codes = stored.view(np.uint8)
         return np.stack([E2M1[codes & 15], E2M1[codes >> 4]], axis=-1).reshape(stored.shape[0], -1)
 
-    @property
-    def _scales_dtype(self) -> np.dtype:
-        return DTYPES[self.scales_file.tensors[self.scales].dtype]
 
-
-def scales_of(name: str, files: Container[str]) -> str | None:
-    """The name of a weight's scales, if `files` has them."""
+def scales_of(name: str, source: StoredTensors) -> StoredTensor | None:
+    """A weight's scales, if the checkpoint has them."""
     stem = name.removesuffix(".weight")
     names = (f"{stem}.scale", f"{stem}.weight_scale_inv", f"{name}_scale_inv")
-    return next((each for each in names if each in files and each != name), None)
+    return next((source[each] for each in names if each in source and each != name), None)
 
 
 def misfit(shape: tuple[int, ...], stored: str, found: tuple[int, ...], scales: tuple[str, tuple[int, ...]]) -> str:

@@ -25,12 +25,13 @@ from ling3.checkpoint import hub, shards
 from ling3.checkpoint.accounting import account, kind_of, stored_as
 from ling3.checkpoint.copying import Copier, Copy
 from ling3.checkpoint.dequantizing import QUANTIZED, QuantizedTensor, scales_of
-from ling3.checkpoint.names import Leaf, Parts, Weight, stored_parts, structure, weight_names
-from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, SafetensorsFile
+from ling3.checkpoint.names import Parts, Weight, stored_parts, structure, weight_names
+from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import save
 from ling3.checkpoint.scales import is_of_zeros, is_scale
 from ling3.layers.linear import Linear, Matrix
 from ling3.layers.quantized import QuantizedMatrix, in_float32
+from ling3.leaves import ArrayLeaf
 from ling3.mesh.agreement import Together
 from ling3.mesh.rules import WHOLE, Rules, Share
 from ling3.mesh.sharding import Layout, check, place, plan
@@ -97,19 +98,19 @@ def load(
         directory = hub.resolve(path, PATTERNS, revision)
         version = _version(directory)
         config = families.read_config(directory)
-        files = shards.open_all(directory)
+        source = shards.open_all(directory)
         if _version(directory) != version:
             raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
         tree = structure(config)
-        parts = stored_parts(tree, files)
-        account(directory, config, parts, files, wanted, mesh)
-        dtypes = [_target_dtype(leaf, weights, files, wanted) for leaf, weights in parts]
+        parts = stored_parts(tree, source)
+        account(directory, config, parts, source, wanted, mesh)
+        dtypes = [_target_dtype(leaf, weights, source, wanted) for leaf, weights in parts]
         if any(leaf.path == EMBEDDING and own == np.float32 for (leaf, _), own in zip(parts, dtypes, strict=True)):
             tree = eqx.filter_eval_shape(in_float32, tree)
         layout = None if mesh is None else plan(tree, mesh, rules)
         together.check(same=hashlib.sha256(repr((config, dtypes)).encode()).hexdigest())
 
-        arrays = _read(directory, parts, dtypes, files, layout, check_finite)
+        arrays = _read(directory, parts, dtypes, source, layout, check_finite)
         together.check()
         model = jax.tree.unflatten(jax.tree.structure(tree), arrays) if layout is None else layout.model(tree, arrays)
         if wrong := list(families.family_of(config).misfits(model)):
@@ -152,7 +153,7 @@ def _read(
     directory: pathlib.Path,
     parts: Parts,
     dtypes: list[np.dtype],
-    files: dict[str, SafetensorsFile],
+    source: StoredTensors,
     layout: Layout | None,
     check_finite: bool,
 ) -> list[jax.Array]:
@@ -163,20 +164,20 @@ def _read(
     def total(i: int) -> int:
         leaf, weights = parts[i]
         if layout is None:
-            return _stored_bytes(leaf, weights, files, WHOLE, 0)
+            return _stored_bytes(leaf, weights, source, WHOLE, 0)
         share, own = layout.shares[i], layout.local(i, leaf.value.shape)
-        return sum(_stored_bytes(leaf, weights, files, share, number) for number in own)
+        return sum(_stored_bytes(leaf, weights, source, share, number) for number in own)
 
     def read(i: int, share: Share, number: int) -> np.ndarray:
         leaf, weights = parts[i]
         array = _aligned(share.shape(leaf.value.shape), dtypes[i])
         largest = leaf.module.largest if is_scale(leaf) else 0.0
-        copies = [copy._replace(largest=largest) for copy in _copies(leaf, weights, files, array, share, number)]
+        copies = [copy._replace(largest=largest) for copy in _copies(leaf, weights, source, array, share, number)]
         for copied in copier.run(copies):
             advance(copied.nbytes)
             infinite.update(dict.fromkeys(copied.infinite))
             for name, scale in copied.scales.items():
-                if scale or not is_of_zeros(leaf, name, files):
+                if scale or not is_of_zeros(leaf, name, source):
                     scales[name] = scale
         return array
 
@@ -194,11 +195,11 @@ def _read(
         kinds = [
             (
                 f"weights that are NaN or infinite; {advice}",
-                [f"{name}, in {files[name].path.name}" for name in infinite],
+                [str(source[name]) for name in infinite],
             ),
             (
                 f"scales that are not above 0, or so large that products are infinite; {advice}",
-                [f"{name}, in {files[name].path.name}: found {scale:g}" for name, scale in scales.items()],
+                [f"{source[name]}: found {scale:g}" for name, scale in scales.items()],
             ),
         ]
         raise CheckpointError(shards.complaint(directory, kinds))
@@ -215,9 +216,9 @@ def _version(directory: pathlib.Path) -> tuple[int, int] | None:
 
 
 def _target_dtype(
-    leaf: Leaf, weights: tuple[Weight, ...], files: dict[str, SafetensorsFile], wanted: np.dtype | None
+    leaf: ArrayLeaf, weights: tuple[Weight, ...], source: StoredTensors, wanted: np.dtype | None
 ) -> np.dtype:
-    stored = files[weights[0].name].tensors[weights[0].name].dtype
+    stored = source[weights[0].name].dtype
     if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
         if stored in FLOATS and wanted == np.float32:
             return np.dtype(np.float32)
@@ -230,47 +231,47 @@ def _target_dtype(
 
 
 def _copies(
-    leaf: Leaf,
+    leaf: ArrayLeaf,
     weights: tuple[Weight, ...],
-    files: dict[str, SafetensorsFile],
+    source: StoredTensors,
     array: np.ndarray,
     share: Share,
     number: int,
 ) -> Iterator[Copy]:
     """What fills `array`, one part of a leaf: of each of its tensors the rows, or columns, that the part has."""
     if share.axis is None:
-        yield from _whole(weights, files, array)
+        yield from _whole(weights, source, array)
         return
     first, end = share.spans[number]
     array[(slice(None),) * share.axis + (slice(end - first, None),)] = 0
     if share.axis == 0 and weights[0].expert is not None:
-        yield from _whole(weights[first:end], files, array[: end - first])
+        yield from _whole(weights[first:end], source, array[: end - first])
         return
     for weight in weights:
         if weight.expert is None:
-            yield from _rows(weight, files, array, leaf.value.shape, share.axis, first, end)
+            yield from _rows(weight, source, array, leaf.value.shape, share.axis, first, end)
         else:
-            yield from _rows(weight, files, array[weight.expert], leaf.value.shape[1:], share.axis - 1, first, end)
+            yield from _rows(weight, source, array[weight.expert], leaf.value.shape[1:], share.axis - 1, first, end)
 
 
-def _whole(weights: Sequence[Weight], files: dict[str, SafetensorsFile], array: np.ndarray) -> Iterator[Copy]:
+def _whole(weights: Sequence[Weight], source: StoredTensors, array: np.ndarray) -> Iterator[Copy]:
     """What fills `array` with all of a weight, or with a stack of them: neighbours of one kind in one file together."""
     if weights and weights[0].expert is None:
-        yield from _rows(weights[0], files, array)
+        yield from _rows(weights[0], source, array)
         return
-    for (file, stored), group in itertools.groupby(enumerate(weights), lambda item: kind_of(item[1], files)):
+    for (_, stored), group in itertools.groupby(enumerate(weights), lambda item: kind_of(source[item[1].name])):
         numbers, own = zip(*group, strict=True)
         if own[0].whole is not None or (stored in QUANTIZED and array.dtype != DTYPES[stored]):
             for number, weight in zip(numbers, own, strict=True):
-                yield from _rows(weight, files, array[number])
+                yield from _rows(weight, source, array[number])
             continue
-        target, names = array[numbers[0] : numbers[-1] + 1].reshape(1, -1), [weight.name for weight in own]
-        yield Copy(file, names[0], target, 0, target.size, stack=names)
+        target, stack = array[numbers[0] : numbers[-1] + 1].reshape(1, -1), [source[weight.name] for weight in own]
+        yield Copy(stack[0], target, 0, target.size, stack=stack)
 
 
 def _rows(
     weight: Weight,
-    files: dict[str, SafetensorsFile],
+    source: StoredTensors,
     target: np.ndarray,
     shape: tuple[int, ...] = (),
     axis: int = 0,
@@ -283,35 +284,33 @@ def _rows(
         inner = math.prod(shape[axis + 1 :])
         rows, stride = math.prod(shape[:axis]), shape[axis] * inner
         start, columns = first * inner, (end - first) * inner
-    file, start = files[weight.name], weight.start + start
+    tensor, start = source[weight.name], weight.start + start
     target = target.reshape(rows, -1)[:, :columns]
     if columns == stride and target.flags.c_contiguous:
         target, stride = target.reshape(1, -1), weight.size
-    stored = file.tensors[weight.name].dtype
-    if stored not in QUANTIZED or target.dtype == DTYPES[stored]:
-        yield Copy(file, weight.name, target, start, stride)
+    if tensor.dtype not in QUANTIZED or target.dtype == DTYPES[tensor.dtype]:
+        yield Copy(tensor, target, start, stride)
         return
-    scales, width = scales_of(weight.name, files), weight.shape[-1]
+    scales, width = scales_of(weight.name, source), weight.shape[-1]
     assert scales is not None, "every quantized tensor has its scales"
-    quantized = QuantizedTensor(file, weight.name, files[scales], scales, width)
+    quantized = QuantizedTensor(tensor, scales, width)
     if columns % width:  # some columns of each row
-        yield Copy(file, weight.name, target, start, stride, quantized)
+        yield Copy(tensor, target, start, stride, quantized)
         return
     for i, row in enumerate(target):
-        yield Copy(file, weight.name, row.reshape(-1, width), start + i * stride, width, quantized)
+        yield Copy(tensor, row.reshape(-1, width), start + i * stride, width, quantized)
 
 
 def _stored_bytes(
-    leaf: Leaf, weights: tuple[Weight, ...], files: dict[str, SafetensorsFile], share: Share, number: int
+    leaf: ArrayLeaf, weights: tuple[Weight, ...], source: StoredTensors, share: Share, number: int
 ) -> int:
     """What the tensors of a part of a leaf take in their files."""
     first, end = (0, 1) if share.axis is None else share.spans[number]
     experts = share.axis == 0 and weights[0].expert is not None
     total = 0
     for weight in weights[first:end] if experts else weights:
-        info = files[weight.name].tensors[weight.name]
-        nbytes = math.prod(info.shape) * DTYPES[info.dtype].itemsize
-        total += nbytes if weight.whole is None else nbytes * weight.size // max(1, math.prod(info.shape))
+        tensor = source[weight.name]
+        total += tensor.nbytes if weight.whole is None else tensor.nbytes * weight.size // math.prod(tensor.shape)
     return total if experts or share.axis is None else total * (end - first) // leaf.value.shape[share.axis]
 
 

@@ -3,7 +3,6 @@
 The exceptions of the layers stand in EXCEPTIONS and nowhere else; names that are a family's own, in `Family.published`.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Container, Iterator
@@ -14,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-import ling3.leaves
 from ling3.families import Place, family_of, init
 from ling3.layers.conv import ShortConv
 from ling3.layers.kda import KDA
 from ling3.layers.linear import Matrix
+from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.model import CausalLM
 
 
@@ -42,24 +41,11 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf(ling3.leaves.ArrayLeaf):
-    """One array of the module tree (or its shape and dtype), and how the checkpoint has it."""
-
-    published: Callable[[Iterator[Weight]], Iterator[Weight]] = lambda weights: weights
-    """From tensors under the tree's names to the same under the family's, in their shapes."""
-
-    def weights(self) -> Iterator[Weight]:
-        """The published tensors that make up this leaf."""
-        publish = next((publish for applies, publish in EXCEPTIONS if applies(self)), _as_it_is)
-        return self.published(publish(self))
-
-
-def _as_it_is(leaf: Leaf) -> Iterator[Weight]:
+def _as_it_is(leaf: ArrayLeaf) -> Iterator[Weight]:
     yield Weight(leaf.path, tuple(leaf.value.shape), leaf.path)
 
 
-def _one_by_one(leaf: Leaf) -> Iterator[Weight]:
+def _one_by_one(leaf: ArrayLeaf) -> Iterator[Weight]:
     """`experts.gate_proj.weight` [experts, …] is `experts.{e}.gate_proj.weight` […] for each expert e."""
     experts, projection, field = leaf.path.rsplit(".", 2)
     (count, *rest), path = leaf.value.shape, leaf.path
@@ -68,22 +54,22 @@ def _one_by_one(leaf: Leaf) -> Iterator[Weight]:
         yield Weight(f"{experts}.{expert}.{projection}.{field}", shape, path, expert)
 
 
-def _with_an_axis_of_one(leaf: Leaf) -> Iterator[Weight]:
+def _with_an_axis_of_one(leaf: ArrayLeaf) -> Iterator[Weight]:
     """[channels, taps] is [channels, 1, taps], as PyTorch's depthwise convolutions have it."""
     channels, taps = leaf.value.shape
     yield Weight(leaf.path, (channels, 1, taps), leaf.path)
 
 
-def _also_four_dimensional(leaf: Leaf) -> Iterator[Weight]:
+def _also_four_dimensional(leaf: ArrayLeaf) -> Iterator[Weight]:
     """[heads], which some checkpoints have as [1, 1, heads, 1]."""
     shape = tuple(leaf.value.shape)
     yield Weight(leaf.path, shape, leaf.path, also=((1, 1, *shape, 1),))
 
 
-Parts = list[tuple[Leaf, tuple[Weight, ...]]]
+Parts = list[tuple[ArrayLeaf, tuple[Weight, ...]]]
 """Arrays of a model, and the tensors that each is made of."""
 
-EXCEPTIONS: tuple[tuple[Callable[[Leaf], bool], Callable[[Leaf], Iterator[Weight]]], ...] = (
+EXCEPTIONS: tuple[tuple[Callable[[ArrayLeaf], bool], Callable[[ArrayLeaf], Iterator[Weight]]], ...] = (
     (lambda leaf: isinstance(leaf.module, Matrix) and leaf.axes[0] == "experts", _one_by_one),
     (lambda leaf: isinstance(leaf.module, ShortConv), _with_an_axis_of_one),
     (lambda leaf: isinstance(leaf.module, KDA) and leaf.field == "A_log", _also_four_dimensional),
@@ -96,18 +82,15 @@ def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
     return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype))  # the key too is none
 
 
-def leaves(model: CausalLM) -> Iterator[Leaf]:
-    """The arrays of `model`, or of its `structure`, in the order of `jax.tree.leaves`."""
-    config, family = model.config, family_of(model.config)
-
-    def published(weights: Iterator[Weight]) -> Iterator[Weight]:
-        for weight in weights:
-            name = family.published(weight.name, config)
-            shape, also = family.published_shape(name, weight.shape), (weight.shape, *weight.also)
-            yield Weight(name, shape, weight.path, weight.expert, also)
-
-    for leaf in ling3.leaves.array_leaves(model):
-        yield Leaf(leaf.path, leaf.value, leaf.around, published)
+def weights_of(leaf: ArrayLeaf) -> Iterator[Weight]:
+    """The published tensors that make up an array of a model, or of its `structure`."""
+    config = leaf.around[0].config
+    family = family_of(config)
+    publish = next((publish for applies, publish in EXCEPTIONS if applies(leaf)), _as_it_is)
+    for weight in publish(leaf):
+        name = family.published(weight.name, config)
+        shape, also = family.published_shape(name, weight.shape), (weight.shape, *weight.also)
+        yield Weight(name, shape, weight.path, weight.expert, also)
 
 
 def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
@@ -127,11 +110,11 @@ def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
     def missing(parts: Parts) -> int:
         return sum(weight.name not in names for _, weights in parts for weight in weights)
 
-    published = [(leaf, tuple(leaf.weights())) for leaf in leaves(model)]
+    published = [(leaf, tuple(weights_of(leaf))) for leaf in array_leaves(model)]
     return min(itertools.chain([published], map(placed, family_of(config).layouts)), key=missing)
 
 
 def weight_names(config: Any) -> Iterator[Weight]:
     """Every tensor that a checkpoint of `config` has, but for those of multi-token prediction."""
-    for leaf in leaves(structure(config)):
-        yield from leaf.weights()
+    for leaf in array_leaves(structure(config)):
+        yield from weights_of(leaf)

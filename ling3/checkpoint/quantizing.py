@@ -16,12 +16,13 @@ from ling3 import families
 from ling3.checkpoint import hub, replacing, shards
 from ling3.checkpoint.accounting import account
 from ling3.checkpoint.loading import PATTERNS
-from ling3.checkpoint.names import Leaf, Weight, leaves, stored_parts, structure
-from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, SafetensorsFile
+from ling3.checkpoint.names import Weight, stored_parts, structure, weights_of
+from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import plan_files, replace, replaced, tokenizer_files
 from ling3.families.quantization import GROUPS
 from ling3.layers.linear import Matrix
 from ling3.layers.quantized import QuantizedMatrix
+from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.ops.quantized import FP8_BLOCK, MXFP4_GROUP
 
 Format = Literal["int4", "int8", "fp8", "mxfp4"]
@@ -80,27 +81,29 @@ def quantize(
     if "quantization_config" not in {field.name for field in dataclasses.fields(config)}:
         name = families.family_of(config).name
         raise CheckpointError(f"{directory}: is a {name}, of which ling3 writes no quantized checkpoints")
-    files = shards.open_all(directory)
-    parts = stored_parts(structure(config), files)
-    account(directory, config, parts, files)
+    tensors = shards.open_all(directory)
+    parts = stored_parts(structure(config), tensors)
+    account(directory, config, parts, tensors)
     own = dataclasses.replace(config, quantization_config=_config(form, group or 32, _ignored(config, tuple(keep))))
     sources = {(leaf.path, weight.expert): weight for leaf, weights in parts for weight in weights}
 
     def stored(path: str) -> np.dtype:
         first = next(weight for (known, _), weight in sources.items() if known == path)
-        return DTYPES[files[first.name].tensors[first.name].dtype]
+        return DTYPES[tensors[first.name].dtype]
 
     tree = structure(own, stored("model.word_embeddings.weight"))
-    dtypes = {leaf.path: _dtype(leaf, stored) for leaf in leaves(tree)}
-    found = [_with_dtype(leaf, dtypes[leaf.path]) for leaf in leaves(tree)]
-    read = _Quantizer(form, files, sources).tensor
+    dtypes = {leaf.path: _dtype(leaf, stored) for leaf in array_leaves(tree)}
+    found = [_with_dtype(leaf, dtypes[leaf.path]) for leaf in array_leaves(tree)]
+    read = _Quantizer(form, tensors, sources).tensor
     tokenizer = tokenizer_files(directory) if (directory / "tokenizer.json").exists() else {}
     replace(target, tree, plan_files(found, max_shard_bytes), read, tokenizer, overwrite, "quantizing")
 
 
 def _ignored(config: Any, keep: tuple[str, ...]) -> list[str]:
     """`keep` as patterns that compressed-tensors and transformers read alike. ValueError for one that names nothing."""
-    modules = [name for leaf in leaves(structure(config)) if isinstance(leaf.module, Matrix) for name in _modules(leaf)]
+    modules = [
+        name for leaf in array_leaves(structure(config)) if isinstance(leaf.module, Matrix) for name in _modules(leaf)
+    ]
     ignored = []
     for name in keep:
         if name == "lm_head":  # a tied one is the embedding, which stays as it is, but a module for other programs
@@ -123,8 +126,8 @@ def _parts(name: str) -> str:
     return rf"(?:.*\.)?{re.escape(name)}(?:\.|$)"
 
 
-def _modules(leaf: Leaf) -> Iterator[str]:
-    return (weight.name.removesuffix(".weight") for weight in leaf.weights() if leaf.field == "weight")
+def _modules(leaf: ArrayLeaf) -> Iterator[str]:
+    return (weight.name.removesuffix(".weight") for weight in weights_of(leaf) if leaf.field == "weight")
 
 
 def _config(to: Format, group: int, ignore: list[str]) -> dict[str, Any]:
@@ -158,37 +161,35 @@ def _config(to: Format, group: int, ignore: list[str]) -> dict[str, Any]:
     }
 
 
-def _origin(leaf: Leaf) -> str:
+def _origin(leaf: ArrayLeaf) -> str:
     """The path of the array in floats that a tensor of a quantized matrix comes from."""
     return f"{leaf.path.rpartition('.')[0]}.weight" if _is_new(leaf) else leaf.path
 
 
-def _is_new(leaf: Leaf) -> bool:
+def _is_new(leaf: ArrayLeaf) -> bool:
     return isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED
 
 
-def _dtype(leaf: Leaf, stored: Callable[[str], np.dtype]) -> np.dtype:
+def _dtype(leaf: ArrayLeaf, stored: Callable[[str], np.dtype]) -> np.dtype:
     """What a tensor is written in: the dtype that it had, or that its matrix had if it is the scale of integers."""
     if not _is_new(leaf) or "F16" in leaf.module.STORED[leaf.field]:
         return stored(_origin(leaf))
     return np.dtype(leaf.value.dtype)
 
 
-def _with_dtype(leaf: Leaf, dtype: np.dtype) -> Leaf:
+def _with_dtype(leaf: ArrayLeaf, dtype: np.dtype) -> ArrayLeaf:
     return dataclasses.replace(leaf, value=jax.ShapeDtypeStruct(leaf.value.shape, dtype))
 
 
 class _Quantizer:
     """The tensors of the new checkpoint, each as it is asked for; scales that come with others are kept until then."""
 
-    def __init__(
-        self, to: Format, files: Mapping[str, SafetensorsFile], sources: Mapping[tuple[str, int | None], Weight]
-    ):
+    def __init__(self, to: Format, tensors: StoredTensors, sources: Mapping[tuple[str, int | None], Weight]):
         self._to: Format = to
-        self._files, self._sources = files, sources
+        self._tensors, self._sources = tensors, sources
         self._kept: dict[str, np.ndarray] = {}
 
-    def tensor(self, leaf: Leaf, weight: Weight) -> np.ndarray:
+    def tensor(self, leaf: ArrayLeaf, weight: Weight) -> np.ndarray:
         """A tensor as it is stored."""
         if (kept := self._kept.pop(weight.name, None)) is not None:
             return kept
@@ -207,9 +208,9 @@ class _Quantizer:
         return tensors[leaf.field]
 
     def _read(self, weight: Weight) -> Shaped[np.ndarray, "..."]:
-        file = self._files[weight.name]
-        array = np.empty((1, weight.size), DTYPES[file.tensors[weight.name].dtype])
-        file.read(weight.name, weight.start, array, weight.size)
+        tensor = self._tensors[weight.name]
+        array = np.empty((1, weight.size), DTYPES[tensor.dtype])
+        tensor.read(weight.start, array, weight.size)
         return array.reshape(weight.shape)
 
 

@@ -57,87 +57,24 @@ class CheckpointError(QuotingError):
     """A checkpoint that cannot be loaded as it should be; the message names the file, the key and what to do."""
 
 
-class TensorInfo(NamedTuple):
-    """A tensor's entry in the header: `dtype` is the format's own name, `start` a byte offset into the file."""
+class OpenFile:
+    """A safetensors file, opened for reading and closed with the last of its tensors."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
 
-    @property
-    def nbytes(self) -> int:
-        """The size in the file, in bytes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
-
-
-class SafetensorsFile:
-    """A safetensors file, opened for reading.
-
-    `tensors` has every tensor's `TensorInfo` in the header's order. Opening reads the header only. The `safetensors`
-    package checks it against the file (length, overlaps, holes, sizes); this class also refuses duplicate names.
-    Raises CheckpointError if the file is damaged or no safetensors file.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path)
-        try:
-            regular_file.check(self.path)
-            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
-            head = os.pread(self._file, 32, 0)
-            length = int.from_bytes(head[:8], "little")
-            self._check(head, length)
-            header = strict_json.parse(os.pread(self._file, length, 8), f"{self.path}: header")
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error})") from error
-        self.tensors: dict[str, TensorInfo] = {
-            name: TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-
-    def read(self, name: str, start: int, out: Shaped[np.ndarray, "rows columns"], stride: int) -> None:
-        """Fills the rows of `out` with the numbers of the tensor `name` from `start`, `start + stride`, … on.
-
-        Numbers are counted in row-major order. The rows of `out` are contiguous, and of the tensor's dtype, or of
-        another one of that size: the stored bytes are copied. Safe to call from several threads. Raises CheckpointError
-        if the file has been cut since it was opened.
-        """
-        info, (rows, columns) = self.tensors[name], out.shape
-        itemsize = DTYPES[info.dtype].itemsize
-        end = start + (rows - 1) * stride + columns
-        assert out.itemsize == itemsize and end <= math.prod(info.shape), "no such part of the tensor"
-        if columns == stride and out.flags.c_contiguous:
-            out = out.reshape(1, -1)
-        for i, row in enumerate(out):
-            self._fill(row.view(np.uint8).data, info.start + (start + i * stride) * itemsize, name)
-
-    @no_type_check  # called for every block of every stack of experts
-    def read_stack(self, names: Sequence[str], start: int, out: Shaped[np.ndarray, "rows columns"]) -> None:
-        """Fills the contiguous `out` with the numbers from `start` on of tensors of one dtype and size, end to end.
-
-        Tensors that are neighbours in the file too are read at once. Else as `read`.
-        """
-        known, info = self.tensors, self.tensors[names[0]]
-        itemsize, size = DTYPES[info.dtype].itemsize, math.prod(info.shape)
-        assert out.itemsize == itemsize and start + out.size <= size * len(names), "no such part of the tensors"
-        left, nbytes = memoryview(out.reshape(-1).view(np.uint8)), size * itemsize
-        number, skipped = divmod(start * itemsize, max(1, nbytes))
-        while left:
-            first, begin = number, known[names[number]].start
-            end = begin + nbytes
-            while end - begin - skipped < len(left) and known[names[number + 1]].start == end:
-                number, end = number + 1, end + nbytes
-            piece = left[: end - begin - skipped]
-            self._fill(piece, begin + skipped, names[first])
-            left, number, skipped = left[len(piece) :], number + 1, 0
+    def header(self) -> tuple[dict, int]:
+        """The checked header, and the offset of the data. ValueError for what is no safetensors file, and OSError."""
+        head = os.pread(self._file, 32, 0)
+        length = int.from_bytes(head[:8], "little")
+        _check(self.path, head, length)
+        return strict_json.parse(os.pread(self._file, length, 8), f"{self.path}: header"), 8 + length
 
     @no_type_check
-    def _fill(self, left: memoryview, offset: int, name: str) -> None:
+    def fill(self, left: memoryview, offset: int, name: str) -> None:
+        """Fills `left` with the bytes from `offset` on, which are some of the tensor `name`. Raises CheckpointError."""
         while left:
             try:
                 count = os.preadv(self._file, [left], offset)
@@ -147,20 +84,107 @@ class SafetensorsFile:
                 raise CheckpointError(f"{self.path}: ends within {name}; it has been cut since it was opened")
             left, offset = left[count:], offset + count
 
-    def _check(self, head: bytes, length: int) -> None:
-        try:
-            if length > HEADER_BYTES:
-                raise ValueError(f"its header would have {length:,} bytes; expected at most {HEADER_BYTES:,}")
-            with safetensors.safe_open(self.path, framework="numpy"):
-                pass
-        except (ValueError, safetensors.SafetensorError) as error:
-            # Not before: a valid file begins with its header's length, which may look like any of these.
-            for magic, what in _FOREIGN.items():
-                if head.startswith(magic):
-                    raise CheckpointError(f"{self.path}: this is {what}; expected a safetensors file") from error
-            raise CheckpointError(
-                f"{self.path}: no valid safetensors file ({error}); it is damaged or incomplete: fetch it again"
-            ) from error
+
+class StoredTensor(NamedTuple):
+    """A tensor of an open file: `dtype` is the format's own name, `start` a byte offset into the file.
+
+    For messages, `str` says its name and its file's.
+    """
+
+    file: OpenFile
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, in {self.file.path.name}"
+
+    @property
+    def nbytes(self) -> int:
+        """The size in the file, in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
+
+    def read(self, start: int, out: Shaped[np.ndarray, "rows columns"], stride: int) -> None:
+        """Fills the rows of `out` with the tensor's numbers from `start`, `start + stride`, … on.
+
+        Numbers are counted in row-major order. The rows of `out` are contiguous, and of the tensor's dtype, or of
+        another one of that size: the stored bytes are copied. Safe to call from several threads. Raises CheckpointError
+        if the file has been cut since it was opened.
+        """
+        rows, columns = out.shape
+        itemsize = DTYPES[self.dtype].itemsize
+        end = start + (rows - 1) * stride + columns
+        assert out.itemsize == itemsize and end <= math.prod(self.shape), "no such part of the tensor"
+        if columns == stride and out.flags.c_contiguous:
+            out = out.reshape(1, -1)
+        for i, row in enumerate(out):
+            self.file.fill(row.view(np.uint8).data, self.start + (start + i * stride) * itemsize, self.name)
+
+
+StoredTensors = dict[str, StoredTensor]
+"""A checkpoint's tensors by name, whichever files they are in."""
+
+
+@no_type_check  # called for every block of every stack of experts
+def read_stack(tensors: Sequence[StoredTensor], start: int, out: Shaped[np.ndarray, "rows columns"]) -> None:
+    """Fills the contiguous `out` with the numbers from `start` on of tensors of one file, dtype and size, end to end.
+
+    Tensors that are neighbours in the file too are read at once. Else as `StoredTensor.read`.
+    """
+    first = tensors[0]
+    itemsize, size = DTYPES[first.dtype].itemsize, math.prod(first.shape)
+    assert out.itemsize == itemsize and start + out.size <= size * len(tensors), "no such part of the tensors"
+    left, nbytes = memoryview(out.reshape(-1).view(np.uint8)), size * itemsize
+    number, skipped = divmod(start * itemsize, max(1, nbytes))
+    while left:
+        tensor = tensors[number]
+        end = tensor.start + nbytes
+        while end - tensor.start - skipped < len(left) and tensors[number + 1].start == end:
+            number, end = number + 1, end + nbytes
+        piece = left[: end - tensor.start - skipped]
+        first.file.fill(piece, tensor.start + skipped, tensor.name)
+        left, number, skipped = left[len(piece) :], number + 1, 0
+
+
+def open_file(path: str | os.PathLike[str]) -> StoredTensors:
+    """The tensors of a safetensors file in the header's order; only the header is read.
+
+    The `safetensors` package checks it against the file (length, overlaps, holes, sizes); duplicate names are refused
+    too. Raises CheckpointError if the file is damaged or no safetensors file.
+    """
+    path = pathlib.Path(path)
+    try:
+        regular_file.check(path)
+        file = OpenFile(path)
+        header, data = file.header()
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    return {
+        name: StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), data + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _check(path: pathlib.Path, head: bytes, length: int) -> None:
+    try:
+        if length > HEADER_BYTES:
+            raise ValueError(f"its header would have {length:,} bytes; expected at most {HEADER_BYTES:,}")
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+    except (ValueError, safetensors.SafetensorError) as error:
+        # Not before: a valid file begins with its header's length, which may look like any of these.
+        for magic, what in _FOREIGN.items():
+            if head.startswith(magic):
+                raise CheckpointError(f"{path}: this is {what}; expected a safetensors file") from error
+        raise CheckpointError(
+            f"{path}: no valid safetensors file ({error}); it is damaged or incomplete: fetch it again"
+        ) from error
 
 
 def in_order(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> list[str]:

@@ -20,11 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Shaped
 
 from ling3.checkpoint import hub, replacing, safetensors_file, shards
-from ling3.checkpoint.names import Leaf, Weight, leaves, structure
+from ling3.checkpoint.names import Weight, structure, weights_of
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
 from ling3.families import family_of, read_config
 from ling3.families.ling3_config import ConfigError
 from ling3.layers.quantized import QuantizedMatrix
+from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import sharding
 from ling3.mesh.agreement import Together
 from ling3.mesh.gathering import gathered
@@ -123,8 +124,8 @@ def save(
 def replace(
     target: pathlib.Path,
     model: CausalLM,
-    plan: list[dict[str, tuple[Leaf, Weight]]],
-    read: Callable[[Leaf, Weight], np.ndarray],
+    plan: list[dict[str, tuple[ArrayLeaf, Weight]]],
+    read: Callable[[ArrayLeaf, Weight], np.ndarray],
     tokenizer: dict[str, bytes],
     overwrite: bool,
     doing: str = "saving",
@@ -185,7 +186,7 @@ def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) 
 class _Stored(NamedTuple):
     """An array of the model that is saved."""
 
-    leaf: Leaf
+    leaf: ArrayLeaf
     """With the shape and dtype of the whole array."""
     value: jax.Array
     share: Share
@@ -200,15 +201,15 @@ class _Stored(NamedTuple):
 
 
 def _checked_arrays(model: CausalLM) -> list[_Stored]:
-    found, placement = list(leaves(model)), model.placement
+    found, placement = list(array_leaves(model)), model.placement
     built = structure(model.config)
-    wholes, shares = [leaf.value for leaf in leaves(built)], [WHOLE] * len(found)
+    wholes, shares = [leaf.value for leaf in array_leaves(built)], [WHOLE] * len(found)
     if placement is not None:
         layout = sharding.plan(built, placement.mesh, placement.rules)
         shapes = [share.stored(value.shape) for share, value in zip(layout.shares, wholes, strict=True)]
         parts = [jax.ShapeDtypeStruct(shape, value.dtype) for shape, value in zip(shapes, wholes, strict=True)]
         built, shares = eqx.filter_eval_shape(functools.partial(layout.model, built), parts), layout.shares
-    expected = {leaf.path: leaf.value for leaf in leaves(built)}
+    expected = {leaf.path: leaf.value for leaf in array_leaves(built)}
     wrong = []
     for leaf in found:
         shape, own = (), None
@@ -260,7 +261,7 @@ def _check_finite(found: list[_Stored]) -> None:
     for leaf, value, share, placement in found:
         if not jnp.issubdtype(leaf.value.dtype, jnp.floating):
             continue
-        weights = tuple(leaf.weights())
+        weights = tuple(weights_of(leaf))
         by_expert = weights[0].expert is not None  # a row of its leaf
         where = None if placement is None else placement.sharding(PartitionSpec())
         finite = np.asarray(_are_finite(value, by_expert, where))
@@ -280,12 +281,12 @@ def _are_finite(stack: Shaped[Array, "..."], by_row: bool, where: NamedSharding 
     return finite if where is None else lax.with_sharding_constraint(finite, where)
 
 
-def plan_files(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[Leaf, Weight]]]:
+def plan_files(found: list[ArrayLeaf], max_shard_bytes: int) -> list[dict[str, tuple[ArrayLeaf, Weight]]]:
     """Which tensors go into which file, in the tree's order."""
-    plan: list[dict[str, tuple[Leaf, Weight]]] = [{}]
+    plan: list[dict[str, tuple[ArrayLeaf, Weight]]] = [{}]
     size = 0
     for leaf in found:
-        for weight in leaf.weights():
+        for weight in weights_of(leaf):
             nbytes = weight.size * _stored_dtype(leaf).itemsize
             if plan[-1] and size + nbytes > max_shard_bytes:
                 plan.append({})
@@ -295,14 +296,14 @@ def plan_files(found: list[Leaf], max_shard_bytes: int) -> list[dict[str, tuple[
     return plan
 
 
-def _stored_dtype(leaf: Leaf) -> np.dtype:
+def _stored_dtype(leaf: ArrayLeaf) -> np.dtype:
     """An array's own, but checkpoints have integers in 64 bits, unless they are words of a quantized matrix."""
     if (known := _dtypes(leaf)) and leaf.value.dtype == jnp.int32 and np.dtype(np.int64) not in known:
         return np.dtype(np.int32)
     return np.dtype(np.int64) if leaf.value.dtype == jnp.int32 else np.dtype(leaf.value.dtype)
 
 
-def _dtypes(leaf: Leaf) -> tuple[np.dtype, ...]:
+def _dtypes(leaf: ArrayLeaf) -> tuple[np.dtype, ...]:
     """Those that a tensor of a quantized matrix may have; none for other arrays."""
     stored = leaf.module.STORED.get(leaf.field, ()) if isinstance(leaf.module, QuantizedMatrix) else ()
     return tuple(DTYPES[name] for name in stored)
@@ -338,14 +339,14 @@ def _json(value: Mapping[str, object]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _specs(shard: dict[str, tuple[Leaf, Weight]]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+def _specs(shard: dict[str, tuple[ArrayLeaf, Weight]]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     return {name: (_stored_dtype(leaf), weight.shape) for name, (leaf, weight) in shard.items()}
 
 
 def _write_shards(
     directory: pathlib.Path,
-    plan: list[dict[str, tuple[Leaf, Weight]]],
-    read: Callable[[Leaf, Weight], np.ndarray],
+    plan: list[dict[str, tuple[ArrayLeaf, Weight]]],
+    read: Callable[[ArrayLeaf, Weight], np.ndarray],
     total: int,
     indexed: bool,
     doing: str,
@@ -356,7 +357,7 @@ def _write_shards(
             name = shards.SINGLE if len(plan) == 1 else f"model-{i + 1:05}-of-{len(plan):05}.safetensors"
             weight_map |= dict.fromkeys(shard, name)
 
-            def tensor(name: str, shard: dict[str, tuple[Leaf, Weight]] = shard) -> np.ndarray:
+            def tensor(name: str, shard: dict[str, tuple[ArrayLeaf, Weight]] = shard) -> np.ndarray:
                 array = read(*shard[name])
                 advance(array.nbytes)
                 return array
@@ -374,7 +375,7 @@ class _Reader:
         self._together = together
         self._held = "", np.empty(0)
 
-    def whole(self, leaf: Leaf) -> np.ndarray:
+    def whole(self, leaf: ArrayLeaf) -> np.ndarray:
         """An array, in the process that writes, and nothing in others."""
         if self._held[0] != leaf.path:
             self._held = "", np.empty(0)
@@ -382,7 +383,7 @@ class _Reader:
             self._held = leaf.path, self._found[leaf.path].whole()
         return self._held[1]
 
-    def tensor(self, leaf: Leaf, weight: Weight) -> np.ndarray:
+    def tensor(self, leaf: ArrayLeaf, weight: Weight) -> np.ndarray:
         """A tensor as it is stored."""
         whole = self.whole(leaf)
         array = (whole if weight.expert is None else whole[weight.expert]).reshape(weight.shape)

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from ling3.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
+from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensor, StoredTensors, open_file
 from ling3.runtime import strict_json
 from ling3.runtime.quoting import LONGEST_LINE, MOST_LINES, printable, shown
 
@@ -18,8 +18,8 @@ MOST_FILES = 1000
 _LISTED = 12
 
 
-def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
-    """Every tensor's name, and the opened file that holds it; only headers are read.
+def open_all(directory: pathlib.Path) -> StoredTensors:
+    """Every tensor in the opened file that holds it; only headers are read.
 
     With an index, the files are those that it names, and each tensor must be in the file that it says. Without one, it
     is `model.safetensors`, or where there is none every `*.safetensors` in the directory. Other files are ignored, such
@@ -46,13 +46,12 @@ def open_all(directory: pathlib.Path) -> dict[str, SafetensorsFile]:
     if problems:
         raise CheckpointError(complaint(directory, [("files that are absent or lie elsewhere", problems)]))
 
-    holders: dict[str, list[SafetensorsFile]] = {}
+    holders: dict[str, list[StoredTensor]] = {}
     for name in names:
-        file = SafetensorsFile(directory / name)
-        for tensor in file.tensors:
-            holders.setdefault(tensor, []).append(file)
+        for tensor in open_file(directory / name).values():
+            holders.setdefault(tensor.name, []).append(tensor)
     _check_holders(directory, holders, weight_map)
-    return {tensor: files[0] for tensor, files in holders.items()}
+    return {name: found[0] for name, found in holders.items()}
 
 
 def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:
@@ -127,19 +126,19 @@ def _nothing_to_read(directory: pathlib.Path) -> str:
 
 
 def _check_holders(
-    directory: pathlib.Path, holders: dict[str, list[SafetensorsFile]], weight_map: dict[str, str] | None
+    directory: pathlib.Path, holders: dict[str, list[StoredTensor]], weight_map: dict[str, str] | None
 ) -> None:
     twice = [
-        f"{tensor}: in {' and '.join(file.path.name for file in files)}"
-        for tensor, files in holders.items()
-        if len(files) > 1
+        f"{name}: in {' and '.join(tensor.file.path.name for tensor in found)}"
+        for name, found in holders.items()
+        if len(found) > 1
     ]
     absent, elsewhere = [], []
     for tensor, name in (weight_map or {}).items():
         if tensor not in holders:
             absent.append(f"{tensor}: not in {name}")
-        elif all(file.path.name != name for file in holders[tensor]):
-            elsewhere.append(f"{tensor}: not in {name}, but in {holders[tensor][0].path.name}")
+        elif all(holder.file.path.name != name for holder in holders[tensor]):
+            elsewhere.append(f"{tensor}: not in {name}, but in {holders[tensor][0].file.path.name}")
     if twice or absent or elsewhere:
         kinds = [
             ("tensors in two files; keep one of each", twice),

@@ -10,8 +10,8 @@ from ling3.cli.loading import Precise
 from ling3.cli.options import Command, FileOption, NamesOption
 
 if TYPE_CHECKING:
-    from ling3.interpret.ablation_report import AblationRow
-    from ling3.interpret.skill_table import SkillRow
+    from ling3.evals.ablation_report import AblationRow
+    from ling3.evals.skill_table import SkillRow
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.
@@ -45,8 +45,8 @@ class Ablate(Command):
 
 def run(command: Ablate) -> None:
     """Measures, and prints the table."""
+    from ling3.evals.ablations import ablations, compare
     from ling3.interpret.ablate import inventory
-    from ling3.interpret.ablations import ablations, compare
 
     _check(command)
     text = None if command.text is None else read_text(command.text)
@@ -63,7 +63,7 @@ def run(command: Ablate) -> None:
     }
     about = {"model": source.name, "settings": {**settings, "dtype": source.dtype}}
     if command.skills is not None:
-        from ling3.interpret.skill_table import compare_skills
+        from ling3.evals.skill_table import compare_skills
 
         table = compare_skills(
             model,

@@ -14,8 +14,8 @@ from ling3.cli.terminal import print_json
 if TYPE_CHECKING:
     from ling3.bench.levels import Levels
     from ling3.bench.report import BenchReport
-    from ling3.interpret.ablation_report import AblationReport
-    from ling3.interpret.skill_table import SkillTable
+    from ling3.evals.ablation_report import AblationReport
+    from ling3.evals.skill_table import SkillTable
 
 # ruff: noqa: PLC0415
 # What a command needs is imported when it runs, so that help and errors come at once.

@@ -60,8 +60,8 @@ class Serving(Loading):
 
     def _fleet(self, replicas: int, source: ModelSource, settings: "EngineSettings") -> "Fleet":
         """Replicas, each over as many devices as `source` names."""
+        from ling3.cli import descendants
         from ling3.fleet import Fleet
-        from ling3.runtime import descendants
 
         # On Ctrl-C: Ray's agents would outlive this process by a minute and more.
         interruption.do_last(descendants.kill)

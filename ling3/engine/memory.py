@@ -9,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ling3.cache import State, pages_of, shared_axes, slots_of, window_of
+from ling3.cache import CacheSpec, State, pages_of, shared_axes, slots_of, window_of
 from ling3.engine.pool import cache_dtype, new_memory
 from ling3.engine.settings import EngineSettings
 from ling3.model import CausalLM
@@ -39,7 +39,7 @@ class Footprint:
     def of(model: CausalLM, settings: EngineSettings) -> "Footprint":
         """The footprint of an engine of `model`."""
         dtype, packed = cache_dtype(model, settings.cache_dtype), settings.cache_dtype == "packed"
-        memory = eqx.filter_eval_shape(new_memory, model, 1, 1, settings.page_size, dtype, packed)
+        memory = eqx.filter_eval_shape(new_memory, model, CacheSpec(1, 1, settings.page_size, dtype, packed))
         states, page = (_of_a_device(model, part) for part in (slots_of(memory), pages_of(memory)))
         placement = model.placement
         return Footprint(

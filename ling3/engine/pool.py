@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
+from jaxtyping import Array, Bool, Int32, Shaped
 
-from ling3.cache import Cache, State, map_pages, map_slots, pages_of, slots_of
+from ling3.cache import Cache, CacheSpec, State, map_pages, map_slots, pages_of, slots_of
 from ling3.engine.arrays import AnyArray
 from ling3.engine.sampling import Sampling, counted, ends
 from ling3.engine.settings import CacheDtype
@@ -75,18 +75,15 @@ class Pool(eqx.Module):
     placement: Placement | None = eqx.field(static=True, default=None)  # of a model on a mesh
 
     @staticmethod
-    def empty(
-        model: CausalLM, sampling: Sampling, pages: int, page_size: int, dtype: DTypeLike, packed: bool = False
-    ) -> "Pool":
-        """A pool with a free slot for each row of `sampling`."""
-        slots = sampling.temperature.shape[0]
-        layers = new_memory(model, slots, pages, page_size, dtype, packed)
+    def empty(model: CausalLM, sampling: Sampling, spec: CacheSpec) -> "Pool":
+        """A pool of free slots, one for each row of `sampling`."""
+        layers = new_memory(model, spec)
 
         def put(x: np.ndarray) -> Any:
             return jnp.asarray(x) if model.placement is None else model.placement.everywhere(x)
 
-        length, token, until = (put(np.zeros(slots, np.int32)) for _ in range(3))
-        done = put(np.ones(slots, bool))
+        length, token, until = (put(np.zeros(spec.slots, np.int32)) for _ in range(3))
+        done = put(np.ones(spec.slots, bool))
         pool = Pool(layers, length, token, until, done, sampling, model.placement)
         return pool if model.placement is None else _settled(pool)
 
@@ -190,11 +187,9 @@ class SlotContents(eqx.Module):
 
 
 @eqx.filter_jit
-def new_memory(
-    model: CausalLM, slots: int, pages: int, page_size: int, dtype: DTypeLike, packed: bool = False
-) -> tuple[State, ...]:
+def new_memory(model: CausalLM, spec: CacheSpec) -> tuple[State, ...]:
     """The layers of an empty pool."""
-    return model.empty_states(slots, pages, page_size, dtype, packed)
+    return model.empty_states(spec)
 
 
 def cache_dtype(model: CausalLM, name: CacheDtype = "auto") -> jnp.dtype:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from ling3.cache import State, pages_of, slots_of
+from ling3.cache import CacheSpec, State, pages_of, slots_of
 from ling3.engine.filters import Filter
 from ling3.engine.forward import Batch, Extension, Programs
 from ling3.engine.grammars import words
@@ -80,7 +80,8 @@ class Runner:
         shapes = self.shapes
         rows = [(SamplingParams(), 0, 0, ())] * shapes.slots
         sampling = self._sampling(rows, self._adjustments(shapes.slots))
-        self.pool = Pool.empty(self.model, sampling, shapes.pages, shapes.page_size, self.dtype, self.packed)
+        spec = CacheSpec(shapes.slots, shapes.pages, shapes.page_size, self.dtype, self.packed)
+        self.pool = Pool.empty(self.model, sampling, spec)
         self._unadjusted = self._adjustments(1)
         self._fresh = jax.tree.map(lambda x: self._zeros(x, 1), slots_of(self.pool.layers))
         self._no_pages = tuple(self._zeros(paged.entries, PAGES_MOVED) for paged in pages_of(self.pool.layers))

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import operator
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -124,12 +123,6 @@ class EngineSettings:
         tokens = window - 1 + max(self.chunked_prefill_size, self.decode_steps)
         before = (self.page_size if step is None else step) - 1
         return min(pages, (before + tokens - 1) // self.page_size + 1)
-
-    def __getitem__(self, name: str) -> Any:
-        """A setting by its name, for one release: `Engine.settings` was a dict."""
-        words = f'engine.settings["{name}"] is now engine.settings.{name}; the old form goes with the next release'
-        warnings.warn(words, DeprecationWarning, stacklevel=2)
-        return dataclasses.asdict(self)[name]
 
 
 def changed(settings: EngineSettings | None, changes: dict[str, Any]) -> EngineSettings:

@@ -33,8 +33,6 @@ class JSONSchema:
     """
 
     # The import hook's type check would come before `__post_init__`, and name no remedy.
-    __no_type_check__ = True
-
     schema: Any
     """Kept as text: what the caller does to theirs later does not reach a request that is running."""
     compact: bool = False
@@ -65,8 +63,6 @@ class JSONSchema:
 class JSONObject:
     """Any JSON object, with white space and strings as in `JSONSchema`. Nothing bounds its size but `max_tokens`."""
 
-    __no_type_check__ = True
-
     compact: bool = False
     """No white space at all."""
 
@@ -79,8 +75,6 @@ class JSONObject:
 class Regex:
     """A text that a regular expression matches as a whole, in the syntax of Rust's `regex`, without look-around."""
 
-    __no_type_check__ = True
-
     pattern: str
 
     def __post_init__(self) -> None:
@@ -90,8 +84,6 @@ class Regex:
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """One of several strings, none of them empty."""
-
-    __no_type_check__ = True
 
     strings: Sequence[str]
 
@@ -112,8 +104,6 @@ class Grammar:
     The grammar's `@name` stands for a text of `parts[name]`: `Grammar('start: "x = " @x', {"x": JSONSchema(…)})`. Parts
     may have parts of their own, all under different names.
     """
-
-    __no_type_check__ = True
 
     lark: str
     parts: Mapping[str, "Structured"] | Sequence[tuple[str, "Structured"]] = ()

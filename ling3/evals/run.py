@@ -76,6 +76,10 @@ class Score:
         low, high = (middle - reach) / (1 + z * z / n), (middle + reach) / (1 + z * z / n)
         return max(0.0, min(p, low)), min(1.0, max(p, high))  # at 0 and 1 but for rounding
 
+    def to_dict(self) -> dict[str, Any]:
+        """The score in plain values, for JSON."""
+        return {"right": self.right, "total": self.total, "accuracy": self.accuracy, "interval": list(self.interval)}
+
     def __str__(self) -> str:
         return f"正确率: {self.right}/{self.total} = {self.accuracy:.4f}"
 

@@ -38,19 +38,11 @@ from ling3.runtime.quoting import QuotingError, printable, shown
 _Config = TypeVar("_Config")
 
 HARMLESS = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_flash_attn_2_enabled",
-        "attention_dropout",
-        "attn_implementation",
-        "embedding_dropout",
-        "hidden_dropout",
-        "output_hidden_states",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "router_z_loss_coef",
-    }
+    (
+        *("_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "attn_implementation"),
+        *("attention_dropout", "embedding_dropout", "hidden_dropout", "output_hidden_states", "output_router_logits"),
+        *("router_aux_loss_coef", "router_z_loss_coef"),
+    )
 )
 """Fields that change no logit in any family, though their names may sound so."""
 
@@ -94,10 +86,8 @@ class Rule:
     """True for a list, a tuple in the config."""
     optional: bool
     """True if the value may be None."""
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
+    bounds: Mapping[str, float]
+    """Of a number, or of each, by `ge`, `gt`, `le` and `lt`."""
     aliases: tuple[str, ...] = ()
     """Other names of the field in a file; `a.b` is the field `b` of the object `a`."""
     absent: Any = None
@@ -125,49 +115,39 @@ class Rule:
             text = "true or false"
         else:
             text = _NOUNS.get(self.item, ("an object", "objects"))[self.many]
-        bounds = "".join(f" {word} {bound:,}" for word, _, bound in self._bounds)
+        bounds = "".join(f" {_BOUNDS[name][0]} {bound:,}" for name, bound in self.bounds.items())
         return f"{'a list of ' * self.many}{text}{bounds}{' or null' * self.optional}"
 
     def own(self, value: Any) -> Any:
-        """`value` in the field's type: lists become tuples, whole numbers floats, and objects dataclasses."""
+        """`value` in the field's type: lists become tuples, whole numbers floats, and objects dataclasses.
+
+        TypeError or ValueError if it is not of the type or not within the bounds.
+        """
         if self.convert is not None:
-            return self.convert(value)
-        if self.single and not isinstance(value, list | tuple):
+            value = self.convert(value)
+        elif self.single and not isinstance(value, list | tuple):
             value = () if value is None else (value,)
-        if self.many and isinstance(value, list | tuple):
-            return tuple(map(self._own_item, value))
-        return self._own_item(value)
+        if value is None and not self.optional:
+            raise TypeError("a field without a value")
+        if value is None or self.convert is not None:
+            return value
+        if self.many and not isinstance(value, list | tuple):
+            raise TypeError("no list")
+        return tuple(map(self._item, value)) if self.many else self._item(value)
 
-    def admits(self, value: object) -> bool:
-        """True if `value` is of the type and within the bounds."""
-        if value is None:
-            return self.optional
-        if self.many:
-            return isinstance(value, tuple) and all(map(self._admits_item, value))
-        return self._admits_item(value)
-
-    def _own_item(self, value: Any) -> Any:
+    def _item(self, value: Any) -> Any:
         if self.item is float and type(value) is int and abs(value) < 2**1000:
-            return float(value)
-        if dataclasses.is_dataclass(self.item) and isinstance(value, Mapping):
-            return read(typing.cast(type, self.item), value, "", telling=re.compile(""))
-        return value
-
-    def _admits_item(self, value: Any) -> bool:
-        if self.convert is not None:
-            return True
+            value = float(value)
+        elif dataclasses.is_dataclass(self.item) and isinstance(value, Mapping):
+            value = read(typing.cast(type, self.item), value, "", telling=re.compile(""))
         if choices := typing.get_args(self.item):
-            return value in choices
-        if not isinstance(value, self.item) or (isinstance(value, bool) and self.item is not bool):
-            return False
-        if isinstance(value, float) and not math.isfinite(value):
-            return False
-        return all(holds(value, bound) for _, holds, bound in self._bounds)
-
-    @functools.cached_property
-    def _bounds(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
-        bounds = [(*_BOUNDS[name], getattr(self, name)) for name in _BOUNDS]
-        return [bound for bound in bounds if bound[2] is not None]
+            admitted = value in choices
+        else:
+            admitted = isinstance(value, self.item) and (self.item is bool or not isinstance(value, bool))
+            admitted &= not isinstance(value, float) or math.isfinite(value)
+        if not admitted or not all(_BOUNDS[name][1](value, bound) for name, bound in self.bounds.items()):
+            raise TypeError("another type, or out of bounds")
+        return value
 
 
 def field(default: Any = dataclasses.MISSING, *, kw_only: bool = False, **rule: Any) -> Any:
@@ -187,7 +167,9 @@ def _rule(hint: Any, options: Mapping[str, Any]) -> Rule:
     parts = typing.get_args(hint) if is_union else (hint,)
     hint = next(part for part in parts if part is not types.NoneType)
     many = typing.get_origin(hint) is tuple
-    return Rule(typing.get_args(hint)[0] if many else hint, many, types.NoneType in parts, **options)
+    bounds = {name: options[name] for name in _BOUNDS if name in options}
+    others = {name: option for name, option in options.items() if name not in _BOUNDS}
+    return Rule(typing.get_args(hint)[0] if many else hint, many, types.NoneType in parts, bounds, **others)
 
 
 def check(config: Any, misfits: Callable[[], Iterable[str]]) -> None:
@@ -200,17 +182,12 @@ def check(config: Any, misfits: Callable[[], Iterable[str]]) -> None:
     for name, rule in rules(type(config)).items():
         value = getattr(config, name)
         try:
-            value = rule.own(value)
-            wrong = not rule.admits(value)
+            object.__setattr__(config, name, rule.own(value))
         except ConfigError as error:
             problems += [f"{name}.{problem}" for problem in error.problems]
-            continue
         except (TypeError, ValueError):
-            wrong = True
-        if wrong:
             advice = "add it" if value is None else "correct it"
             problems.append(f"{name}: {found(value)}; expected {rule.describe()}; {advice}")
-        object.__setattr__(config, name, value)
     if not problems:
         for name, rule in rules(type(config)).items():
             entries, layers = getattr(config, name), getattr(config, "num_hidden_layers", None)

@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ling3.checkpoint.names import leaves, structure
+from ling3.checkpoint.names import structure
 from ling3.families import family_of
 from ling3.interpret.trace import trace
 from ling3.layers.hyper import HyperConnection, HyperHead
 from ling3.layers.linear import Constant
+from ling3.leaves import array_leaves
 from ling3.model import CausalLM
 
 Layers = Sequence[int] | None
@@ -277,9 +278,9 @@ def variant(
     has another shape: such a model has to be trained, not cut.
     """
     config = family_of(model.config).vary(model.config, layers, fields)
-    have = {**(fill or {}), **{leaf.path: leaf.value for leaf in leaves(model)}}
+    have = {**(fill or {}), **{leaf.path: leaf.value for leaf in array_leaves(model)}}
     target = structure(config, model.dtype)
-    wanted = list(leaves(target))
+    wanted = list(array_leaves(target))
     lacking = [
         f"{leaf.path} {list(leaf.value.shape)}"
         for leaf in wanted

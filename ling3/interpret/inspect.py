@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-from ling3.cache import pages_of, slots_of
+from ling3.cache import CacheSpec, pages_of, slots_of
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.names import stored_parts, structure
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError
@@ -216,8 +216,7 @@ def _stored(directory: pathlib.Path) -> dict[str, str]:
     """The dtype of each tensor in the directory; empty without weights, as when only the configuration was fetched."""
     if not any(directory.glob("*.safetensors*")):
         return {}
-    found = shards.open_all(directory)
-    return {name: file.tensors[name].dtype for name, file in found.items()}
+    return {name: tensor.dtype for name, tensor in shards.open_all(directory).items()}
 
 
 def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
@@ -235,7 +234,7 @@ def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
 def _memory(model: CausalLM, dtype: DTypeLike) -> Memory:
     """From the shapes of the mixers' own states, with one slot and one page of at least 1,024 tokens."""
     tokens = math.lcm(1024, model.page_multiple)
-    states = eqx.filter_eval_shape(lambda model: model.empty_states(1, 1, tokens, dtype), model)
+    states = eqx.filter_eval_shape(lambda: model.empty_states(CacheSpec(1, 1, tokens, dtype)))
     sizes: dict[str, int] = {}
     for state in states:
         for path, array in jax.tree_util.tree_leaves_with_path(slots_of(state)):
@@ -247,9 +246,10 @@ def _memory(model: CausalLM, dtype: DTypeLike) -> Memory:
 def _packed(model: CausalLM, dtype: DTypeLike) -> PackedCache | None:
     """From one packed page of every paged array, of the engine's size if the model's entries permit that."""
     size = math.lcm(EngineSettings().page_size, model.page_multiple)
-    if model.unpackable is not None:
+    spec = CacheSpec(1, 1, size, dtype, packed=True)
+    pages = () if model.unpackable else pages_of(eqx.filter_eval_shape(lambda: model.empty_states(spec)))
+    if not pages:
         return None
-    pages = pages_of(eqx.filter_eval_shape(lambda model: model.empty_states(1, 1, size, dtype, packed=True), model))
     entries = sum(paged.packing.entry / paged.tokens for paged in pages if paged.packing is not None)
     return PackedCache(entries, sum(_bytes(paged.entries) for paged in pages) / size, size)
 

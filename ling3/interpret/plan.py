@@ -14,18 +14,18 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-from ling3.cache import pages_of, slots_of
+from ling3.cache import CacheSpec, pages_of, slots_of
 from ling3.engine.forward import Batch, decode, extend
 from ling3.engine.pool import Pool, Rows, new_memory
 from ling3.engine.sampling import Adjustments, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
 from ling3.execution import PLAIN
 from ling3.interpret import ablate
-from ling3.interpret.chips import CHIPS, Chip
+from ling3.interpret.collectives import Collective, by_source, collectives
 from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import Rules, sharding
-from ling3.mesh.collectives import Collective, by_source, collectives
+from ling3.mesh.chips import CHIPS, Chip
 from ling3.mesh.rules import Share
 from ling3.model import CausalLM
 from ling3.ops.exchange import Spread
@@ -351,7 +351,7 @@ def _pool(placed: CausalLM, work: Workload, dtype: DTypeLike) -> Pool:
         rows = [(SamplingParams(), 0, 0, ())] * slots
         put = lambda columns: jax.tree.map(jnp.asarray, columns)  # noqa: E731
         sampling = Sampling.build(rows, vocab, MAX_STOP_IDS, adjustments, put)
-        layers = new_memory(model, slots, pages, work.page_size, dtype)
+        layers = new_memory(model, CacheSpec(slots, pages, work.page_size, dtype))
         pool = Pool(layers, counts, counts, counts, no, sampling, model.placement)
         specs.extend(jax.tree.leaves(pool.specs))
         return pool

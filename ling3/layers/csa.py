@@ -9,7 +9,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32, PRNGKeyArray
 
-from ling3.cache import Paged, Span
+from ling3.cache import CacheSpec, Paged, Span
 from ling3.layers.linear import Linear, Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import Rope
@@ -110,12 +110,10 @@ class Compressor(eqx.Module):
         """Zeros."""
         return jnp.zeros((slots, self.tail, 2 * self.ape.shape[1]), wide(dtype))
 
-    def empty_state(
-        self, slots: int, pages: int, page_size: int, dtype: DTypeLike, packing: Packing | None = None
-    ) -> CompressorState:
+    def empty_state(self, spec: CacheSpec, packing: Packing) -> CompressorState:
         """The memory before the first token."""
-        entries = Paged.empty(pages, page_size, (self.width,), dtype, tokens=self.ratio, packing=packing)
-        return CompressorState(self.empty_tail(slots, dtype), entries)
+        entries = Paged.empty(spec, (self.width,), tokens=self.ratio, packing=packing)
+        return CompressorState(self.empty_tail(spec.slots, spec.dtype), entries)
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: CompressorState | None, span: Span
@@ -270,37 +268,19 @@ class CSA(eqx.Module):
         return self.wq_b.outputs // self.head_dim
 
     @property
-    def page_multiple(self) -> int:
-        """The tokens of a compressed entry, which the tokens of a page are a multiple of."""
-        return 1 if self.compressor is None else self.compressor.ratio
-
-    @property
     def kind(self) -> str:
         """What is beside the window: SWA has nothing, CSA the entries that an indexer chooses, HCA all entries."""
         return "SWA" if self.compressor is None else "HCA" if self.indexer is None else "CSA"
 
-    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike, packed: bool = False) -> CSAState:
-        """The memory before the first token; `packed`, if nothing is `unpackable`, with pages of bytes."""
-        parts = (self.compressor, None if self.indexer is None else self.indexer.compressor)
-        states = (
-            None if part is None else part.empty_state(slots, pages, page_size, dtype, packing if packed else None)
-            for part, packing in zip(parts, (ENTRIES, KEYS), strict=True)
-        )
-        return CSAState(self._empty_window(slots, dtype), *states)
-
-    @property
-    def unpackable(self) -> str | None:
-        """Why the entries cannot be packed; None if they can, or if there are none."""
+    def empty_state(self, spec: CacheSpec) -> CSAState:
+        """The memory before the first token. ValueError for packed entries of other sizes than the format's."""
         rotated = 2 * len(self.rotation.frequencies)
-        if self.compressor is not None and (self.head_dim, rotated) != (ENTRIES.channels, ROPE):
-            return (
-                f"compressed entries have {self.head_dim} channels, of which RoPE turns {rotated}, and packed ones "
-                f"have {ENTRIES.channels} and {ROPE}"
-            )
-        width = KEYS.channels if self.indexer is None else self.indexer.compressor.width
-        if width != KEYS.channels:
-            return f"the indexer's keys have {width} channels, and packed ones have {KEYS.channels}"
-        return None
+        if spec.packed and self.compressor is not None and rotated != ROPE:
+            raise ValueError(f"RoPE turns {rotated} channels of its entries, and {ROPE} of packed ones")
+        chooser = None if self.indexer is None else self.indexer.compressor
+        parts = ((self.compressor, ENTRIES), (chooser, KEYS))
+        states = (None if part is None else part.empty_state(spec, packing) for part, packing in parts)
+        return CSAState(self._empty_window(spec.slots, spec.dtype), *states)
 
     def __call__(
         self, x: Float[Array, "batch seq {self.hidden}"], state: CSAState | None, span: Span

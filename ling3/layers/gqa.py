@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
-from ling3.cache import Paged, Span
+from ling3.cache import CacheSpec, Paged, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.linear import Linear, Matrix
 from ling3.layers.norm import RMSNorm
@@ -103,9 +103,9 @@ class GQA(eqx.Module):
         """Numbers that are remembered of a token: the keys and values of all heads."""
         return 2 * self.k_proj.outputs
 
-    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> Paged:
+    def empty_state(self, spec: CacheSpec) -> Paged:
         """Pages of keys and values, and nothing per slot."""
-        return Paged.empty(pages, page_size, (self.entry,), dtype, window=self.window, shared=2)
+        return Paged.empty(spec, (self.entry,), window=self.window, shared=2)
 
     def __call__(
         self, x: Float[Array, "batch seq {self.hidden}"], state: Paged | None, span: Span

@@ -28,11 +28,21 @@ class HyperConfig:
     """Standard deviation of random matrices."""
 
 
-class Mixing(eqx.Module):
-    """How the streams of each token go on: X'_k = post_k · o + Σ_j combination[j, k] X_j, for a sublayer's output o."""
+class Streams(eqx.Module):
+    """The residual streams X of each token, to which a sublayer's output o is added.
 
+    X + o has the streams X'_k = post_k · o + Σ_j combination[j, k] X_j, in the dtype of X.
+    """
+
+    x: Float[Array, "batch seq streams hidden"]
     post: Wide[Array, "batch seq streams"]
     combination: Wide[Array, "batch seq streams streams"]
+
+    def __add__(self, added: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq streams hidden"]:
+        x, dtype = self.x, self.post.dtype
+        kept = (self.combination[:, :, j, :, None] * x[:, :, j, None].astype(dtype) for j in range(x.shape[2]))
+        new = self.post[..., None] * added[:, :, None].astype(dtype)
+        return functools.reduce(jnp.add, kept, new).astype(x.dtype)
 
 
 class HyperConnection(eqx.Module):
@@ -68,8 +78,8 @@ class HyperConnection(eqx.Module):
             norm_eps=config.norm_eps,
         )
 
-    def __call__(self, x: Float[Array, "batch seq streams hidden"]) -> tuple[Float[Array, "batch seq hidden"], Mixing]:
-        """The sublayer's input h in the dtype of `x`, and the mixing that takes its output back."""
+    def __call__(self, x: Float[Array, "batch seq streams hidden"]) -> tuple[Float[Array, "batch seq hidden"], Streams]:
+        """The sublayer's input h in the dtype of `x`, and the streams to which its output is added."""
         n = x.shape[2]
         z, base = _mixes(self.fn, x, self.norm_eps), self.base.astype(wide(x.dtype))[None, None]
         s = self.scale.astype(z.dtype)
@@ -77,7 +87,7 @@ class HyperConnection(eqx.Module):
         post = 2.0 * jax.nn.sigmoid(z[..., n : 2 * n] * s[1] + base[..., n : 2 * n])
         logits = (z[..., 2 * n :] * s[2] + base[..., 2 * n :]).reshape(*z.shape[:2], n, n)
         combination = jax.nn.softmax(logits, axis=-1) + self.eps
-        return _collapsed(pre, x), Mixing(post, sinkhorn(combination, self.iterations, self.eps))
+        return _collapsed(pre, x), Streams(x, post, sinkhorn(combination, self.iterations, self.eps))
 
 
 class HyperHead(eqx.Module):
@@ -129,18 +139,6 @@ def sinkhorn(
         return matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + eps)
 
     return lax.fori_loop(0, iterations - 1, lambda _, m: divided(divided(m, -1), -2), divided(matrix, -2))
-
-
-def mixed(
-    x: Float[Array, "batch seq *streams hidden"], added: Float[Array, "batch seq hidden"], mixing: Mixing | None
-) -> Float[Array, "batch seq *streams hidden"]:
-    """The residual after a sublayer whose output is `added`, in the dtype of `x`; without a mixing, x + added."""
-    if mixing is None:
-        return x + added
-    streams, dtype = x.shape[2], mixing.post.dtype
-    kept = (mixing.combination[:, :, j, :, None] * x[:, :, j, None].astype(dtype) for j in range(streams))
-    new = mixing.post[..., None] * added[:, :, None].astype(dtype)
-    return functools.reduce(jnp.add, kept, new).astype(x.dtype)
 
 
 def _mixes(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, DTypeLike, Float, Float32, PRNGKeyArray
 
-from ling3.cache import KDAState, Span
+from ling3.cache import CacheSpec, KDAState, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.conv import ShortConv
 from ling3.layers.gate import OutputGate, gate_projection, output_gate, projection
@@ -146,19 +146,19 @@ class KDA(eqx.Module):
         """How many there are."""
         return self.q_proj.outputs // self.o_norm.weight.shape[0]
 
-    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> KDAState:
+    def empty_state(self, spec: CacheSpec) -> KDAState:
         """The memory before the first token: zeros, and nothing in pages."""
         heads, inner = self.heads, self.q_proj.outputs
         taps = 1 if self.q_conv1d is None else self.q_conv1d.weight.shape[1]
-        recurrent = jnp.zeros((slots, heads, inner // heads, inner // heads), wide(dtype))
-        return KDAState(recurrent, jnp.zeros((slots, taps - 1, 3 * inner), dtype))
+        recurrent = jnp.zeros((spec.slots, heads, inner // heads, inner // heads), wide(spec.dtype))
+        return KDAState(recurrent, jnp.zeros((spec.slots, taps - 1, 3 * inner), spec.dtype))
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: KDAState | None, span: Span
     ) -> tuple[Float[Array, "batch seq hidden"], KDAState]:
         """The layer's output for each token, and its memory after the span's last. No state means the zero state."""
         execution = span.execution
-        state = self.empty_state(x.shape[0], 0, 1, x.dtype) if state is None else state
+        state = self.empty_state(CacheSpec(x.shape[0], 0, 1, x.dtype)) if state is None else state
         q, k, v, conv = self.convolved(x, state.conv, span)
         q = span.cleared(q)
         gates = self.gates(x, span)

@@ -1,6 +1,5 @@
 """Weight matrices: one type that owns the product, whatever the numbers are stored as, and the layers made of one."""
 
-import warnings
 from abc import abstractmethod
 from typing import Any
 
@@ -192,11 +191,3 @@ class Constant(eqx.Module):
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, std: float) -> Float[Array, "..."]:
     """A weight drawn from N(0, std²)."""
     return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Embedding":
-        words = "an embedding is a Linear now, and `embed` its lookup; the name Embedding goes with the next release"
-        warnings.warn(words, DeprecationWarning, stacklevel=2)
-        return Linear
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

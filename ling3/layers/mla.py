@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
-from ling3.cache import Paged, Span
+from ling3.cache import CacheSpec, Paged, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.gate import OutputGate, gate_projection, output_gate
 from ling3.layers.linear import Constant, Linear, LowRank, Matrix
@@ -96,9 +96,9 @@ class MLA(eqx.Module):
             gate_law=config.gate_law,
         )
 
-    def empty_state(self, slots: int, pages: int, page_size: int, dtype: DTypeLike) -> Paged:
+    def empty_state(self, spec: CacheSpec) -> Paged:
         """Pages of latents, and nothing per slot."""
-        return Paged.empty(pages, page_size, (self.entry,), dtype)
+        return Paged.empty(spec, (self.entry,))
 
     @property
     def hidden(self) -> int:

@@ -1,15 +1,12 @@
-"""The checks of types at run time: beartype's, in a scope of jaxtyping's where axes are named."""
+"""The checks of types at run time: beartype's, in jaxtyping's scopes for the names of axes."""
 
 import contextlib
-import dataclasses
-import functools
 import inspect
 import io
 import re
 import reprlib
-import typing
-from collections.abc import Callable, Iterator
-from types import CodeType
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import beartype
@@ -30,29 +27,18 @@ class TypeCheckError(jaxtyping.TypeCheckError, jaxtyping.AnnotationError):
     """
 
 
-def typed(what: Any) -> Any:
-    """A function that checks its arguments and its result, or a dataclass that checks its fields.
+def install(modules: Sequence[str]) -> Any:
+    """jaxtyping's import hook for modules and packages, whose functions and dataclasses then check their types.
 
-    A dataclass with `__no_type_check__` stays as it is.
-    jaxtyping gives every call a scope for the names of axes, which takes fifty times as long as a check; so only
-    functions that name axes get one.
+    It gives each call a scope for the names of axes, which takes 15 µs: it is for modules with arrays. Modules that
+    these import are compiled to bytecode of the same name, unchecked: for other `modules` the name is another.
     """
-    if isinstance(what, type):
-        unchecked = getattr(what, "__no_type_check__", False) or hasattr(what.__init__, "is_typed")
-        if dataclasses.is_dataclass(what) and not unchecked:
-            what.__init__ = typed(what.__init__)
-        return what
-    check = None
+    return jaxtyping.install_import_hook(modules, f"{__name__}.checker({zlib.crc32(repr(modules).encode())})")
 
-    @functools.wraps(what)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal check
-        if check is None:
-            check = _checking(what)
-        return check(*args, **kwargs)
 
-    call.is_typed = True  # pyright: ignore[reportAttributeAccessIssue]
-    return call
+def checker(_: int) -> Callable[..., Any]:
+    """`checked`, for jaxtyping, which names bytecode after the whole expression that it finds a checker by."""
+    return checked
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,72 +59,6 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeCheckError(_problem(error, function, args, kwargs)) from None
 
     return call
-
-
-def _checking(function: Any) -> Callable[..., Any]:
-    """`function` with checks, which are written once for its code: a function within another is new at every call."""
-    key = function.__module__, function.__qualname__, function.__code__
-    annotations, add = _KNOWN.get(key, (None, None))
-    if add is None or annotations != function.__annotations__:
-        add = _scoped if _names_axes(function) else _unscoped(function)
-        _KNOWN[key] = function.__annotations__, add
-    return add(function)
-
-
-_KNOWN: dict[tuple[str, str, CodeType], tuple[dict[str, Any], Callable[..., Any]]] = {}
-"""Of each function's code its annotations, and what adds their checks."""
-
-
-def _names_axes(function: Any) -> bool:
-    """True if a type of jaxtyping's is among the annotations, or if they cannot be evaluated."""
-    try:
-        return any(map(_is_jaxtyping, typing.get_type_hints(function, include_extras=True).values()))
-    except Exception:
-        return True
-
-
-def _is_jaxtyping(hint: Any) -> bool:
-    inner = hint if isinstance(hint, list) else typing.get_args(hint)
-    return getattr(hint, "__module__", "").startswith("jaxtyping") or any(map(_is_jaxtyping, inner))
-
-
-def _scoped(function: Any) -> Callable[..., Any]:
-    return jaxtyping.jaxtyped(function, typechecker=checked)
-
-
-def _unscoped(like: Any) -> Callable[..., Any]:
-    """What adds to a function the checks of the signature and the types that `like` has."""
-    hints = typing.get_type_hints(like, include_extras=True)
-    result = checked(_stub(like, "(value): return value", {"return": hints.pop("return", Any)}))
-    parameters = [
-        parameter.replace(
-            annotation=parameter.empty, default=parameter.default if parameter.default is parameter.empty else None
-        )
-        for parameter in inspect.signature(like).parameters.values()
-        if parameter.name in like.__code__.co_varnames  # Ray adds one to the signatures of an actor's methods
-    ]
-    stub = _stub(like, f"{inspect.Signature(parameters)}: pass", hints)
-    stub.__defaults__, stub.__kwdefaults__ = like.__defaults__, like.__kwdefaults__
-    arguments = checked(stub)
-
-    def add(function: Any) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            arguments(*args, **kwargs)
-            return result(function(*args, **kwargs))
-
-        return call
-
-    return add
-
-
-def _stub(like: Any, rest: str, hints: dict[str, Any]) -> Any:
-    """A function of the name of `like`, with other types: beartype reads signatures off the code."""
-    scope: dict[str, Any] = {}
-    exec(f"def stub{rest}", scope)
-    stub = scope["stub"]
-    stub.__annotations__, stub.__module__ = hints, like.__module__
-    stub.__name__, stub.__qualname__ = like.__name__, like.__qualname__
-    return stub
 
 
 def _problem(error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -2,11 +2,9 @@
 
 import numbers
 import operator
-from typing import Any, no_type_check
+from typing import Any
 
 
-# Asked of every token of a prompt: checking types would take longer than the answer.
-@no_type_check
 def is_whole(value: Any) -> bool:
     """True if `value` is a whole number; a bool is none."""
     if type(value) is int:

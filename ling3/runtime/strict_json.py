@@ -2,7 +2,7 @@
 
 import json
 import os
-from typing import Any, no_type_check
+from typing import Any
 
 from ling3.runtime import regular_file
 from ling3.runtime.quoting import shown
@@ -49,7 +49,6 @@ def _value(text: str | bytes, source: str) -> Any:
         raise ValueError(f"{source}: {error}") from error
 
 
-@no_type_check  # called for every object of a file, with what the parser has made
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):

@@ -9,7 +9,7 @@ text that goes on never changes what came before, and one that is cut inside a c
 import codecs
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any, no_type_check
+from typing import Any
 
 import tokenizers
 
@@ -35,8 +35,6 @@ class ByteFallback:
         return [token for group in groups for token in group]
 
 
-# Its methods run for every token: checking their types would take longer than they do.
-@no_type_check
 class ByteRun:
     """Groups the tokens of a text, as they come, so that each group is decoded to whole characters.
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import no_type_check
 
 import tokenizers
 
@@ -17,8 +16,6 @@ CHARACTER_REST = 3
 MOST_HELD = 8
 
 
-# The methods of these two run for every token of every request: checking their types would take longer than they do.
-@no_type_check
 class StreamDecoder:
     """Decodes one sequence's tokens as they come, holding back a character whose last bytes are still to come.
 
@@ -123,7 +120,6 @@ class StreamDecoder:
         return token not in self._hidden and self._tokenizer.id_to_token(token) is not None
 
 
-@no_type_check
 class StopStrings:
     """Cuts a stream of text at the first of `stops`, holding back an end that may be the beginning of one.
 

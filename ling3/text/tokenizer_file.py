@@ -10,7 +10,7 @@ import math
 import pathlib
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, no_type_check
+from typing import Any
 
 import tokenizers
 
@@ -34,8 +34,6 @@ class TokenizerError(QuotingError):
     """A tokenizer's file is damaged, does not fit the others, or fails on its input."""
 
 
-# Entered for every step of every request: checking types would take longer than the block inside.
-@no_type_check
 class Reported:
     """`with Reported(path, problem)`: a TokenizerError with the `problem` if the tokenizers library fails.
 

@@ -15,7 +15,7 @@ from quantized_models import CONFIGS, SIZES, compressed, config, model
 import ling3
 from ling3.checkpoint import weight_names
 from ling3.checkpoint.names import structure
-from ling3.checkpoint.safetensors_file import SafetensorsFile
+from ling3.checkpoint.safetensors_file import open_file
 from ling3.families.ling3_config import ConfigError
 from ling3.layers.quantized import QuantizedMatrix
 from ling3.mesh import plan
@@ -133,7 +133,7 @@ def test_numbers_that_are_nan_are_refused(name, tmp_path):
     ling3.save(own, tmp_path)
     file, field = tmp_path / "model.safetensors", "weight" if name == "fp8" else "weight_scale"
     content = bytearray(file.read_bytes())
-    content[SafetensorsFile(file).tensors[f"{KEY}.{field}"].start + 5] = 255
+    content[open_file(file)[f"{KEY}.{field}"].start + 5] = 255
     file.write_bytes(content)
     with pytest.raises(ling3.CheckpointError, match=rf"NaN or infinite.*\n.*{KEY}.{field}"):
         ling3.load(tmp_path)
@@ -155,7 +155,7 @@ def changed(tmp_path_factory):
         path = tmp_path_factory.mktemp("changed")
         (path / "config.json").write_bytes((saved[name] / "config.json").read_bytes())
         content = bytearray((saved[name] / "model.safetensors").read_bytes())
-        tensors = SafetensorsFile(saved[name] / "model.safetensors").tensors
+        tensors = open_file(saved[name] / "model.safetensors")
         for tensor, value in numbers.items():
             start, raw = tensors[tensor].start, np.asarray(value).tobytes()
             content[start : start + len(raw)] = raw

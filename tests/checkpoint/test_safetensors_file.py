@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from ling3.checkpoint import safetensors_file
-from ling3.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
+from ling3.checkpoint.safetensors_file import CheckpointError, open_file, read_stack
 
 
 def raw_file(path: Path, header: object, data: bytes = b"") -> Path:
@@ -28,7 +28,7 @@ def entry(dtype: str, shape: list[int], start: int, end: int) -> dict:
 
 def refusal(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        SafetensorsFile(path)
+        open_file(path)
     assert str(path) in str(caught.value)
     return str(caught.value)
 
@@ -43,23 +43,22 @@ ARRAYS = {
 }
 
 
-def numbers(file, name):
+def numbers(tensor):
     """All of a tensor, flat."""
-    info = file.tensors[name]
-    out = np.empty(info.shape, safetensors_file.DTYPES[info.dtype]).reshape(-1)
-    file.read(name, 0, out[None], out.size)
+    out = np.empty(tensor.shape, safetensors_file.DTYPES[tensor.dtype]).reshape(-1)
+    tensor.read(0, out[None], out.size)
     return out
 
 
 def test_reads_what_safetensors_writes(tmp_path):
     safetensors.numpy.save_file(ARRAYS, tmp_path / "x.safetensors")
-    file = SafetensorsFile(tmp_path / "x.safetensors")
-    assert set(file.tensors) == set(ARRAYS)
+    tensors = open_file(tmp_path / "x.safetensors")
+    assert set(tensors) == set(ARRAYS)
     for name, array in ARRAYS.items():
-        info = file.tensors[name]
-        assert safetensors_file.DTYPES[info.dtype] == array.dtype and info.shape == array.shape
-        np.testing.assert_array_equal(numbers(file, name), array.reshape(-1))
-        assert file.tensors[name].nbytes == array.nbytes
+        found = tensors[name]
+        assert safetensors_file.DTYPES[found.dtype] == array.dtype and found.shape == array.shape
+        np.testing.assert_array_equal(numbers(found), array.reshape(-1))
+        assert found.nbytes == array.nbytes
 
 
 @pytest.mark.parametrize("order", ["0123", "3210", "0231", "1023"])
@@ -68,13 +67,13 @@ def test_a_stack_is_its_tensors_end_to_end(tmp_path, monkeypatch, order):
     arrays = {f"x{i}": np.arange(6, dtype=np.int32).reshape(2, 3) + 10 * int(i) for i in order}
     specs = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     safetensors_file.write(tmp_path / "x.safetensors", specs, arrays.__getitem__)
-    file, names = SafetensorsFile(tmp_path / "x.safetensors"), sorted(arrays)
+    tensors, names = open_file(tmp_path / "x.safetensors"), sorted(arrays)
     expected, reads, preadv = np.concatenate([arrays[name].reshape(-1) for name in names]), [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *at: reads.append(preadv(*at)) or reads[-1])
     for start, end in itertools.combinations(range(expected.size + 1), 2):
         reads.clear()
         out = np.zeros((1, end - start), np.int32)
-        file.read_stack(names, start, out)
+        read_stack([tensors[name] for name in names], start, out)
         np.testing.assert_array_equal(out[0], expected[start:end])
         touched = [order.index(str(i)) for i in range(start // 6, (end - 1) // 6 + 1)]
         assert len(reads) == 1 + sum(after != before + 1 for before, after in itertools.pairwise(touched))
@@ -89,8 +88,8 @@ def test_safetensors_reads_what_is_written(tmp_path):
     for name, array in ARRAYS.items():
         assert read[name].dtype == array.dtype
         np.testing.assert_array_equal(read[name], array)
-    for info in SafetensorsFile(tmp_path / "x.safetensors").tensors.values():
-        assert info.start % safetensors_file.DTYPES[info.dtype].itemsize == 0
+    for tensor in open_file(tmp_path / "x.safetensors").values():
+        assert tensor.start % safetensors_file.DTYPES[tensor.dtype].itemsize == 0
 
 
 def test_writing_asks_for_one_array_at_a_time_and_checks_it(tmp_path):
@@ -104,22 +103,22 @@ def test_writing_asks_for_one_array_at_a_time_and_checks_it(tmp_path):
 def test_reading_a_part(tmp_path):
     array = np.arange(100, dtype=np.float32).reshape(4, 25)
     safetensors.numpy.save_file({"a": array[0], "b": array}, tmp_path / "x.safetensors")
-    file = SafetensorsFile(tmp_path / "x.safetensors")
+    tensor = open_file(tmp_path / "x.safetensors")["b"]
     part = np.empty((1, 30), np.float32)
-    file.read("b", 20, part, 100)
+    tensor.read(20, part, 100)
     np.testing.assert_array_equal(part[0], np.arange(20, 50))
     columns = np.zeros((3, 9), np.float32)
-    file.read("b", 25 + 4, columns[:, :7], 25)
+    tensor.read(25 + 4, columns[:, :7], 25)
     np.testing.assert_array_equal(columns[:, :7], array[1:, 4:11])
     assert not columns[:, 7:].any()
 
 
 def test_a_file_that_is_cut_while_it_is_open(tmp_path):
     safetensors.numpy.save_file({"a": np.zeros(100, np.float32)}, tmp_path / "x.safetensors")
-    file = SafetensorsFile(tmp_path / "x.safetensors")
+    tensors = open_file(tmp_path / "x.safetensors")
     os.truncate(tmp_path / "x.safetensors", 300)
     with pytest.raises(CheckpointError, match=r"x\.safetensors: ends within a; it has been cut"):
-        numbers(file, "a")
+        numbers(tensors["a"])
 
 
 def test_a_truncated_file(tmp_path):
@@ -194,7 +193,7 @@ def test_other_kinds_of_files(tmp_path, data, said):
 def test_a_header_length_that_looks_like_another_format(tmp_path, length):
     header = json.dumps({"a": entry("F32", [1], 0, 4)}).encode().ljust(length)
     path = raw_file(tmp_path / "x.safetensors", header, np.float32(7).tobytes())
-    assert numbers(SafetensorsFile(path), "a") == [7]
+    assert numbers(open_file(path)["a"]) == [7]
 
 
 def test_what_torch_save_writes(tmp_path):
@@ -218,5 +217,5 @@ def test_a_header_that_is_too_large(tmp_path, monkeypatch):
 
 def test_a_type_that_numpy_lacks_is_listed_with_its_name(tmp_path):
     path = raw_file(tmp_path / "x.safetensors", {"a": entry("F8_E5M2", [4], 0, 4)}, bytes(4))
-    assert SafetensorsFile(path).tensors["a"].dtype == "F8_E5M2"
+    assert open_file(path)["a"].dtype == "F8_E5M2"
     assert "F8_E5M2" not in safetensors_file.DTYPES

@@ -184,10 +184,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
         ({"batch_invariant": 1, "overlap": None}, "batch_invariant is 1, expected True or False; overlap is None"),
         ({"cache_dtype": "fp8"}, "cache_dtype is 'fp8', expected one of 'auto', 'float32', 'bfloat16', 'packed'"),
         ({"cache_dtype": None}, "cache_dtype is None, expected one of"),
-        (
-            {"cache_dtype": "packed"},
-            "expected 'auto', .* this model: layer 0: the memory of KDA has no packed",
-        ),
+        ({"cache_dtype": "packed"}, "expected 'auto', .* this model: layer 2: its entries have no packed form"),
         ({"mem_fraction": 1e-12, "num_pages": None}, "lower max_running_requests or raise mem_fraction"),
     ],
 )
@@ -217,8 +214,6 @@ def test_settings_are_given_whole_or_by_name():
     named = ling3.Engine(model(), None, **{**SETTINGS, "num_pages": 19})
     resolved = dataclasses.replace(whole, num_pages=19, max_model_len=256)
     assert given.settings == named.settings == resolved and given.max_model_len == 256
-    with pytest.deprecated_call(match=r'engine.settings\["num_pages"\] is now engine.settings.num_pages'):
-        assert given.settings["num_pages"] == 19
 
 
 def test_what_there_is_no_memory_for_is_refused_before_it_is_allocated(monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 from experiments import nano_tables
 from experiments.nano_probes import NEEDED
 from experiments.nano_tables import MECHANISMS, markdown, needed, relied_on
+from ling3.evals.ablations import ablations
 from ling3.families import init
-from ling3.interpret.ablations import ablations
 from ling3.train.nano.mixture import corpus
 from ling3.train.nano.recipe import NANO, WITHOUT
 from ling3.train.tokenizer import train_tokenizer

@@ -20,10 +20,10 @@ from rich.console import Console
 import ling3
 from ling3.cache import Span
 from ling3.checkpoint.names import weight_names
+from ling3.evals.ablations import ablations
 from ling3.families import deepseek_v4
 from ling3.families.deepseek_v4_config import HEAVY, SLIDING, SPARSE, DeepseekV4Config
 from ling3.interpret import ablate
-from ling3.interpret.ablations import ablations
 from ling3.interpret.inspect import report
 from ling3.layers.hyper import sinkhorn
 

@@ -156,9 +156,9 @@ def test_an_engine_counts_bytes_of_packed_pages(model):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 256}, "layer 0: compressed entries have 256 channels, of which RoPE turns 64, and .* 512 and 64"),
-        ({"qk_rope_head_dim": 32}, "layer 0: .* of which RoPE turns 32, and packed ones have 512 and 64"),
-        ({"index_head_dim": 64}, "layer 0: the indexer's keys have 64 channels, and packed ones have 128"),
+        ({"head_dim": 256}, "layer 0: its entries have 256 channels, and packed ones have 512"),
+        ({"qk_rope_head_dim": 32}, "layer 0: RoPE turns 32 channels of its entries, and 64 of packed ones"),
+        ({"index_head_dim": 64}, "layer 0: its keys have 64 channels, and packed ones have 128"),
     ],
 )
 def test_entries_of_other_sizes_are_refused(changes, message):

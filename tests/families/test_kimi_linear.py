@@ -15,9 +15,9 @@ from published_configs import KIMI_LINEAR
 import ling3
 from ling3.cache import Span
 from ling3.checkpoint.names import weight_names
+from ling3.evals.ablations import ablations
 from ling3.execution import Execution
 from ling3.families.kimi_linear import KimiLinearConfig
-from ling3.interpret.ablations import ablations
 from ling3.interpret.inspect import Memory, report
 
 CONFIG = KimiLinearConfig.from_dict(SMALL)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 import ling3
 from ling3 import families
-from ling3.interpret.ablations import ablations
+from ling3.evals.ablations import ablations
 from ling3.interpret.inspect import Memory, report
 from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
@@ -28,8 +28,8 @@ class Fading(eqx.Module):
     a: Float[Array, " hidden"]
     proj: Linear
 
-    def empty_state(self, slots, pages, page_size, dtype):
-        return jnp.zeros((slots, self.a.size), jnp.float32)
+    def empty_state(self, spec):
+        return jnp.zeros((spec.slots, self.a.size), jnp.float32)
 
     def __call__(self, x, state, span):
         def step(s, token):
@@ -37,7 +37,7 @@ class Fading(eqx.Module):
             s = jnp.where(valid[:, None], self.a[None] * s + x, s)
             return s, s
 
-        state = self.empty_state(x.shape[0], 0, 1, x.dtype) if state is None else state
+        state = self.empty_state(ling3.CacheSpec(x.shape[0], 0, 1, x.dtype)) if state is None else state
         state, y = jax.lax.scan(step, state, (jnp.moveaxis(x, 1, 0), jnp.moveaxis(span.valid(x.shape[1]), 1, 0)))
         return self.proj(jnp.moveaxis(y, 0, 1), span.execution), state
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from tiny_transformers import CASES, FROZEN, GREEDY, POSITIONS, TOKENS, VOCAB, open_model, write
 
 import ling3
+from ling3.evals.ablations import ablations
 from ling3.interpret import ablate
-from ling3.interpret.ablations import ablations
 from ling3.interpret.inspect import report
 
 # What takes long to compile: a user's run takes one family, `make exhaustive` the rest.

@@ -26,8 +26,9 @@ from published_transformers import (
 
 import ling3
 from ling3.checkpoint import weight_names
-from ling3.checkpoint.names import leaves, structure
+from ling3.checkpoint.names import structure, weights_of
 from ling3.families import read_config
+from ling3.leaves import array_leaves
 
 EVERY = [LLAMA_32_1B, MISTRAL_V03, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B]
 CENSUS = {
@@ -56,7 +57,7 @@ def test_the_census_of_published_configs(tmp_path, name):
     raw, parameters, tensors = CENSUS[name]
     config = config_of(tmp_path, raw)
     built = structure(config)
-    weights = [weight for leaf in leaves(built) for weight in leaf.weights()]
+    weights = [weight for leaf in array_leaves(built) for weight in weights_of(leaf)]
     assert sum(weight.size for weight in weights) == parameters
     assert len({weight.name for weight in weights}) == len(weights) == tensors
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(built))
@@ -178,7 +179,7 @@ def test_angles_are_those_of_the_equations(tmp_path, raw, kind):
         ({"num_key_value_heads": 3}, "num_key_value_heads: found 3; expected a divisor of num_attention_heads"),
         ({"head_dim": 63}, "head_dim: found 63; expected an even number, as RoPE"),
         ({"head_dim": None, "hidden_size": 999}, "head_dim: absent; expected an integer from 1"),
-        ({"rope_theta": 1}, "rope_theta: found 1.0; expected a finite number above 1"),
+        ({"rope_theta": 1}, "rope_theta: found 1; expected a finite number above 1"),
         ({"hidden_act": "gelu"}, "hidden_act: found 'gelu'; expected 'silu'; in ling3 every MLP is a SwiGLU"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size: absent; expected"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5; expected 1.0"),

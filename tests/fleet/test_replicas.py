@@ -27,12 +27,12 @@ from tiny import open_model
 
 import ling3
 from ling3 import cli
+from ling3.cli import descendants
 from ling3.evals.answers import number
 from ling3.evals.predictions import fingerprint
 from ling3.evals.prompts import Question, write
 from ling3.evals.run import evaluate, prepare
 from ling3.fleet import FleetError, cluster, places, work
-from ling3.runtime import descendants
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's"),

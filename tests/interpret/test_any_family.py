@@ -14,8 +14,8 @@ from tiny import DEEP, open_model
 
 import ling3
 from ling3 import cli, families
+from ling3.evals.ablations import ablations
 from ling3.interpret import ablate, inspect
-from ling3.interpret.ablations import ablations
 
 NOTEBOOK = pathlib.Path(__file__).parents[2] / "notebooks" / "09_a_mixer_of_your_own.py"
 PLAIN = """

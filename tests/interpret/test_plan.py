@@ -18,8 +18,8 @@ from ling3 import cli
 from ling3.afd.cost import Hardware
 from ling3.checkpoint.names import structure
 from ling3.interpret import plan
-from ling3.interpret.chips import Chip
 from ling3.mesh import MeshError, Rules
+from ling3.mesh.chips import Chip
 
 CONFIG = dataclasses.replace(TINY, hidden_size=64, num_attention_heads=4)
 """A layer of KDA with a dense MLP, one of KDA with 8 experts, and one of MLA with as many."""

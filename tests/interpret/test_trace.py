@@ -8,7 +8,7 @@ from einops import einsum
 from tiny import FLASH, TINY, UNBOUNDED, open_model
 
 import ling3
-from ling3.cache import Span
+from ling3.cache import CacheSpec, Span
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, 21), 0, TINY.vocab_size)
 SPAN = Span(jnp.zeros(2, jnp.int32), jnp.full(2, 21, jnp.int32))
@@ -40,7 +40,7 @@ def test_attention_maps_times_values_are_the_attentions_outputs(traced):
         weights = inside.attention.attention_map
         assert np.all(np.triu(weights, 1) == 0)
         if isinstance(inside.attention, type(seen.kda[0])):
-            _, _, v, _ = attention.convolved(normed, attention.empty_state(2, 0, 1, jnp.float32).conv, SPAN)
+            _, _, v, _ = attention.convolved(normed, attention.empty_state(CacheSpec(2, 0, 1, jnp.float32)).conv, SPAN)
             o = einsum(weights, v, "b h i j, b j h v -> b i h v")
             heads = attention.gated(o, inside.attention.gate, jnp.float32)
             np.testing.assert_allclose(inside.attention.state, memory.recurrent, atol=ROUNDING)

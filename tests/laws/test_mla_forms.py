@@ -8,7 +8,7 @@ import pytest
 from tiny import FLASH, TINY, open_model
 
 import ling3
-from ling3.cache import Paged, Span
+from ling3.cache import CacheSpec, Paged, Span
 from ling3.layers.mla import MLA
 
 CALL = eqx.filter_jit(lambda mla, x, state, span: mla(x, state, span))
@@ -25,7 +25,7 @@ def test_absorbed_is_expanded(config, held):
     draw = np.random.default_rng(held)
     context = jnp.asarray(draw.normal(size=(2, max(held, 1), config.hidden_size)), jnp.float32)
     x = jnp.asarray(draw.normal(size=(2, 1, config.hidden_size)), jnp.float32)
-    cache, table = mla.empty_state(2, 4, 256, jnp.float32), jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
+    cache, table = mla.empty_state(CacheSpec(2, 4, 256, jnp.float32)), jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
     none = jnp.zeros(2, jnp.int32)
     _, cache = CALL(mla, context, cache, Span(none, none + held, table))
     span = Span(none + held, none + 1, table)

@@ -15,9 +15,10 @@ import ling3
 from ling3 import families
 from ling3.cache import Span
 from ling3.checkpoint import weight_names
-from ling3.checkpoint.names import leaves, structure
+from ling3.checkpoint.names import structure
 from ling3.families import ling3 as family
 from ling3.layers.linear import Linear, Matrix
+from ling3.leaves import array_leaves
 from ling3.ops.exchange import LOCAL, Exchange
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 96, size=(2, 21)), jnp.int32)
@@ -121,7 +122,7 @@ def test_integers_are_not_taken_for_floats(quantized, tmp_path):
 def test_every_array_has_its_axes(config):
     """Axes of one name have one size, but for those whose size is the part's own, and heads for their factors."""
     sizes = {}
-    for leaf in leaves(structure(config)):
+    for leaf in array_leaves(structure(config)):
         assert len(leaf.axes) == leaf.value.ndim, leaf.path
         for axis, size in zip(leaf.axes, leaf.value.shape, strict=True):
             sizes.setdefault(axis, set()).add(size)
@@ -134,7 +135,7 @@ def test_every_array_has_its_axes(config):
 
 
 def test_every_module_knows_its_name():
-    for leaf in leaves(open_model(TINY)):
+    for leaf in array_leaves(open_model(TINY)):
         if hasattr(leaf.module, "name"):
             assert leaf.module.name == leaf.path.split(".")[-2], leaf.path
 

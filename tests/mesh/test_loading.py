@@ -25,8 +25,9 @@ from tiny import FLASH, TINY
 
 import ling3
 from ling3.checkpoint.dequantizing import QuantizedTensor
-from ling3.checkpoint.names import leaves, structure
-from ling3.checkpoint.safetensors_file import SafetensorsFile
+from ling3.checkpoint.names import structure, weights_of
+from ling3.checkpoint.safetensors_file import open_file
+from ling3.leaves import array_leaves
 from ling3.mesh import MeshError, Rules, place, plan
 
 SCRIPT = pathlib.Path(__file__).with_name("loading_process.py")
@@ -80,9 +81,9 @@ def gathered(model, rules):
     """The published tensors of a model on a mesh, put together from its parts as its layout says."""
     tree, found = structure(model.config), {}
     layout = plan(tree, model.placement.mesh, rules)
-    for leaf, share, array in zip(leaves(tree), layout.shares, jax.tree.leaves(model), strict=True):
+    for leaf, share, array in zip(array_leaves(tree), layout.shares, jax.tree.leaves(model), strict=True):
         whole = share.whole(np.asarray(array))
-        for weight in leaf.weights():
+        for weight in weights_of(leaf):
             own = whole if weight.expert is None else whole[weight.expert]
             found[weight.name] = own.reshape(weight.shape)
     return found
@@ -158,7 +159,9 @@ def test_quantized_tensors_are_cut_by_rows_and_columns(tmp_path):
     rules = Rules(sums=True, experts=None)
     expected = place(ling3.load(tmp_path), mesh(8), rules)
     found = ling3.load(tmp_path, mesh=mesh(8), rules=rules)
-    for leaf, ours, theirs in zip(leaves(expected), jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for leaf, ours, theirs in zip(
+        array_leaves(expected), jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), leaf.path
 
 
@@ -168,9 +171,9 @@ def test_any_part_of_a_quantized_matrix(tmp_path):
     four, others = deepseek_v4_checkpoint.to_fp4(rng.standard_normal((10, 96)), rng)
     stored = {"a.weight": eight, "a.scale": scales.astype(np.float32), "b.weight": four, "b.scale": others}
     safetensors.numpy.save_file(stored, tmp_path / "x.safetensors")
-    file = SafetensorsFile(tmp_path / "x.safetensors")
+    tensors = open_file(tmp_path / "x.safetensors")
     for name, rows, columns in [("a", 200, 300), ("b", 10, 96)]:
-        matrix = QuantizedTensor(file, f"{name}.weight", file, f"{name}.scale", columns)
+        matrix = QuantizedTensor(tensors[f"{name}.weight"], tensors[f"{name}.scale"], columns)
         whole = matrix.read(0, rows, 0, columns)
         np.testing.assert_array_equal(whole, deepseek_v4_checkpoint.dequantise(stored)[f"{name}.weight"])
         for _ in range(50):

@@ -1,8 +1,6 @@
-"""The experts of few tokens are the experts; and when they take this form."""
+"""The experts of few tokens are the experts."""
 
-import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import pytest
 from expert_cases import by_hand, case, check_gradients
 
 from ling3.ops.experts import block_experts
-from ling3.ops.few_token_experts import ServingProfile, chosen_form, few_token_experts, takes_few_tokens
+from ling3.ops.few_token_experts import few_token_experts
 from ling3.ops.swiglu import SwiGLU
 
 
@@ -33,18 +31,3 @@ def test_both_forms_are_one_sum(dtype, limits):
 
 def test_gradients_are_the_dense_forms():
     check_gradients(few_token_experts)
-
-
-def test_the_form_is_chosen_from_what_is_known_beforehand():
-    """Against the condition written out, over every combination of facts, at and beside its bound of tokens."""
-    facts = [field.name for field in dataclasses.fields(ServingProfile) if field.name != "max_tokens"]
-    seen = set()
-    for tokens, *values in itertools.product((1024, 1025), *[(False, True)] * len(facts)):
-        own = dict(zip(facts, values, strict=True))
-        use = own["enabled"] and own["fp4_weights"] and not own["next_token_layer"] and not own["across_hosts"]
-        use = use and not (own["hashed"] and not own["hashed_too"]) and (own["decode_graph"] or tokens <= 1024)
-        serving = ServingProfile(tokens, **own)
-        assert takes_few_tokens(serving) == use
-        assert chosen_form(serving) is (few_token_experts if use else block_experts)
-        seen.add(use)
-    assert seen == {True, False} and not takes_few_tokens(ServingProfile(1))

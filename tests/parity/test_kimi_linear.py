@@ -21,8 +21,8 @@ from family_cases import LENGTHS, distance_on_a_cache, greedy_answers, logits_of
 from published_configs import KIMI_LINEAR
 
 import ling3
-from ling3.checkpoint.names import leaves
 from ling3.families.kimi_linear import KimiLinearConfig, LinearAttention
+from ling3.leaves import array_leaves
 
 LOGITS = 2e-4
 BASE = dataclasses.replace(
@@ -179,7 +179,7 @@ def test_gradients(tmp_path):
         return -jnp.mean(jnp.take_along_axis(own, jnp.asarray(ids[1:], jnp.int32)[:, None], axis=1))
 
     found = gradients(case.ours)
-    for one, other in zip(leaves(found), leaves(expected), strict=True):
+    for one, other in zip(array_leaves(found), array_leaves(expected), strict=True):
         if one.field != "expert_bias":  # chooses, and has no gradient: transformers keeps it beside its parameters
             assert jnp.abs(one.value - other.value).max() <= 1e-4 * jnp.abs(other.value).max(), one.path
 

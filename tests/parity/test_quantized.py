@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import ling3
-from ling3.checkpoint.names import leaves
+from ling3.checkpoint.names import weights_of
 from ling3.layers.quantized import QuantizedMatrix
+from ling3.leaves import array_leaves
 
 SIZES = {
     "vocab_size": 97,
@@ -66,9 +67,9 @@ def checkpoint(tmp_path_factory):
 def matrices(path, dtype=None):
     """The model's quantized matrices, by published module."""
     model = ling3.load(path, dtype)
-    for leaf in leaves(model):
+    for leaf in array_leaves(model):
         if isinstance(leaf.module, QuantizedMatrix) and leaf.field in ("weight", "weight_packed"):
-            (weight,) = leaf.weights()
+            (weight,) = weights_of(leaf)
             yield weight.name.rpartition(".")[0], leaf.module
 
 

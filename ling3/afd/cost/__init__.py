@@ -2,8 +2,9 @@
 `deployment` the times of its stages on devices, and `simulation` those of the operators' own schedulers."""
 
 from ling3.afd.cost.deployment import DecodeStep, Deployment, Filled, Stage, best, fullest, stages, step_time
-from ling3.afd.cost.model import H200, NIC, Block, Hardware, ModelCost, Reads, distinct
+from ling3.afd.cost.model import Block, ModelCost, Reads, distinct
 from ling3.afd.cost.simulation import Interval, Outcome, simulate
+from ling3.mesh.chips import H200, NIC, Hardware
 
 __all__ = [
     "H200",

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import no_type_check
 
 import numpy as np
 
-from ling3.afd.cost.model import Hardware, ModelCost, Number, at_least, distinct, positive
+from ling3.afd.cost.model import ModelCost, distinct
 from ling3.afd.operators.windows import slot_bytes
+from ling3.mesh.chips import Hardware, Number, at_least, positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,6 @@ class DecodeStep:
         at_least(0, context=self.context)
 
 
-@no_type_check
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """The times of one micro-batch in one block, in seconds."""

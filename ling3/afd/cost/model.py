@@ -8,78 +8,22 @@ import collections
 import dataclasses
 import functools
 import math
-from typing import Any, no_type_check
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ling3.afd.plan import without_experts
-from ling3.cache import Paged, State, pages_of
+from ling3.cache import CacheSpec, Paged, State, pages_of
 from ling3.checkpoint.names import structure
 from ling3.layers.csa import CSA
 from ling3.layers.gqa import GQA
 from ling3.layers.kda import KDA
 from ling3.layers.mla import MLA
 from ling3.layers.moe import MoE
+from ling3.mesh.chips import Hardware, Number, positive
 from ling3.model import CausalLM, DecoderLayer, Mixer
-
-Number = float | np.ndarray
-"""One, or as many as there are batches in a `DecodeStep`."""
-
-
-# What a search calls thousands of times is not checked each time.
-
-
-@no_type_check
-def at_least(least: float, **values: Number) -> None:
-    """ValueError unless these values are at least `least`."""
-    for name, value in values.items():
-        if not np.min(value) >= least:
-            raise ValueError(f"{name} is {value}, expected at least {least:g}")
-
-
-@no_type_check
-def positive(**values: float) -> None:
-    """ValueError unless these values are above 0."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}, expected a number above 0")
-
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """One device, and its link to the others. ValueError for a number that is not positive (a latency may be 0)."""
-
-    memory: float
-    """Bytes for weights and caches."""
-    memory_bandwidth: float
-    """Bytes per second."""
-    flops: float
-    """Floating-point operations per second."""
-    link_bandwidth: float
-    """Bytes per second in each direction."""
-    link_latency: float = 0.0
-    """Seconds from the end of writing a message until its flag is seen."""
-    price: float = 1.0
-    """In any unit; throughputs are per price."""
-
-    def __post_init__(self) -> None:
-        at_least(0.0, link_latency=self.link_latency)
-        positive(**{name: value for name, value in vars(self).items() if name != "link_latency"})
-
-    @no_type_check
-    def time(self, bytes: Number, flops: Number) -> Number:
-        """max(bytes / memory_bandwidth, flops / peak), in seconds."""
-        return np.maximum(bytes / self.memory_bandwidth, flops / self.flops)
-
-
-H200 = Hardware(memory=0.9 * 141e9, memory_bandwidth=4.8e12, flops=989e12, link_bandwidth=450e9, link_latency=5e-6)
-"""NVIDIA's data sheet: 141 GB of HBM3e at 4.8 TB/s, 989 Tflop/s of dense bfloat16, NVLink 900 GB/s in both directions
-together. A tenth of the memory is left to activations and buffers; the latency is an assumption."""
-NIC = 50e9
-"""Bytes per second of a 400 Gb/s network card, a direction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +54,6 @@ class Block:
         sums = (getattr(self, name) + getattr(other, name) for name in ("weights", "flops", "moved", "reads"))
         return Block(*sums)
 
-    @no_type_check
     def time(self, hardware: Hardware, batch: Number, context: float) -> Number:
         """Of a micro-batch: max((weights + batch·(moved + Σ read)) / bandwidth, batch·flop / peak), in seconds."""
         moved = self.moved + sum(read.bytes * min(context, read.most) for read in self.reads)
@@ -151,7 +94,7 @@ class ModelCost:
         if not sparse:
             raise ValueError(f"config: {type(config).__name__} has no layer with routed experts to keep apart")
         tokens = math.lcm(1024, model.page_multiple)
-        states = eqx.filter_eval_shape(lambda m: m.empty_states(1, 1, tokens, jnp.bfloat16, packed), model)
+        states = eqx.filter_eval_shape(lambda: model.empty_states(CacheSpec(1, 1, tokens, jnp.bfloat16, packed)))
         blocks, held = _blocks(model, states, weight_bytes)
         pages = pages_of(states)
         per_token: collections.defaultdict[float, float] = collections.defaultdict(float)

@@ -12,17 +12,17 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import numpy as np
 
 from ling3.afd.cost.deployment import Stage
-from ling3.afd.cost.model import Number, at_least
 from ling3.afd.operators.batching import ffn_worker_scheduler
 from ling3.afd.operators.limits import ALIGNMENT
 from ling3.afd.operators.returning import attention_worker_scheduler
 from ling3.afd.operators.windows import AttentionArea, FfnArea
+from ling3.mesh.chips import Number, at_least
 
 _session_turn = jax.jit(attention_worker_scheduler)
 _card_turn = jax.jit(ffn_worker_scheduler, static_argnames="sync_group_size")
@@ -108,7 +108,6 @@ _Worker = Generator[float | None, None, None]
 # Events are many: what comes in is checked by `simulate`, and not with each of them again.
 
 
-@no_type_check
 class _Run:
     """The windows of all workers, and the events, which at one time happen in the order in which they were planned."""
 

@@ -21,12 +21,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from ling3.engine.sampling_params import SamplingParams
+from ling3.evals.ablation_report import AblationReport, AblationRow
 from ling3.evals.answers import last_number
 from ling3.evals.perplexity import log_likelihood, perplexity
 from ling3.evals.public import STOP
 from ling3.evals.run import Score
 from ling3.interpret import ablate
-from ling3.interpret.ablation_report import AblationReport, AblationRow
 from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.serve import Engine

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ling3.runtime import descendants
+from ling3.cli import descendants
 
 pytestmark = pytest.mark.skipif(not descendants.PROCESSES.is_dir(), reason="processes are found in /proc")
 
@@ -18,7 +18,7 @@ time.sleep(60)
 """
 ENDING = """
 import subprocess, sys
-from ling3.runtime import descendants
+from ling3.cli import descendants
 child = subprocess.Popen([sys.executable, "-c", {parent!r}], stdout=subprocess.PIPE)
 child.stdout.readline()
 print(*descendants.descendants(), flush=True)

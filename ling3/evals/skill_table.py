@@ -17,9 +17,9 @@ from jaxtyping import Float
 from rich.table import Table
 
 from ling3.bench.report import check_plot, machine
+from ling3.evals.ablations import Ablation, ProblemRows
 from ling3.evals.run import Score
 from ling3.evals.skills import check_skills, skill_scores
-from ling3.interpret.ablations import Ablation, ProblemRows
 from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.text.tokenizer import Tokenizer
@@ -54,15 +54,7 @@ class SkillTable:
     def to_dict(self) -> dict[str, Any]:
         """The table in plain values, for JSON."""
         rows = [
-            {
-                "name": row.name,
-                "formula": row.formula,
-                "scores": {
-                    name: {"right": s.right, "total": s.total, "accuracy": s.accuracy, "interval": list(s.interval)}
-                    for name, s in row.scores.items()
-                },
-            }
-            for row in self.rows
+            {**vars(row), "scores": {name: score.to_dict() for name, score in row.scores.items()}} for row in self.rows
         ]
         return {**self.about, "machine": machine(), "rows": rows}
 

@@ -13,7 +13,7 @@ from tiny import DEEP, open_model
 
 import ling3
 from ling3 import cli
-from ling3.interpret.ablations import ProblemRows, _right, ablations, compare, solution_perplexity, solution_rows
+from ling3.evals.ablations import ProblemRows, _right, ablations, compare, solution_perplexity, solution_rows
 from ling3.train.nano.problems import ask, problems
 
 
@@ -147,7 +147,7 @@ def test_the_command_prints_and_writes_what_was_found(report, tmp_path, capsys, 
         asked.update(settings, names=[ablation.name for ablation in chosen])
         return report
 
-    monkeypatch.setattr("ling3.interpret.ablations.compare", measured)
+    monkeypatch.setattr("ling3.evals.ablations.compare", measured)
     out = tmp_path / "found.json"
     options = ["--suite", "gates", "--questions", "10", "--recalls", "2", "--examples", "3"]
     assert cli.main(["ablate", "nano", *options, "--json", str(out), "--plot", str(tmp_path / "found.svg")]) == 0

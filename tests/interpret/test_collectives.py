@@ -17,8 +17,8 @@ from ling3.checkpoint.names import structure
 from ling3.engine.runner import Runner
 from ling3.engine.shapes import Shapes
 from ling3.execution import PLAIN
+from ling3.interpret.collectives import by_source, collectives
 from ling3.mesh import Rules, plan
-from ling3.mesh.collectives import by_source, collectives
 
 HIDDEN, HEADS, WIDTH, DENSE, SHARED, TOP_K, VOCAB = 256, 8, 32, 512, 256, 2, 500
 CONFIG = dataclasses.replace(

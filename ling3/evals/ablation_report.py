@@ -44,7 +44,8 @@ class AblationReport:
             "recall_context_tokens": self.context,
             "machine": machine(),
             "rows": [
-                {**vars(row), "problems": _plain(row.problems), "recall": _plain(row.recall)} for row in self.rows
+                {name: value.to_dict() if isinstance(value, Score) else value for name, value in vars(row).items()}
+                for row in self.rows
             ],
         }
 
@@ -102,12 +103,6 @@ class AblationReport:
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(pathlib.Path(path), dpi=160)
-
-
-def _plain(score: Score | None) -> dict[str, Any] | None:
-    if score is None:
-        return None
-    return {"right": score.right, "total": score.total, "accuracy": score.accuracy, "interval": list(score.interval)}
 
 
 def _share(score: Score | None) -> str:

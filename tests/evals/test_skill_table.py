@@ -12,9 +12,9 @@ import rich.console
 
 import ling3
 from ling3 import cli
+from ling3.evals.ablations import ablations
 from ling3.evals.run import Score
-from ling3.interpret.ablations import ablations
-from ling3.interpret.skill_table import SkillRow, SkillTable, compare_skills
+from ling3.evals.skill_table import SkillRow, SkillTable, compare_skills
 from ling3.train.nano.skills import exam as skills_exam
 
 TABLE = SkillTable(
@@ -89,5 +89,5 @@ def test_the_command_examines_nano_in_the_skills_it_has(capsys):
 
 @pytest.mark.slow
 def test_scoring_needs_no_extra():
-    program = "import sys; sys.modules['optax'] = None; import ling3.evals.skills, ling3.interpret.skill_table"
+    program = "import sys; sys.modules['optax'] = None; import ling3.evals.skills, ling3.evals.skill_table"
     subprocess.run([sys.executable, "-c", program], cwd=pathlib.Path(ling3.__file__).parents[1], check=True)
