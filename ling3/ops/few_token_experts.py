@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from ling3.ops.exchange import Spread
 from ling3.ops.experts import differentiated_as_dense
-from ling3.ops.matmul import product
+from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import wide
 from ling3.ops.quantized import Quantized, matrix_of
 from ling3.ops.swiglu import SWIGLU, SwiGLU
