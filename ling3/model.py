@@ -13,11 +13,11 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, CacheSpec, Span, State, pages_of
 from ling3.execution import PLAIN, Execution
+from ling3.formats import weights_per_element
 from ling3.intervention import Intervention, recorder, takes_interventions
 from ling3.layers.hyper import HyperConnection, HyperHead, Streams
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
-from ling3.layers.quantized import weights_per_element
 from ling3.ops.attention import BLOCK
 from ling3.placement import Placement, here
 from ling3.runtime.entry_checks import checks_ids, refuse_fork

@@ -25,7 +25,7 @@ from ling3.checkpoint.safetensors_file import (
     StoredTensors,
     read_stack,
 )
-from ling3.layers.quantized import QuantizedMatrix
+from ling3.formats import QuantizedMatrix
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.sharding import processes
 

@@ -29,8 +29,8 @@ from ling3.checkpoint.names import Parts, Weight, stored_parts, structure, weigh
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import save
 from ling3.checkpoint.scales import is_of_zeros, is_scale
+from ling3.formats import QuantizedMatrix, in_float32
 from ling3.layers.linear import Linear, Matrix
-from ling3.layers.quantized import QuantizedMatrix, in_float32
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.agreement import Together
 from ling3.mesh.rules import WHOLE, Rules, Share
@@ -143,7 +143,7 @@ def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
         if not isinstance(matrix, QuantizedMatrix):
             return matrix
         options = {"bias": matrix.bias, "axes": matrix.axes, "name": matrix.name}
-        return Linear(jax.jit(lambda own: own.operand.dense().astype(dtype))(matrix), **options)
+        return Linear(jax.jit(lambda own: own.dense().astype(dtype))(matrix), **options)
 
     plain = jax.tree.map(dense, model, is_leaf=lambda node: isinstance(node, Matrix))
     return dataclasses.replace(plain, config=dataclasses.replace(model.config, quantization_config=None))

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
-import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Float32, Shaped
+from jaxtyping import Float, Shaped
 
 from ling3 import families
 from ling3.checkpoint import hub, replacing, shards
@@ -20,15 +19,12 @@ from ling3.checkpoint.names import Weight, stored_parts, structure, weights_of
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import plan_files, replace, replaced, tokenizer_files
 from ling3.families.quantization import GROUPS
+from ling3.formats import QuantizedMatrix, fp8, mxfp4
 from ling3.layers.linear import Matrix
-from ling3.layers.quantized import QuantizedMatrix
 from ling3.leaves import ArrayLeaf, array_leaves
-from ling3.ops.quantized import FP8_BLOCK, MXFP4_GROUP
 
 Format = Literal["int4", "int8", "fp8", "mxfp4"]
 """What `quantize` writes."""
-MOST = {"fp8": 448.0, "mxfp4": 6.0}
-"""The largest number of a format."""
 
 
 def quantize(
@@ -137,7 +133,7 @@ def _config(to: Format, group: int, ignore: list[str]) -> dict[str, Any]:
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
             "modules_to_not_convert": [name.removeprefix("re:") for name in ignore],
         }
     integers = to != "mxfp4"
@@ -146,7 +142,7 @@ def _config(to: Format, group: int, ignore: list[str]) -> dict[str, Any]:
         "type": "int" if integers else "float",
         "symmetric": True,
         "strategy": "group",
-        "group_size": group if integers else MXFP4_GROUP,
+        "group_size": group if integers else mxfp4.GROUP,
         "dynamic": False,
     } | ({} if integers else {"scale_dtype": "torch.uint8"})
     format = "pack-quantized" if integers else "mxfp4-pack-quantized"
@@ -199,7 +195,7 @@ class _Quantizer:
         array = self._read(source)
         if not _is_new(leaf):
             return array.reshape(weight.shape)
-        tensors = _quantized(array, self._to, leaf.module, source.name)
+        tensors = _quantized(array, leaf.module, source.name)
         scale = next(field for field in tensors if "scale" in field)
         if leaf.field != scale:
             self._kept[f"{weight.name.rpartition('.')[0]}.{scale}"] = tensors[scale]
@@ -215,55 +211,10 @@ class _Quantizer:
 
 
 def _quantized(
-    weight: Float[np.ndarray, "rows columns"], to: Format, kind: Any, name: str
+    weight: Float[np.ndarray, "rows columns"], like: QuantizedMatrix, name: str
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
-    """The tensors of a matrix, under the fields of its `kind`. CheckpointError for NaN and infinity."""
+    """The tensors of a matrix, under the fields of a matrix `like` it. CheckpointError for NaN and infinity."""
     numbers = weight.astype(np.float32)
     if not np.isfinite(numbers).all():
         raise CheckpointError(f"{name}: has numbers that are NaN or infinite; fetch the file again")
-    if to == "fp8":
-        return dict(zip(("weight", "weight_scale_inv"), fp8(numbers), strict=True))
-    if to == "mxfp4":
-        return dict(zip(("weight_packed", "weight_scale"), mxfp4(numbers), strict=True))
-    group = kind.in_features // kind.weight_scale.shape[-1]
-    return dict(zip(("weight_packed", "weight_scale"), integers(numbers, kind.bits, group, weight.dtype), strict=True))
-
-
-def fp8(
-    numbers: Float32[np.ndarray, "rows columns"],
-) -> tuple[Shaped[np.ndarray, "rows columns"], Float32[np.ndarray, "blocks across"]]:
-    """E4M3, and the scale of each block: amax / 448, or 1 for a block of zeros."""
-    (rows, columns), side = numbers.shape, FP8_BLOCK
-    whole = np.pad(numbers, ((0, -rows % side), (0, -columns % side)))
-    blocks = whole.reshape(whole.shape[0] // side, side, whole.shape[1] // side, side)
-    scale = np.abs(blocks).max(axis=(1, 3)) / np.float32(MOST["fp8"])
-    scale = np.where(scale == 0, np.float32(1), scale)
-    codes = np.clip(blocks / scale[:, None, :, None], -MOST["fp8"], MOST["fp8"]).reshape(whole.shape)[:rows, :columns]
-    return codes.astype(ml_dtypes.float8_e4m3fn), scale
-
-
-def integers(
-    numbers: Float32[np.ndarray, "rows columns"], bits: int, group: int, dtype: np.dtype
-) -> tuple[Shaped[np.ndarray, "rows words"], Shaped[np.ndarray, "rows groups"]]:
-    """Words of q + 2^(bits-1), and the scale of each group in `dtype`."""
-    (rows, columns), per, half = numbers.shape, 32 // bits, 2 ** (bits - 1)
-    groups = numbers.reshape(rows, -1, group)
-    scale = (np.abs(groups).max(axis=-1) / np.float32(half - 0.5)).astype(dtype)
-    scale = np.where(scale == 0, ml_dtypes.finfo(dtype).eps, scale).astype(dtype)
-    q = np.clip(np.rint(groups / scale.astype(np.float32)[..., None]), -half, half - 1).reshape(rows, columns)
-    codes = np.pad((q + half).astype(np.uint32), ((0, 0), (0, -columns % per))).reshape(rows, -1, per)
-    return np.bitwise_or.reduce(codes << np.arange(0, 32, bits, dtype=np.uint32), axis=-1).view(np.int32), scale
-
-
-def mxfp4(
-    numbers: Float32[np.ndarray, "rows columns"],
-) -> tuple[Shaped[np.ndarray, "rows bytes"], Shaped[np.ndarray, "rows groups"]]:
-    """Pairs of E2M1, and the exponent of each group: floor(log2 amax) - 2, at which 6 or less is left of amax / 2^e."""
-    rows = numbers.shape[0]
-    groups = numbers.reshape(rows, -1, MXFP4_GROUP)
-    amax = np.abs(groups).max(axis=-1)
-    exponent = np.where(amax > 0, np.clip(np.frexp(amax)[1] - 1 - 2, -127, 127), -127)
-    scaled = np.ldexp(groups, -exponent[..., None]).astype(np.float32)
-    codes = np.clip(scaled, -MOST["mxfp4"], MOST["mxfp4"]).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
-    pairs = codes.reshape(rows, -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4, (exponent + 127).astype(np.uint8)
+    return like.encode(numbers, weight.dtype)

@@ -24,7 +24,7 @@ from ling3.checkpoint.names import Weight, structure, weights_of
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
 from ling3.families import family_of, read_config
 from ling3.families.ling3_config import ConfigError
-from ling3.layers.quantized import QuantizedMatrix
+from ling3.formats import QuantizedMatrix
 from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import sharding
 from ling3.mesh.agreement import Together

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from ling3.checkpoint.safetensors_file import DTYPES, StoredTensor, StoredTensors
-from ling3.layers.quantized import QuantizedMatrix
+from ling3.formats import QuantizedMatrix
 from ling3.leaves import ArrayLeaf
 
 
@@ -23,7 +23,7 @@ def is_of_zeros(leaf: ArrayLeaf, name: str, source: StoredTensors) -> bool:
     matrix = eqx.tree_at(
         lambda own: [getattr(own, codes), getattr(own, scale)], leaf.module, [jnp.asarray(stored), zeros]
     )
-    return not bool(jnp.any(matrix.operand.decoded()))
+    return not bool(jnp.any(matrix.decoded()))
 
 
 def _read(tensor: StoredTensor) -> Shaped[np.ndarray, "rows columns"]:

@@ -18,13 +18,11 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from ling3.families.config_fields import ConfigError, found
+from ling3.formats import Fp4, Fp8, Mxfp4, PackedIntegers, QuantizedMatrix, fp8, mxfp4
 from ling3.layers.linear import Linear, Matrix
-from ling3.layers.quantized import Fp4Linear, Fp8Linear, Mxfp4Linear, PackedLinear, QuantizedMatrix
-from ling3.ops.quantized import FP8_BLOCK, MXFP4_GROUP
 from ling3.runtime.quoting import shown
 
 GROUPS = (32, 128)
@@ -35,25 +33,16 @@ GROUPS = (32, 128)
 class Scheme:
     """How one matrix is stored."""
 
-    kind: Literal["fp8", "fp4", "integers", "mxfp4"]
-    bits: int = 8
-    group: int | None = None
-    """Of integers: neighbours in a row that share a scale; None for one scale a row."""
-    powers: bool = False
-    """Of FP8: True if scales are powers of two (`ue8m0`)."""
+    kind: type[QuantizedMatrix]
+    options: tuple[tuple[str, Any], ...] = ()
+    """What the format's `init` is told beside the matrix: of integers their bits and group, of FP8 its scales' kind."""
 
     def init(self, like: Linear, *, key: PRNGKeyArray, std: float) -> QuantizedMatrix:
         """A matrix of random numbers of about this standard deviation, in the shape of `like` and with its bias.
 
         ValueError if its columns do not divide into groups.
         """
-        options = {"key": key, "std": std, "axes": like.axes, "bias": like.bias}
-        if self.kind == "integers":
-            options |= {"bits": self.bits, "group": self.group, "wide": like.dtype == jnp.float32}
-            return PackedLinear.init(like.shape, **options)
-        if self.kind == "fp8":
-            return Fp8Linear.init(like.shape, powers=self.powers, **options)
-        return (Mxfp4Linear if self.kind == "mxfp4" else Fp4Linear).init(like.shape, **options)
+        return self.kind.init(like, key=key, std=std, **dict(self.options))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +165,7 @@ def _only(
 
 def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]:
     values = {
-        "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
+        "weight_block_size": ([fp8.BLOCK, fp8.BLOCK],),
         "activation_scheme": ("dynamic", None),
         "fmt": ("e4m3", None),
         "scale_fmt": ("ue8m0", "float", None),
@@ -187,9 +176,9 @@ def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ..
     ignore = _strings(raw, skips, problems)
     if raw.get(skips) is None:
         ignore = ("lm_head",)  # what transformers leaves alone by default
-    groups = [SchemeGroup((), Scheme("fp8", powers=raw.get("scale_fmt") == "ue8m0"))]
+    groups = [SchemeGroup((), Scheme(Fp8, (("powers", raw.get("scale_fmt") == "ue8m0"),)))]
     if raw.get("expert_dtype") == "fp4":
-        groups.insert(0, SchemeGroup(("re:.*experts",), Scheme("fp4", bits=4)))
+        groups.insert(0, SchemeGroup(("re:.*experts",), Scheme(Fp4)))
     return tuple(groups), ignore, problems
 
 
@@ -230,15 +219,15 @@ def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
     """What a group says of weights."""
     if not isinstance(raw, Mapping):
         problems.append(f"{at}: {found(raw)}; expected an object with num_bits, type, strategy and group_size")
-        return Scheme("integers")
+        return Scheme(PackedIntegers)
     packed = format == "pack-quantized"
-    strategy, whole_rows = raw.get("strategy"), raw.get("strategy") == "channel"
+    whole_rows = raw.get("strategy") == "channel"
     values: dict[str, tuple[Any, ...]] = {
         "num_bits": (4, 8) if packed else (4,),
         "type": ("int",) if packed else ("float",),
         "symmetric": (True,),
         "strategy": ("group", "channel") if packed else ("group",),
-        "group_size": (None, -1) if whole_rows else GROUPS if packed else (MXFP4_GROUP,),
+        "group_size": (None, -1) if whole_rows else GROUPS if packed else (mxfp4.GROUP,),
         "dynamic": (False, None),
         "actorder": (None, False, "weight", "static"),  # which only order the calibration
         "block_structure": (None,),
@@ -248,12 +237,13 @@ def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
         problems.append(
             f"{at.removesuffix('weights')}format: {found(format)}; expected pack-quantized or mxfp4-pack-quantized"
         )
-        return Scheme("integers")
+        return Scheme(PackedIntegers)
     wrong = list(_only(raw, values, ("observer", "observer_kwargs", "zp_dtype"), f"{at}."))
     problems += wrong
     if wrong or not packed:
-        return Scheme("mxfp4", bits=4)
-    return Scheme("integers", raw["num_bits"], None if strategy == "channel" else raw["group_size"])
+        return Scheme(Mxfp4)
+    group = None if whole_rows else raw["group_size"]
+    return Scheme(PackedIntegers, (("bits", raw["num_bits"]), ("group", group)))
 
 
 def quantized(

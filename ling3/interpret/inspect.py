@@ -22,8 +22,8 @@ from ling3.checkpoint.names import stored_parts, structure
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError
 from ling3.engine.settings import EngineSettings
 from ling3.families import read_config
+from ling3.formats import weights_per_element
 from ling3.interpret import ablate
-from ling3.layers.quantized import weights_per_element
 from ling3.model import CausalLM, DecoderLayer
 from ling3.ops.swiglu import SWIGLU
 

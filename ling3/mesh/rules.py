@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Int, Shaped
 
+from ling3.formats import QuantizedMatrix
 from ling3.layers.linear import Matrix
-from ling3.layers.quantized import QuantizedMatrix
 from ling3.leaves import ArrayLeaf
 from ling3.ops.exchange import LOCAL, Exchange
 

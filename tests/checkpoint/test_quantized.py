@@ -17,7 +17,7 @@ from ling3.checkpoint import weight_names
 from ling3.checkpoint.names import structure
 from ling3.checkpoint.safetensors_file import open_file
 from ling3.families.ling3_config import ConfigError
-from ling3.layers.quantized import QuantizedMatrix
+from ling3.formats import QuantizedMatrix
 from ling3.mesh import plan
 from ling3.mesh.rules import MeshError, Rules
 

@@ -17,7 +17,7 @@ from random_checkpoint import TINY_LIKE, write
 import ling3
 from ling3 import cli
 from ling3.checkpoint import weight_names
-from ling3.checkpoint.quantizing import fp8, integers, mxfp4
+from ling3.formats import fp8, integers, mxfp4
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
@@ -32,7 +32,7 @@ def drawn(*shape):
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_integers_are_the_nearest_ones(bits, group, dtype):
     numbers = drawn(5, 256)
-    words, scale = integers(numbers, bits, group, np.dtype(dtype))
+    words, scale = integers.encoded(numbers, bits, group, np.dtype(dtype))
     assert scale.dtype == dtype and words.shape == (5, 256 * bits // 32)
     half = 2 ** (bits - 1)
     for row in range(5):
@@ -49,7 +49,7 @@ def test_integers_are_the_nearest_ones(bits, group, dtype):
 
 def test_fp8_blocks_have_their_largest_number_at_448():
     numbers = drawn(200, 130)
-    codes, scale = fp8(numbers)
+    codes, scale = fp8.encoded(numbers)
     assert codes.shape == numbers.shape and scale.shape == (2, 2) and scale.dtype == np.float32
     assert np.abs(codes[:128, :128].astype(np.float32)).max() == 448
     wide = np.repeat(np.repeat(scale, 128, axis=0), 128, axis=1)[:200, :130]
@@ -59,7 +59,7 @@ def test_fp8_blocks_have_their_largest_number_at_448():
 
 def test_mxfp4_is_the_nearest_number_below_its_exponent():
     numbers = drawn(4, 64)
-    packed, scale = mxfp4(numbers)
+    packed, scale = mxfp4.encoded(numbers)
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(4, 64)
     wide = np.ldexp(1.0, np.repeat(scale.astype(int) - 127, 32, axis=1))
     decoded = np.where(codes & 8, -1, 1) * E2M1[codes & 7] * wide

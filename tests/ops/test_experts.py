@@ -16,7 +16,7 @@ from ling3.ops import experts as experts_module
 from ling3.ops.cpu.experts import xla_experts
 from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.few_token_experts import few_token_experts
-from ling3.ops.quantized import Fp8, Integers, Mxfp4
+from ling3.formats import Fp8, Mxfp4, PackedIntegers
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 BLOCKS = jax.jit(functools.partial(xla_experts, times=XLA_CPU.times), static_argnums=6)

@@ -9,7 +9,8 @@ from exhaustive_cases import exhaustively
 
 from ling3.ops import matmul
 from ling3.ops.cpu.matmul import xla_product
-from ling3.ops.quantized import Fp8, Integers, Mxfp4, power_of_two
+from ling3.formats import Fp8, Mxfp4, PackedIntegers
+from ling3.formats.matrix import power_of_two
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 SHAPES = {"fp8": (300, 140), "fp8-bfloat16": (130, 260), "fp8-powers": (129, 257)}

@@ -18,7 +18,7 @@ from ling3.ops.cpu import products
 from ling3.ops.cpu.experts import experts as native_experts
 from ling3.ops.cpu.matmul import product
 from ling3.ops.matmul import product as plain
-from ling3.ops.quantized import Fp8, Integers, Mxfp4
+from ling3.formats import Fp8, Mxfp4, PackedIntegers
 from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 

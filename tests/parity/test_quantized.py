@@ -23,7 +23,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import ling3
 from ling3.checkpoint.names import weights_of
-from ling3.layers.quantized import QuantizedMatrix
+from ling3.formats import QuantizedMatrix
 from ling3.leaves import array_leaves
 
 SIZES = {

@@ -13,7 +13,7 @@ from ling3.ops.cpu import products
 from ling3.ops.forms import runs
 from ling3.ops.matmul import decoded_product, dot, in_blocks
 from ling3.ops.precision import Accumulation, Wide, exact
-from ling3.ops.quantized import Fp8, Quantized, constant, fp8_scale
+from ling3.ops.quantized import Quantized, constant
 
 FEW_ROWS = 32
 """Rows of x up to which XLA computes (W xᵀ)ᵀ."""
@@ -123,7 +123,4 @@ _decoded.defjvp(_decoded_tangent, symbolic_zeros=True)
 
 def arrays_of(matrix: Float[Array, "..."] | Quantized) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."] | None]:
     """A matrix's numbers and scales, as the kernels take them; an array has no scales."""
-    if not isinstance(matrix, Quantized):
-        return matrix, None
-    numbers, scale = jax.tree.leaves(matrix)
-    return numbers, fp8_scale(scale) if isinstance(matrix, Fp8) and scale.dtype == jnp.bfloat16 else scale
+    return matrix.arrays if isinstance(matrix, Quantized) else (matrix, None)

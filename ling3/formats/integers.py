@@ -1,0 +1,154 @@
+"""Integers of 4 or 8 bits with a scale for each group: compressed-tensors' `pack-quantized`, symmetric.
+
+W = q · the scale of its group, rounded to the scale's dtype. q is stored as q + 2^(bits-1) in words of 32 bits, the
+first column in the lowest ones. A group is so many neighbours in a row as there are numbers to a scale.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, Shaped
+
+from ling3.formats.matrix import QuantizedMatrix, along
+from ling3.layers.linear import Linear
+from ling3.ops.exchange import LOCAL, Exchange
+
+
+class PackedIntegers(QuantizedMatrix):
+    """Words of integers, the scales of their groups, and the shape of the matrix for other programs."""
+
+    STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "weight_packed": ("I32",),
+        "weight_scale": ("BF16", "F16", "F32"),
+        "weight_shape": ("I64", "I32"),
+    }
+    weight_packed: Int32[Array, "*stack out_features words"]
+    weight_scale: Float[Array, "*stack out_features groups"]
+    weight_shape: Int32[Array, "*stack 2"]
+    """[out, in], for other programs: `load` has compared it."""
+    bits: int = eqx.field(static=True)
+    padding: int = eqx.field(static=True, default=0)
+    """Numbers of a row's last word that are none of W's."""
+    wide: bool = eqx.field(static=True, default=False)
+    """True if W's numbers are float32, and False if they are rounded to the dtype of the scales.
+
+    As in transformers, that depends on the dtype of the model around it.
+    """
+    bias: Float[Array, "*stack out_features"] | None = None
+    axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
+    name: str = eqx.field(static=True, default="")
+    exchange: Exchange = eqx.field(static=True, default=LOCAL)
+
+    @staticmethod
+    def init(
+        like: Linear, *, key: PRNGKeyArray, std: float, bits: int = 4, group: int | None = None
+    ) -> "PackedIntegers":
+        """Random numbers, evenly spread; without a `group` a row has one scale.
+
+        ValueError if the columns do not divide into groups.
+        """
+        (*stack, outer, inner), per = like.shape, 32 // bits
+        if group is not None and inner % group:
+            raise ValueError(f"found {inner} columns; expected a multiple of the group size, {group}")
+        words, scale = -(-inner // per), std * 12**0.5 / 2**bits
+        return PackedIntegers(
+            weight_packed=lax.bitcast_convert_type(jax.random.bits(key, (*stack, outer, words), jnp.uint32), jnp.int32),
+            weight_scale=jnp.full((*stack, outer, 1 if group is None else inner // group), scale, jnp.bfloat16),
+            weight_shape=jnp.broadcast_to(jnp.asarray([outer, inner], jnp.int32), (*stack, 2)),
+            bits=bits,
+            padding=words * per - inner,
+            wide=like.dtype == jnp.float32,
+            bias=like.bias,
+            axes=like.axes,
+        )
+
+    def encode(
+        self, numbers: Float32[np.ndarray, "rows columns"], dtype: np.dtype
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        """Words, and amax / (2^(bits-1) - 1/2) of each group in `dtype`."""
+        return dict(zip(self.STORED, encoded(numbers, self.bits, self._group, dtype), strict=False))
+
+    def steps(self, field: str) -> tuple[int | None, int | None]:
+        """Rows and columns of W that an element of this tensor stands for; None if for all of them."""
+        whole_rows = self.weight_scale.shape[-1] == 1
+        steps = {"weight_packed": (1, 32 // self.bits), "weight_shape": (None, None)}
+        steps["weight_scale"] = (1, None if whole_rows else self._group)
+        return steps.get(field, (1, 1))
+
+    @property
+    def largest(self) -> float:
+        """8, or 128 for 8 bits."""
+        return 2.0 ** (self.bits - 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[*stack, out, in]."""
+        return (*self.weight_packed.shape[:-1], self.weight_packed.shape[-1] * (32 // self.bits) - self.padding)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the scales, or float32."""
+        return jnp.dtype(jnp.float32) if self.wide else self.weight_scale.dtype
+
+    @property
+    def arrays(self) -> tuple[Int32[Array, "*stack outer words"], Float[Array, "*stack outer groups"]]:
+        """The words, and scales in `dtype`."""
+        return self.weight_packed, self.weight_scale.astype(self.dtype)
+
+    def decoded(self) -> Float32[Array, "*stack outer inner"]:
+        """All its numbers in float32."""
+        return self._numbers(self.weight_packed, self.weight_scale)
+
+    def rows(self, index: Int[Array, "*batch"]) -> Float32[Array, "*batch inner"]:
+        """W[index], for indices in any shape."""
+        return self._numbers(self.weight_packed[index], self.weight_scale[index])
+
+    def in_float32(self) -> "PackedIntegers":
+        """Its numbers are not rounded to the scales' dtype."""
+        return dataclasses.replace(self, wide=True)
+
+    def cut(self, start: Int32[Array, ""], size: int) -> "PackedIntegers":
+        """`size` rows of W from `start` on."""
+        return self._with_rows(start, size, "weight_packed", "weight_scale")
+
+    @property
+    def _group(self) -> int:
+        return self.shape[-1] // self.weight_scale.shape[-1]
+
+    def _numbers(
+        self, packed: Int32[Array, "*batch words"], scale: Float[Array, "*batch groups"]
+    ) -> Float32[Array, "*batch inner"]:
+        shifts = jnp.arange(0, 32, self.bits, dtype=jnp.int32).reshape((1,) * packed.ndim + (-1,))
+        codes = lax.shift_right_logical(*jnp.broadcast_arrays(packed[..., None], shifts)) & (2**self.bits - 1)
+        q = codes.reshape(*packed.shape[:-1], -1)[..., : self.shape[-1]] - 2 ** (self.bits - 1)
+        wide_scale = along(scale.astype(jnp.float32), self._group, self.shape[-1])
+        return _rounded(q.astype(jnp.float32) * wide_scale, self.dtype)
+
+
+def encoded(
+    numbers: Float32[np.ndarray, "rows columns"], bits: int, group: int, dtype: np.dtype
+) -> tuple[Shaped[np.ndarray, "rows words"], Shaped[np.ndarray, "rows groups"]]:
+    """Words of q + 2^(bits-1), and the scale of each group in `dtype`."""
+    (rows, columns), per, half = numbers.shape, 32 // bits, 2 ** (bits - 1)
+    groups = numbers.reshape(rows, -1, group)
+    scale = (np.abs(groups).max(axis=-1) / np.float32(half - 0.5)).astype(dtype)
+    scale = np.where(scale == 0, ml_dtypes.finfo(dtype).eps, scale).astype(dtype)
+    q = np.clip(np.rint(groups / scale.astype(np.float32)[..., None]), -half, half - 1).reshape(rows, columns)
+    codes = np.pad((q + half).astype(np.uint32), ((0, 0), (0, -columns % per))).reshape(rows, -1, per)
+    return np.bitwise_or.reduce(codes << np.arange(0, 32, bits, dtype=np.uint32), axis=-1).view(np.int32), scale
+
+
+def _rounded(numbers: Float32[Array, "..."], dtype: jnp.dtype) -> Float32[Array, "..."]:
+    """The numbers rounded to `dtype`. XLA may leave out a conversion there and back, but not these."""
+    if dtype == jnp.bfloat16:
+        return lax.reduce_precision(numbers, exponent_bits=8, mantissa_bits=7)
+    if dtype == jnp.float16:  # with its subnormal numbers, which reduce_precision makes zeros
+        return lax.optimization_barrier(numbers.astype(jnp.float16)).astype(jnp.float32)
+    return numbers
