@@ -126,7 +126,7 @@ def quantized_case(tokens, experts, hidden=64, intermediate=32):
         return jnp.asarray(draw.integers(info.min, info.max, size=(experts, *shape), endpoint=True).astype(dtype))
 
     scale = jnp.asarray(draw.uniform(0.01, 0.1, size=(experts, intermediate, hidden // 32)), jnp.bfloat16)
-    gate = Integers(bits(np.int32, intermediate, hidden // 8), scale, 4)
+    gate = PackedIntegers(bits(np.int32, intermediate, hidden // 8), scale, 4)
     exponents = jnp.full((experts, intermediate, hidden // 32), 124, jnp.uint8)
     up = Mxfp4(bits(np.uint8, intermediate, hidden // 2), exponents)
     codes = np.asarray(bits(np.uint8, hidden, intermediate)) % 112  # positive, below 32

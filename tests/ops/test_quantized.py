@@ -56,7 +56,7 @@ def drawn(kind, *stack, shape=None, seed=0):
         words[..., column // per] |= code << np.uint32(bits * (column % per))
     numbers = (q.astype(np.float32) * np.repeat(scale.astype(np.float32), inner // groups, axis=-1)).astype(dtype)
     padding = words.shape[-1] * per - inner
-    return Integers(jnp.asarray(words.view(np.int32)), jnp.asarray(scale), bits, padding), numbers
+    return PackedIntegers(jnp.asarray(words.view(np.int32)), jnp.asarray(scale), bits, padding), numbers
 
 
 @pytest.mark.parametrize("stack", [(), (3,)], ids=["one", "stack"])
@@ -95,7 +95,7 @@ def test_every_code_of_every_format():
     for bits in (4, 8):
         codes = np.arange(2**bits, dtype=np.uint32).reshape(-1, 32 // bits)
         words = np.bitwise_or.reduce(codes << np.arange(0, 32, bits, dtype=np.uint32), axis=1).view(np.int32)
-        integers = Integers(jnp.asarray(words[None]), jnp.ones((1, 1), jnp.bfloat16), bits)
+        integers = PackedIntegers(jnp.asarray(words[None]), jnp.ones((1, 1), jnp.bfloat16), bits)
         np.testing.assert_array_equal(integers.decoded()[0], np.arange(2**bits) - 2 ** (bits - 1))
 
 

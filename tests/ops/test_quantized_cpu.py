@@ -65,7 +65,7 @@ def drawn(kind, outer, inner, *stack, seed=0, size=0.02):
     packed = draw.integers(-(2**31), 2**31, (*stack, outer, words), np.int64).astype(np.int32)
     groups = 1 if group == "row" else inner // int(group)
     scale = jnp.asarray(about(*stack, outer, groups), SCALES[dtype])
-    return Integers(jnp.asarray(packed), scale, bits, words * 32 // bits - inner)
+    return PackedIntegers(jnp.asarray(packed), scale, bits, words * 32 // bits - inner)
 
 
 def numbers_of(matrix):
@@ -126,7 +126,7 @@ def test_every_scale_in_bfloat16():
     scale = np.arange(2**16, dtype=np.uint16).reshape(-1, 8).view(ml_dtypes.bfloat16)
     codes = np.full((len(scale), 32), 0x76543210, np.uint32)
     codes[:, 1::2] = 0xFEDCBA98
-    matrix = Integers(jnp.asarray(codes.view(np.int32)), jnp.asarray(scale), 4)
+    matrix = PackedIntegers(jnp.asarray(codes.view(np.int32)), jnp.asarray(scale), 4)
     for quarter in range(4):  # of the codes of a group
         x = np.zeros((8, 8, 32), np.float32)
         x[np.arange(8), np.arange(8), quarter * 5] = 1
