@@ -76,7 +76,7 @@ class Span(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """What a memory has room for, and what it is kept in."""
+    """The room of a memory: slots, pages and their size, and the dtype that it is kept in."""
 
     slots: int
     pages: int

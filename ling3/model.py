@@ -89,7 +89,7 @@ class DecoderLayer(eqx.Module):
     def read(
         self, x: Float[Array, "batch seq *streams hidden"]
     ) -> tuple[Float[Array, "batch seq hidden"], Float[Array, "batch seq hidden"] | Streams]:
-        """What the feed-forward reads of the residual, and what its output is added to."""
+        """The input of the feed-forward, and the residual (or `Streams`) that its output is added to."""
         h, residual = (x, x) if self.ffn_hc is None else self.ffn_hc(x)
         return self.post_attention_layernorm(h), residual
 

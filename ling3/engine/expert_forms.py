@@ -16,7 +16,7 @@ MOST_TOKENS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ServingProfile:
-    """What is known of a mixture of experts before it is compiled."""
+    """The facts about a mixture of experts that are known before it is compiled."""
 
     max_tokens: int
     """The most tokens of one call on one device."""

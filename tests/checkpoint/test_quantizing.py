@@ -157,7 +157,11 @@ def test_the_command(plain, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_layers(tmp_path):
-    """One tensor after the other is read, quantized and written."""
+    """One tensor after the other is read, quantized and written.
+
+    Of twelve layers more, each of 6 MB, there is room for two: Python's objects for them take 6 to 9 MB, depending on
+    when they are collected.
+    """
 
     def grown(layers):
         sizes = {"hidden_size": 512, "intermediate_size": 2048, "first_k_dense_replace": layers, "vocab_size": 64}
@@ -176,4 +180,4 @@ def test_memory_does_not_grow_with_layers(tmp_path):
             print(peak() - before)
         """)
 
-    assert grown(16) < grown(4) + 2**23  # a layer has 6 MB, so that these twelve have 75
+    assert grown(16) < grown(4) + 12 * 2**20
