@@ -115,13 +115,13 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 # Packages and modules whose functions check the types of their arguments and results: all with arrays, and what a user
 # calls. A check takes longer than many a function of the others, which run for every token or tensor.
 _CHECKED = (
-    *("ops", "layers", "model", "cache", "execution", "intervention", "placement", "mesh", "families", "generate"),
-    *("serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer", "checkpoint.copying"),
-    *("checkpoint.dequantizing", "checkpoint.loading", "checkpoint.quantizing", "checkpoint.safetensors_file"),
-    *("checkpoint.saving", "checkpoint.scales", "engine.at_end", "engine.capture", "engine.filters", "engine.forward"),
-    *("engine.front", "engine.grammars", "engine.intake", "engine.masks", "engine.origins", "engine.plans"),
-    *("engine.pool", "engine.runner", "engine.sampling", "engine.snapshots", "afd.attention_worker", "afd.ffn_worker"),
-    *("afd.messages", "afd.operators", "afd.plan", "afd.system"),
+    *("ops", "layers", "formats", "model", "cache", "execution", "intervention", "placement", "mesh", "families"),
+    *("generate", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
+    *("checkpoint.copying", "checkpoint.dequantizing", "checkpoint.loading", "checkpoint.quantizing"),
+    *("checkpoint.safetensors_file", "checkpoint.saving", "checkpoint.scales", "engine.at_end", "engine.capture"),
+    *("engine.filters", "engine.forward", "engine.front", "engine.grammars", "engine.intake", "engine.masks"),
+    *("engine.origins", "engine.plans", "engine.pool", "engine.runner", "engine.sampling", "engine.snapshots"),
+    *("afd.attention_worker", "afd.ffn_worker", "afd.messages", "afd.operators", "afd.plan", "afd.system"),
 )
 
 

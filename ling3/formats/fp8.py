@@ -3,6 +3,7 @@
 W = weight · the scale of its block, multiplied in float32 (DeepSeek-V3, arXiv 2412.19437, §3.3).
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -58,7 +59,7 @@ class Fp8(QuantizedMatrix):
         full = jnp.full(blocks, scale, jnp.float32)
         if powers:
             full = lax.bitcast_convert_type(exponents(blocks, scale), jnp.float8_e8m0fnu)
-        return Fp8(codes, full, like.bias, like.axes)
+        return Fp8(weight=codes, weight_scale_inv=full, bias=like.bias, axes=like.axes)
 
     def encode(
         self, numbers: Float32[np.ndarray, "rows columns"], dtype: np.dtype
@@ -111,7 +112,7 @@ class Fp8(QuantizedMatrix):
     def cut(self, start: Int32[Array, ""], size: int) -> "Fp8":
         """`size` rows of W from `start` on, whole blocks but for the last."""
         scale = rows_of(self.weight_scale_inv, start // BLOCK, -(-size // BLOCK))
-        return Fp8(rows_of(self.weight, start, size), scale, axes=self.axes)
+        return dataclasses.replace(self, weight=rows_of(self.weight, start, size), weight_scale_inv=scale, bias=None)
 
     @property
     def _scale(self) -> Float32[Array, "*stack blocks columns"]:

@@ -103,7 +103,8 @@ class Mxfp4(FourBits):
     @staticmethod
     def init(like: Linear, *, key: PRNGKeyArray, std: float) -> "Mxfp4":
         """Random pairs. ValueError if the columns are no multiple of 32."""
-        return Mxfp4(*_random(key, like.shape, std), like.bias, like.axes)
+        packed, scale = _random(key, like.shape, std)
+        return Mxfp4(weight_packed=packed, weight_scale=scale, bias=like.bias, axes=like.axes)
 
     @property
     def arrays(self) -> tuple[UInt8[Array, "*stack outer bytes"], UInt8[Array, "*stack outer groups"]]:
@@ -127,7 +128,7 @@ class Fp4(FourBits):
         """Random pairs. ValueError if the columns are no multiple of 32."""
         packed, scale = _random(key, like.shape, std)
         weight, powers = (lax.bitcast_convert_type(x, t) for x, t in ((packed, jnp.int8), (scale, jnp.float8_e8m0fnu)))
-        return Fp4(weight, powers, like.bias, like.axes)
+        return Fp4(weight=weight, weight_scale_inv=powers, bias=like.bias, axes=like.axes)
 
     @property
     def arrays(self) -> tuple[UInt8[Array, "*stack outer bytes"], UInt8[Array, "*stack outer groups"]]:

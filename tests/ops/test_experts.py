@@ -10,13 +10,14 @@ import pytest
 from expert_cases import by_hand, case, check_gradients, check_no_expert
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import packed_integers
 
 from ling3.execution import XLA_CPU
+from ling3.formats import Fp8, Mxfp4
 from ling3.ops import experts as experts_module
 from ling3.ops.cpu.experts import xla_experts
 from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.few_token_experts import few_token_experts
-from ling3.formats import Fp8, Mxfp4, PackedIntegers
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 BLOCKS = jax.jit(functools.partial(xla_experts, times=XLA_CPU.times), static_argnums=6)
@@ -126,7 +127,7 @@ def quantized_case(tokens, experts, hidden=64, intermediate=32):
         return jnp.asarray(draw.integers(info.min, info.max, size=(experts, *shape), endpoint=True).astype(dtype))
 
     scale = jnp.asarray(draw.uniform(0.01, 0.1, size=(experts, intermediate, hidden // 32)), jnp.bfloat16)
-    gate = PackedIntegers(bits(np.int32, intermediate, hidden // 8), scale, 4)
+    gate = packed_integers(bits(np.int32, intermediate, hidden // 8), scale, 4)
     exponents = jnp.full((experts, intermediate, hidden // 32), 124, jnp.uint8)
     up = Mxfp4(bits(np.uint8, intermediate, hidden // 2), exponents)
     codes = np.asarray(bits(np.uint8, hidden, intermediate)) % 112  # positive, below 32

@@ -6,11 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive_cases import exhaustively
+from packed import packed_integers
 
+from ling3.formats import Fp8, Mxfp4
+from ling3.formats.matrix import power_of_two
 from ling3.ops import matmul
 from ling3.ops.cpu.matmul import xla_product
-from ling3.formats import Fp8, Mxfp4, PackedIntegers
-from ling3.formats.matrix import power_of_two
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 SHAPES = {"fp8": (300, 140), "fp8-bfloat16": (130, 260), "fp8-powers": (129, 257)}
@@ -56,7 +57,7 @@ def drawn(kind, *stack, shape=None, seed=0):
         words[..., column // per] |= code << np.uint32(bits * (column % per))
     numbers = (q.astype(np.float32) * np.repeat(scale.astype(np.float32), inner // groups, axis=-1)).astype(dtype)
     padding = words.shape[-1] * per - inner
-    return PackedIntegers(jnp.asarray(words.view(np.int32)), jnp.asarray(scale), bits, padding), numbers
+    return packed_integers(jnp.asarray(words.view(np.int32)), jnp.asarray(scale), bits, padding), numbers
 
 
 @pytest.mark.parametrize("stack", [(), (3,)], ids=["one", "stack"])
@@ -95,7 +96,7 @@ def test_every_code_of_every_format():
     for bits in (4, 8):
         codes = np.arange(2**bits, dtype=np.uint32).reshape(-1, 32 // bits)
         words = np.bitwise_or.reduce(codes << np.arange(0, 32, bits, dtype=np.uint32), axis=1).view(np.int32)
-        integers = PackedIntegers(jnp.asarray(words[None]), jnp.ones((1, 1), jnp.bfloat16), bits)
+        integers = packed_integers(jnp.asarray(words[None]), jnp.ones((1, 1), jnp.bfloat16), bits)
         np.testing.assert_array_equal(integers.decoded()[0], np.arange(2**bits) - 2 ** (bits - 1))
 
 

@@ -13,12 +13,13 @@ import pytest
 from exhaustive_cases import exhaustively
 from expert_cases import by_hand
 from native_kernels import installed, needs_compiler
+from packed import packed_integers
 
+from ling3.formats import Fp8, Mxfp4
 from ling3.ops.cpu import products
 from ling3.ops.cpu.experts import experts as native_experts
 from ling3.ops.cpu.matmul import product
 from ling3.ops.matmul import product as plain
-from ling3.formats import Fp8, Mxfp4, PackedIntegers
 from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 
@@ -65,7 +66,7 @@ def drawn(kind, outer, inner, *stack, seed=0, size=0.02):
     packed = draw.integers(-(2**31), 2**31, (*stack, outer, words), np.int64).astype(np.int32)
     groups = 1 if group == "row" else inner // int(group)
     scale = jnp.asarray(about(*stack, outer, groups), SCALES[dtype])
-    return PackedIntegers(jnp.asarray(packed), scale, bits, words * 32 // bits - inner)
+    return packed_integers(jnp.asarray(packed), scale, bits, words * 32 // bits - inner)
 
 
 def numbers_of(matrix):
@@ -126,7 +127,7 @@ def test_every_scale_in_bfloat16():
     scale = np.arange(2**16, dtype=np.uint16).reshape(-1, 8).view(ml_dtypes.bfloat16)
     codes = np.full((len(scale), 32), 0x76543210, np.uint32)
     codes[:, 1::2] = 0xFEDCBA98
-    matrix = PackedIntegers(jnp.asarray(codes.view(np.int32)), jnp.asarray(scale), 4)
+    matrix = packed_integers(jnp.asarray(codes.view(np.int32)), jnp.asarray(scale), 4)
     for quarter in range(4):  # of the codes of a group
         x = np.zeros((8, 8, 32), np.float32)
         x[np.arange(8), np.arange(8), quarter * 5] = 1

@@ -1,0 +1,12 @@
+"""Packed integers as a product's operand, of their words and scales alone."""
+
+import jax.numpy as jnp
+
+from ling3.formats import PackedIntegers
+
+
+def packed_integers(words, scale, bits, padding=0):
+    """The matrix, or stack, whose rows end `padding` numbers before their last words do."""
+    *stack, outer, across = words.shape
+    shape = jnp.broadcast_to(jnp.asarray([outer, across * 32 // bits - padding], jnp.int32), (*stack, 2))
+    return PackedIntegers(weight_packed=words, weight_scale=scale, weight_shape=shape, bits=bits, padding=padding)
