@@ -18,8 +18,8 @@ from ling3.checkpoint.loading import PATTERNS
 from ling3.checkpoint.names import Weight, stored_parts, structure, weights_of
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import plan_files, replace, replaced, tokenizer_files
-from ling3.families.quantization import GROUPS
-from ling3.formats import QuantizedMatrix, fp8, mxfp4
+from ling3.formats import CompressedTensors, Mxfp4, PackedIntegers, QuantizedMatrix, fp8
+from ling3.formats.integers import GROUPS
 from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf, array_leaves
 
@@ -59,7 +59,6 @@ def quantize(
     """
     if to not in get_args(Format):
         raise ValueError(f"to: found {to!r}; expected one of {', '.join(get_args(Format))}")
-    form: Format = to  # type: ignore[assignment]
     if group is not None and (not to.startswith("int") or group not in GROUPS):
         allowed = (
             f"{' or '.join(map(str, GROUPS))}" if to.startswith("int") else f"none for {to}, whose blocks are fixed"
@@ -80,7 +79,7 @@ def quantize(
     tensors = shards.open_all(directory)
     parts = stored_parts(structure(config), tensors)
     account(directory, config, parts, tensors)
-    own = dataclasses.replace(config, quantization_config=_config(form, group or 32, _ignored(config, tuple(keep))))
+    own = dataclasses.replace(config, quantization_config=_config(to, group or 32, _ignored(config, tuple(keep))))
     sources = {(leaf.path, weight.expert): weight for leaf, weights in parts for weight in weights}
 
     def stored(path: str) -> np.dtype:
@@ -90,7 +89,7 @@ def quantize(
     tree = structure(own, stored("model.word_embeddings.weight"))
     dtypes = {leaf.path: _dtype(leaf, stored) for leaf in array_leaves(tree)}
     found = [_with_dtype(leaf, dtypes[leaf.path]) for leaf in array_leaves(tree)]
-    read = _Quantizer(form, tensors, sources).tensor
+    read = _Quantizer(tensors, sources).tensor
     tokenizer = tokenizer_files(directory) if (directory / "tokenizer.json").exists() else {}
     replace(target, tree, plan_files(found, max_shard_bytes), read, tokenizer, overwrite, "quantizing")
 
@@ -126,34 +125,22 @@ def _modules(leaf: ArrayLeaf) -> Iterator[str]:
     return (weight.name.removesuffix(".weight") for weight in weights_of(leaf) if leaf.field == "weight")
 
 
-def _config(to: Format, group: int, ignore: list[str]) -> dict[str, Any]:
+def _config(to: str, group: int, ignore: list[str]) -> dict[str, Any]:
     """The published `quantization_config`."""
     if to == "fp8":
-        return {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
-            "modules_to_not_convert": [name.removeprefix("re:") for name in ignore],
-        }
-    integers = to != "mxfp4"
-    weights = {
-        "num_bits": int(to[3:]) if integers else 4,
-        "type": "int" if integers else "float",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": group if integers else mxfp4.GROUP,
-        "dynamic": False,
-    } | ({} if integers else {"scale_dtype": "torch.uint8"})
-    format = "pack-quantized" if integers else "mxfp4-pack-quantized"
+        skipped = [name.removeprefix("re:") for name in ignore]
+        return {"quant_method": "fp8", **fp8.WRITTEN, "modules_to_not_convert": skipped}
+    kind: type[CompressedTensors] = Mxfp4 if to == "mxfp4" else PackedIntegers
+    options = {} if to == "mxfp4" else {"bits": int(to.removeprefix("int")), "group": group}
+    weights = kind.weights(options) | {"symmetric": True, "strategy": "group", "dynamic": False}
     only = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": format,
+        "format": kind.FORMAT,
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "ignore": ignore,
-        "config_groups": {"group_0": only | {"format": format}},
+        "config_groups": {"group_0": only | {"format": kind.FORMAT}},
     }
 
 
@@ -180,8 +167,7 @@ def _with_dtype(leaf: ArrayLeaf, dtype: np.dtype) -> ArrayLeaf:
 class _Quantizer:
     """The tensors of the new checkpoint, each as it is asked for; scales that come with others are kept until then."""
 
-    def __init__(self, to: Format, tensors: StoredTensors, sources: Mapping[tuple[str, int | None], Weight]):
-        self._to: Format = to
+    def __init__(self, tensors: StoredTensors, sources: Mapping[tuple[str, int | None], Weight]):
         self._tensors, self._sources = tensors, sources
         self._kept: dict[str, np.ndarray] = {}
 

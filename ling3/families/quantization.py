@@ -21,12 +21,12 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from ling3.families.config_fields import ConfigError, found
-from ling3.formats import Fp4, Fp8, Mxfp4, PackedIntegers, QuantizedMatrix, fp8, mxfp4
+from ling3.formats import CompressedTensors, Fp4, Fp8, Mxfp4, PackedIntegers, QuantizedMatrix, fp8
 from ling3.layers.linear import Linear, Matrix
 from ling3.runtime.quoting import shown
 
-GROUPS = (32, 128)
-"""Sizes of groups of integers that are read."""
+COMPRESSED: Mapping[str, type[CompressedTensors]] = {kind.FORMAT: kind for kind in (PackedIntegers, Mxfp4)}
+"""compressed-tensors' formats, by their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,14 +164,7 @@ def _only(
 
 
 def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]:
-    values = {
-        "weight_block_size": ([fp8.BLOCK, fp8.BLOCK],),
-        "activation_scheme": ("dynamic", None),
-        "fmt": ("e4m3", None),
-        "scale_fmt": ("ue8m0", "float", None),
-        "expert_dtype": ("fp8", "fp4", None),
-    }
-    problems = list(_only(raw, values, ("quant_method", "modules_to_not_convert", "ignored_layers")))
+    problems = list(_only(raw, fp8.READABLE, ("quant_method", "modules_to_not_convert", "ignored_layers")))
     skips = "modules_to_not_convert" if raw.get("modules_to_not_convert") is not None else "ignored_layers"
     ignore = _strings(raw, skips, problems)
     if raw.get(skips) is None:
@@ -183,9 +176,8 @@ def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ..
 
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]:
-    formats = ("pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
     values = {
-        "format": formats,
+        "format": (*COMPRESSED, "mixed-precision"),
         "kv_cache_scheme": (None,),
         "moe_sparsity_config": (None,),
         "quantization_status": ("compressed", None),
@@ -220,30 +212,19 @@ def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
     if not isinstance(raw, Mapping):
         problems.append(f"{at}: {found(raw)}; expected an object with num_bits, type, strategy and group_size")
         return Scheme(PackedIntegers)
-    packed = format == "pack-quantized"
-    whole_rows = raw.get("strategy") == "channel"
-    values: dict[str, tuple[Any, ...]] = {
-        "num_bits": (4, 8) if packed else (4,),
-        "type": ("int",) if packed else ("float",),
+    kind = COMPRESSED.get(format)
+    if kind is None:
+        problems.append(f"{at.removesuffix('weights')}format: {found(format)}; expected {' or '.join(COMPRESSED)}")
+        return Scheme(PackedIntegers)
+    values = kind.readable(raw) | {
         "symmetric": (True,),
-        "strategy": ("group", "channel") if packed else ("group",),
-        "group_size": (None, -1) if whole_rows else GROUPS if packed else (mxfp4.GROUP,),
         "dynamic": (False, None),
         "actorder": (None, False, "weight", "static"),  # which only order the calibration
         "block_structure": (None,),
-        "scale_dtype": (None,) if packed else ("torch.uint8", "uint8", None),
     }
-    if format not in ("pack-quantized", "mxfp4-pack-quantized"):
-        problems.append(
-            f"{at.removesuffix('weights')}format: {found(format)}; expected pack-quantized or mxfp4-pack-quantized"
-        )
-        return Scheme(PackedIntegers)
     wrong = list(_only(raw, values, ("observer", "observer_kwargs", "zp_dtype"), f"{at}."))
     problems += wrong
-    if wrong or not packed:
-        return Scheme(Mxfp4)
-    group = None if whole_rows else raw["group_size"]
-    return Scheme(PackedIntegers, (("bits", raw["num_bits"]), ("group", group)))
+    return Scheme(kind, () if wrong else tuple(kind.options(raw).items()))
 
 
 def quantized(

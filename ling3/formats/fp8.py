@@ -33,6 +33,16 @@ BLOCK = 128
 """Rows and columns that share a scale."""
 MOST = 448.0
 """The largest number of E4M3."""
+READABLE = {
+    "weight_block_size": ([BLOCK, BLOCK],),
+    "activation_scheme": ("dynamic", None),
+    "fmt": ("e4m3", None),
+    "scale_fmt": ("ue8m0", "float", None),
+    "expert_dtype": ("fp8", "fp4", None),
+}
+"""The values that fields of a `quantization_config` may have."""
+WRITTEN = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+"""Those that `quantize` writes."""
 
 
 class Fp8(QuantizedMatrix):

@@ -6,7 +6,7 @@ first column in the lowest ones. A group is so many neighbours in a row as there
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -16,14 +16,19 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, Shaped
 
-from ling3.formats.matrix import QuantizedMatrix, along
+from ling3.formats.compressed_tensors import CompressedTensors
+from ling3.formats.matrix import along
 from ling3.layers.linear import Linear
 from ling3.ops.exchange import LOCAL, Exchange
 
+GROUPS = (32, 128)
+"""Sizes of groups that are read."""
 
-class PackedIntegers(QuantizedMatrix):
+
+class PackedIntegers(CompressedTensors):
     """Words of integers, the scales of their groups, and the shape of the matrix for other programs."""
 
+    FORMAT: ClassVar[str] = "pack-quantized"
     STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "weight_packed": ("I32",),
         "weight_scale": ("BF16", "F16", "F32"),
@@ -45,6 +50,28 @@ class PackedIntegers(QuantizedMatrix):
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
     exchange: Exchange = eqx.field(static=True, default=LOCAL)
+
+    @staticmethod
+    def readable(weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+        """Integers in groups, or with a scale for each row."""
+        return {
+            "num_bits": (4, 8),
+            "type": ("int",),
+            "strategy": ("group", "channel"),
+            "group_size": (None, -1) if weights.get("strategy") == "channel" else GROUPS,
+            "scale_dtype": (None,),
+        }
+
+    @staticmethod
+    def options(weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Bits, and the size of a group, None for whole rows."""
+        group = None if weights["strategy"] == "channel" else weights["group_size"]
+        return {"bits": weights["num_bits"], "group": group}
+
+    @staticmethod
+    def weights(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Integers in groups."""
+        return {"num_bits": options["bits"], "type": "int", "group_size": options["group"]}
 
     @staticmethod
     def init(

@@ -6,7 +6,7 @@ the two numbers in a byte, the even column has the low four bits.
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import AbstractDtype, Array, Float, Float32, Int, Int8, Int32, PRNGKeyArray, Shaped, UInt8
 
+from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.matrix import QuantizedMatrix, along, exponents, power_of_two
 from ling3.layers.linear import Linear
 from ling3.ops.exchange import LOCAL, Exchange
@@ -64,8 +65,8 @@ class FourBits(QuantizedMatrix):
     @property
     def shape(self) -> tuple[int, ...]:
         """[*stack, out, in]."""
-        packed = self._packed
-        return (*packed.shape[:-1], 2 * packed.shape[-1])
+        packed: tuple[int, ...] = getattr(self, next(iter(self.STORED))).shape
+        return (*packed[:-1], 2 * packed[-1])
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -84,14 +85,11 @@ class FourBits(QuantizedMatrix):
         """`size` rows of W from `start` on."""
         return self._with_rows(start, size, *self.STORED)
 
-    @property
-    def _packed(self) -> Shaped[Array, "*stack outer bytes"]:
-        return getattr(self, next(iter(self.STORED)))
 
+class Mxfp4(FourBits, CompressedTensors):
+    """compressed-tensors' layout."""
 
-class Mxfp4(FourBits):
-    """compressed-tensors' `mxfp4-pack-quantized`."""
-
+    FORMAT: ClassVar[str] = "mxfp4-pack-quantized"
     STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight_packed": ("U8",), "weight_scale": ("U8",)}
     weight_packed: UInt8[Array, "*stack out_features bytes"]
     weight_scale: UInt8[Array, "*stack out_features groups"]
@@ -99,6 +97,25 @@ class Mxfp4(FourBits):
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
     exchange: Exchange = eqx.field(static=True, default=LOCAL)
+
+    @staticmethod
+    def readable(weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+        """One kind of numbers, in groups of one size."""
+        del weights
+        own = {"num_bits": (4,), "type": ("float",), "strategy": ("group",), "group_size": (GROUP,)}
+        return own | {"scale_dtype": ("torch.uint8", "uint8", None)}
+
+    @staticmethod
+    def options(weights: Mapping[str, Any]) -> dict[str, Any]:
+        """None."""
+        del weights
+        return {}
+
+    @staticmethod
+    def weights(options: Mapping[str, Any]) -> dict[str, Any]:
+        """The one kind."""
+        del options
+        return {"num_bits": 4, "type": "float", "group_size": GROUP, "scale_dtype": "torch.uint8"}
 
     @staticmethod
     def init(like: Linear, *, key: PRNGKeyArray, std: float) -> "Mxfp4":

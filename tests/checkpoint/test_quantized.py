@@ -17,7 +17,8 @@ from ling3.checkpoint import weight_names
 from ling3.checkpoint.names import structure
 from ling3.checkpoint.safetensors_file import open_file
 from ling3.families.ling3_config import ConfigError
-from ling3.formats import QuantizedMatrix
+from ling3.families.quantization import Scheme
+from ling3.formats import PackedIntegers, QuantizedMatrix
 from ling3.mesh import plan
 from ling3.mesh.rules import MeshError, Rules
 
@@ -306,7 +307,8 @@ def test_asymmetric_integers_and_activations_are_refused():
 def test_ignored_and_targeted_modules():
     """By exact names, patterns from a name's start, and for FP8 by whole parts of a name or its end."""
     scheme = config("int4").quantization_config.scheme
-    assert scheme("model.layers.0.mlp.up_proj").bits == 4 and scheme("lm_head") is None
+    assert scheme("model.layers.0.mlp.up_proj") == Scheme(PackedIntegers, (("bits", 4), ("group", 32)))
+    assert scheme("lm_head") is None
     fp8 = dataclasses.replace(
         SIZES,
         quantization_config=CONFIGS["fp8"] | {"modules_to_not_convert": ["model.layers.1", "g_proj", "mlp.gate"]},
