@@ -14,6 +14,12 @@ from ling3.formats.matrix import QuantizedMatrix, in_float32, weights_per_elemen
 from ling3.formats.mxfp4 import Fp4, Mxfp4
 
 __all__ = [
-    *("CompressedTensors", "Fp4", "Fp8", "Mxfp4", "PackedIntegers", "QuantizedMatrix"),
-    *("in_float32", "weights_per_element"),
+    "CompressedTensors",
+    "Fp4",
+    "Fp8",
+    "Mxfp4",
+    "PackedIntegers",
+    "QuantizedMatrix",
+    "in_float32",
+    "weights_per_element",
 ]
