@@ -117,7 +117,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 _CHECKED = (
     *("ops", "layers", "formats", "model", "cache", "execution", "intervention", "placement", "mesh", "families"),
     *("generate", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
-    *("checkpoint.copying", "checkpoint.dequantizing", "checkpoint.loading", "checkpoint.quantizing"),
+    *("checkpoint.copying", "checkpoint.loading", "checkpoint.quantizing"),
     *("checkpoint.safetensors_file", "checkpoint.saving", "checkpoint.scales", "engine.at_end", "engine.capture"),
     *("engine.filters", "engine.forward", "engine.front", "engine.grammars", "engine.intake", "engine.masks"),
     *("engine.origins", "engine.plans", "engine.pool", "engine.runner", "engine.sampling", "engine.snapshots"),

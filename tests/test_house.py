@@ -142,7 +142,7 @@ LONG_FUNCTIONS = {
         "evals/ablations.py ablations": 76,
     },
     # One pass over all tensors, and one over all blocks of rows.
-    **{"checkpoint/accounting.py account": 63, "ops/experts.py blocks_of_experts": 71},
+    **{"ops/experts.py blocks_of_experts": 71},
 }
 MANY_PARAMETERS = {
     # Public entries, whose options are keywords.

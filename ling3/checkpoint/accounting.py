@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from ling3 import families
 from ling3.checkpoint import shards
 from ling3.checkpoint.copying import BLOCK
-from ling3.checkpoint.dequantizing import QUANTIZED, misfit, scales_of
 from ling3.checkpoint.names import Parts, Weight
 from ling3.checkpoint.safetensors_file import (
     DTYPES,
@@ -56,14 +55,7 @@ def account(
             if (tensor := source.get(weight.name)) is None:
                 missing.append(f"{weight.name} {list(weight.shape)}")
                 continue
-            if family.dequantizes and tensor.dtype in QUANTIZED and known == FLOATS:
-                if (scales := scales_of(weight.name, source)) is None:
-                    quantized.append(f"{tensor}: found no scales; expected them beside it")
-                    continue
-                expected.add(scales.name)
-                if problem := misfit(weight.shape, tensor.dtype, tensor.shape, (scales.dtype, scales.shape)):
-                    quantized.append(f"{tensor}: {problem}")
-            elif tensor.shape not in ((weight.shape, *weight.also) if weight.whole is None else (weight.whole,)):
+            if tensor.shape not in ((weight.shape, *weight.also) if weight.whole is None else (weight.whole,)):
                 wanted_shape = weight.shape if weight.whole is None else weight.whole
                 shapes.append(f"{tensor}: found {list(tensor.shape)}; expected {list(wanted_shape)}")
             elif tensor.dtype not in known:

@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Bool, Shaped
 
-from ling3.checkpoint.dequantizing import QuantizedTensor
 from ling3.checkpoint.safetensors_file import DTYPES, StoredTensor, read_stack
 from ling3.runtime.cores import cores
 
@@ -43,8 +42,6 @@ class Copy(NamedTuple):
     """Numbers of the tensor that come before those that are copied."""
     stride: int
     """Numbers of the tensor from the begin of one row to that of the next."""
-    quantized: QuantizedTensor | None = None
-    """How it is stored, if not number by number; the rows are then the matrix's own, or some columns of these."""
     stack: Sequence[StoredTensor] = ()
     """All of a stack, from `tensor` on: of one dtype and size, and in one file."""
     largest: float = 0.0
@@ -52,9 +49,9 @@ class Copy(NamedTuple):
 
     @no_type_check
     def blocks(self) -> Iterator[tuple[int, int, Shaped[np.ndarray, "rows columns"]]]:
-        """Where a block begins, by row and column, and its place; of a quantized tensor it has whole rows."""
+        """Where a block begins, by row and column, and its place."""
         rows, columns = self.target.shape
-        across = min(columns, BLOCK) if self.quantized is None else columns
+        across = min(columns, BLOCK)
         down = max(1, BLOCK // max(1, across))
         for row in range(0, rows, down):
             for column in range(0, columns, max(1, across)):
@@ -122,8 +119,6 @@ class Copier:
     @no_type_check
     def _block(self, copy: Copy, row: int, column: int, target: Shaped[np.ndarray, "rows columns"]) -> Copied:
         start = copy.start + row * copy.stride + column
-        if copy.quantized is not None:
-            return self._decoded(copy, copy.quantized, start, target)
         stored = copy.tensor.dtype
         dtype, exponent = DTYPES[stored], _EXPONENTS.get(stored)
         if stored == "U8" and copy.tensor.name.endswith(".weight_scale"):  # E8M0 under another name
@@ -149,15 +144,6 @@ class Copier:
         if np.bitwise_and(bits, exponent, out=masked).max() >= exponent:
             return Copied(bits.nbytes, _at(copy, start, masked == exponent))
         return Copied(bits.nbytes, scales=_wrong_scales(copy, start, target) if copy.largest else {})
-
-    def _decoded(
-        self, copy: Copy, quantized: QuantizedTensor, start: int, target: Shaped[np.ndarray, "rows columns"]
-    ) -> Copied:
-        first, left = divmod(start, quantized.columns)
-        numbers = quantized.read(first, target.shape[0], left, target.shape[1])
-        target[:] = numbers
-        infinite = [copy.tensor.name] if self.check_finite and not np.isfinite(numbers).all() else []
-        return Copied(quantized.bytes(target.size), infinite)
 
     def _of_this_thread(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         """Scratch for a block's bits, and for their exponents."""

@@ -24,11 +24,11 @@ from ling3 import families
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.accounting import account, kind_of, stored_as
 from ling3.checkpoint.copying import Copier, Copy
-from ling3.checkpoint.dequantizing import QUANTIZED, QuantizedTensor, scales_of
 from ling3.checkpoint.names import Parts, Weight, stored_parts, structure, weight_names
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import save
 from ling3.checkpoint.scales import is_of_zeros, is_scale
+from ling3.checkpoint.stored_formats import with_stored_formats
 from ling3.formats import QuantizedMatrix, in_float32
 from ling3.layers.linear import Linear, Matrix
 from ling3.leaves import ArrayLeaf
@@ -66,8 +66,7 @@ def load(
     Quantized weights stay in their format in memory, whatever `dtype` says: it is that of the rest and of activations,
     which are not rounded to 8 bits, though a checkpoint's servers may do so. Integers times their scales are rounded to
     the dtype of the scales, but not in a model in float32: both as in transformers. With `dequantize` they become
-    matrices in `dtype`, or bfloat16 with `dtype` None, as the training of a model needs them. Those of DeepSeek-V4
-    always do.
+    matrices in `dtype`, or bfloat16 with `dtype` None, as the training of a model needs them.
 
     All headers are checked against the configuration before any weight is read: nothing may be missing or left over
     but the multi-token-prediction layers, which are skipped, and a tied `lm_head`, which must equal the embedding.
@@ -101,6 +100,7 @@ def load(
         source = shards.open_all(directory)
         if _version(directory) != version:
             raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
+        config = with_stored_formats(config, source)
         tree = structure(config)
         parts = stored_parts(tree, source)
         account(directory, config, parts, source, wanted, mesh)
@@ -226,7 +226,7 @@ def _target_dtype(
     if stored_as(leaf) != FLOATS:
         return np.dtype(leaf.value.dtype)
     if wanted is None:
-        return np.dtype(ml_dtypes.bfloat16) if stored in QUANTIZED else DTYPES[stored]
+        return DTYPES[stored]
     return np.dtype(np.float32) if leaf.value.dtype == jnp.float32 else wanted
 
 
@@ -259,9 +259,9 @@ def _whole(weights: Sequence[Weight], source: StoredTensors, array: np.ndarray) 
     if weights and weights[0].expert is None:
         yield from _rows(weights[0], source, array)
         return
-    for (_, stored), group in itertools.groupby(enumerate(weights), lambda item: kind_of(source[item[1].name])):
+    for _, group in itertools.groupby(enumerate(weights), lambda item: kind_of(source[item[1].name])):
         numbers, own = zip(*group, strict=True)
-        if own[0].whole is not None or (stored in QUANTIZED and array.dtype != DTYPES[stored]):
+        if own[0].whole is not None:
             for number, weight in zip(numbers, own, strict=True):
                 yield from _rows(weight, source, array[number])
             continue
@@ -288,17 +288,7 @@ def _rows(
     target = target.reshape(rows, -1)[:, :columns]
     if columns == stride and target.flags.c_contiguous:
         target, stride = target.reshape(1, -1), weight.size
-    if tensor.dtype not in QUANTIZED or target.dtype == DTYPES[tensor.dtype]:
-        yield Copy(tensor, target, start, stride)
-        return
-    scales, width = scales_of(weight.name, source), weight.shape[-1]
-    assert scales is not None, "every quantized tensor has its scales"
-    quantized = QuantizedTensor(tensor, scales, width)
-    if columns % width:  # some columns of each row
-        yield Copy(tensor, target, start, stride, quantized)
-        return
-    for i, row in enumerate(target):
-        yield Copy(tensor, row.reshape(-1, width), start + i * stride, width, quantized)
+    yield Copy(tensor, target, start, stride)
 
 
 def _stored_bytes(

@@ -96,7 +96,7 @@ def weights_of(leaf: ArrayLeaf) -> Iterator[Weight]:
 def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
     """Each array of `model`, and the tensors that it is made of, as a checkpoint with tensors of these names has them.
 
-    Of its family's layouts, that is the one of which most names are there, and of several such the first.
+    Of its family's layouts, that is the first of which all names are there, or else most.
     """
     config = model.config
 
@@ -111,7 +111,12 @@ def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
         return sum(weight.name not in names for _, weights in parts for weight in weights)
 
     published = [(leaf, tuple(weights_of(leaf))) for leaf in array_leaves(model)]
-    return min(itertools.chain([published], map(placed, family_of(config).layouts)), key=missing)
+    tried: list[tuple[int, Parts]] = []
+    for parts in itertools.chain([published], map(placed, family_of(config).layouts)):
+        tried.append((missing(parts), parts))
+        if not tried[-1][0]:
+            break
+    return min(tried, key=lambda own: own[0])[1]
 
 
 def weight_names(config: Any) -> Iterator[Weight]:

@@ -73,7 +73,8 @@ def quantize(
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config.method
         raise CheckpointError(f"{directory}: is quantized already ({method}); give the checkpoint in floats")
-    if "quantization_config" not in {field.name for field in dataclasses.fields(config)}:
+    fields = {field.name for field in dataclasses.fields(config)}
+    if "quantization_config" not in fields or families.family_of(config).formats_in_headers:
         name = families.family_of(config).name
         raise CheckpointError(f"{directory}: is a {name}, of which ling3 writes no quantized checkpoints")
     tensors = shards.open_all(directory)

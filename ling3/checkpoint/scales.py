@@ -18,7 +18,7 @@ def is_scale(leaf: ArrayLeaf) -> bool:
 def is_of_zeros(leaf: ArrayLeaf, name: str, source: StoredTensors) -> bool:
     """True if what the zeros of the scales `name` multiply is 0 too, as where weights were pruned."""
     codes, scale = (field for field in leaf.module.STORED if field != "weight_shape")
-    stored, scales = (_read(source[f"{name.rpartition('.')[0]}.{field}"]) for field in (codes, scale))
+    stored, scales = (_read(source[own]) for own in (f"{name.rpartition('.')[0]}.{codes}", name))
     zeros = jnp.asarray((scales.astype(np.float32) == 0).astype(scales.dtype))
     matrix = eqx.tree_at(
         lambda own: [getattr(own, codes), getattr(own, scale)], leaf.module, [jnp.asarray(stored), zeros]

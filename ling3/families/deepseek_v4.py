@@ -1,7 +1,7 @@
 """DeepSeek-V4 (`DeepseekV4ForCausalLM`): several residual streams, attention to a window and to compressed entries."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
@@ -117,6 +117,7 @@ _NAMES = (
     (r"experts(\.\d+)?\.gate_proj\.", r"experts\1.w1."),
     (r"experts(\.\d+)?\.up_proj\.", r"experts\1.w3."),
     (r"experts(\.\d+)?\.down_proj\.", r"experts\1.w2."),
+    (r"\.weight_scale_inv$", ".scale"),
 )
 """From the tree's names to the release's."""
 
@@ -179,9 +180,24 @@ _MODULE_NAMES = (
 """From those to the names of transformers' modules."""
 
 
+_LAYOUTS = (_saved_by_transformers, _in_transformers)
+
+
+def _with_scale_inv(
+    layout: Callable[[str, tuple[int, ...], DeepseekV4Config], Place],
+) -> Callable[[str, tuple[int, ...], DeepseekV4Config], Place]:
+    """A layout with scales under the name that other FP8 checkpoints have for them."""
+
+    def place(name: str, shape: tuple[int, ...], config: DeepseekV4Config) -> Place:
+        own = layout(name, shape, config)
+        return own._replace(name=re.sub(r"\.scale$", ".weight_scale_inv", own.name))
+
+    return place
+
+
 def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`wo_a` is one matrix in the checkpoint, its groups below each other."""
-    return (shape[0] * shape[1], *shape[2:]) if name.endswith(".wo_a.weight") else shape
+    """`wo_a` is one matrix in the checkpoint, its groups below each other, and so are its scales."""
+    return (shape[0] * shape[1], *shape[2:]) if name.endswith((".wo_a.weight", ".wo_a.scale")) else shape
 
 
 def _strange_tables(model: CausalLM) -> Iterable[str]:
@@ -203,8 +219,8 @@ FAMILY = Family(
     init=init,
     published=lambda name, config: _renamed(_NAMES, name),
     published_shape=_shape,
-    layouts=(_saved_by_transformers, _in_transformers),
+    layouts=(*_LAYOUTS, *map(_with_scale_inv, (lambda name, shape, config: Place(name), *_LAYOUTS))),
     misfits=_strange_tables,
-    dequantizes=True,
+    formats_in_headers=True,
     skips=lambda name, config: name.startswith("mtp."),
 )

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from ling3.families.config_fields import Only, as_object, check, field, pick, published, read, too_large
+from ling3.families.quantization import Quantization
 from ling3.families.rope_scaling import RopeScaling
 from ling3.families.transformer import count, size
 from ling3.layers.moe import RouterScores
@@ -90,6 +91,31 @@ def _scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
     return None if kind in (None, "default") else own
 
 
+IN_FLOATS = ("embed", "head", ".*compressor", "weights_proj")
+"""Matrices that are in no few bits, where a config names none."""
+
+
+def _quantization(raw: Mapping[str, Any], problems: list[str]) -> Any:
+    """`quantization_config`, with the release's `expert_dtype` in it."""
+    del problems
+    given = raw.get("quantization_config")
+    if not given or not isinstance(given, Mapping):
+        return given
+    own = dict(given)
+    experts = own.pop("expert_dtype", raw.get("expert_dtype"))
+    return own if experts is None else own | {"expert_dtype": experts}
+
+
+def _stored(raw: Any) -> Quantization | None:
+    own = Quantization.read(raw)
+    if own is None or own.method == "headers":
+        return own
+    if own.method != "fp8":
+        raise TypeError("another quant_method")
+    named = own.to_dict().keys() & {"modules_to_not_convert", "ignored_layers"}
+    return own if named else dataclasses.replace(own, ignore=IN_FLOATS)
+
+
 @dataclasses.dataclass(frozen=True)
 class DeepseekV4Config:
     """DeepSeek-V4's fields, in the published names where there is one. Sizes are in channels. Raises ConfigError."""
@@ -143,6 +169,14 @@ class DeepseekV4Config:
     initializer_range: float = field(gt=0, absent=0.02)
     bos_token_id: int | None = field(ge=0, le=2**31 - 1)
     eos_token_id: tuple[int, ...] = field(ge=0, le=2**31 - 1, single=True, absent=())
+    quantization_config: Quantization | None = field(
+        None,
+        read=_quantization,
+        convert=_stored,
+        aliases=("expert_dtype",),
+        expected="null, or an object with the quant_method fp8",
+    )
+    """Which matrices are stored in 8 or 4 bits; a checkpoint's files may have it otherwise, and then decide."""
 
     def __post_init__(self) -> None:
         check(self, self._misfits)
@@ -189,6 +223,8 @@ class DeepseekV4Config:
         names = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
         scaling = self.rope_scaling
         own = {**published(self, ONLY), "rope_scaling": None if scaling is None else scaling.to_dict()}
+        if experts := own.get("quantization_config", {}).pop("expert_dtype", None):
+            own["expert_dtype"] = experts
         ratios = [self.ratio(i) or 0 for i in range(self.num_hidden_layers)]
         return names | own | {"compress_ratios": ratios} | {name: value(self) for name, value in DERIVED.items()}
 
@@ -213,10 +249,8 @@ DERIVED = {
 
 UNUSED = (
     "dspark_config",
-    "expert_dtype",
     "index_topk_freq",
     "num_nextn_predict_layers",
-    "quantization_config",
     "router_jitter_noise",
 )
-"""Training's, or of multi-token prediction; what the weights are stored as is in the files' headers."""
+"""Training's, or of multi-token prediction."""

@@ -47,8 +47,8 @@ class Family:
     shape. `load` takes the layout whose names a checkpoint has; `save` writes the published one."""
     misfits: Callable[[Any], Iterable[str]] = lambda model: ()
     """`misfits(model)`: what is wrong with the numbers of a loaded model beside NaN and infinity, a line for each."""
-    dequantizes: bool = False
-    """True if its matrices may be stored in 8 or 4 bits, which `load` makes numbers of the model's dtype."""
+    formats_in_headers: bool = False
+    """True if the headers of a checkpoint's files, and not its config, decide which matrices are in FP8 and FP4."""
     skips: Callable[[str, Any], bool] = lambda name, config: False
     """`skips(name, config)`: True for a tensor that checkpoints may have beside the model's, and that `load` leaves."""
     copies: Callable[[str, Any], str | None] = lambda name, config: None

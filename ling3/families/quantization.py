@@ -58,7 +58,8 @@ class Quantization:
     """A `quantization_config`. `source` is its text, which `save` writes again; the rest is what it says."""
 
     source: str
-    method: Literal["fp8", "compressed-tensors"]
+    method: Literal["fp8", "compressed-tensors", "headers"]
+    """Whose config it is; `headers` if files say what the config does not (`checkpoint/stored_formats.py`)."""
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...]
     """Modules that are left alone, though a target names them."""

@@ -292,7 +292,8 @@ def _in_elements(leaf: ArrayLeaf, share: Share) -> Share:
     within = "scale" in leaf.field and all(end - first <= 1 for first, end in spans)
     if not whole and not within:
         what, parts = ("rows", "columns")[axis], len(set(share.spans))
-        fits = [d for d in range(1, parts + 1) if size % d == 0 and (size // d % step == 0 or step % (size // d) == 0)]
+        shares = {d: size // d for d in range(1, parts + 1) if size % d == 0}
+        fits = [d for d, part in shares.items() if d == 1 or part % step == 0 or step % part == 0]
         raise MeshError(
             f"{leaf.path}: {parts} devices would have {share.width} {what} each of {size}, which cuts blocks of {step} "
             f"that are stored together; {', '.join(map(str, fits))} can share them, or leave "

@@ -19,16 +19,24 @@ from rich.console import Console
 
 import ling3
 from ling3.cache import Span
-from ling3.checkpoint.names import weight_names
+from ling3.checkpoint.names import structure, weight_names
+from ling3.checkpoint.safetensors_file import open_file
 from ling3.evals.ablations import ablations
 from ling3.families import deepseek_v4
+from ling3.families.config_fields import ConfigError
 from ling3.families.deepseek_v4_config import HEAVY, SLIDING, SPARSE, DeepseekV4Config
+from ling3.formats import Fp4, Fp8
 from ling3.interpret import ablate
 from ling3.interpret.inspect import report
 from ling3.layers.hyper import sinkhorn
+from ling3.layers.linear import Linear
 
 SMALL = {
-    **{name: value for name, value in DEEPSEEK_V4_FLASH.items() if name != "compress_ratios"},
+    **{
+        name: value
+        for name, value in DEEPSEEK_V4_FLASH.items()
+        if name not in ("compress_ratios", "expert_dtype", "quantization_config")
+    },
     "compress_rates": {SPARSE: 4, HEAVY: 8},
     "head_dim": 16,
     "hidden_size": 32,
@@ -214,7 +222,7 @@ def _elsewhere(saved, directory, tensors):
 def test_transformers_layouts_load_too(model, saved, tmp_path):
     """Those that it writes by default and by its modules' names; and multi-token prediction is left out."""
     stored = safetensors.numpy.load_file(saved / "model.safetensors")
-    for layout in deepseek_v4.FAMILY.layouts:
+    for number, layout in enumerate(deepseek_v4.FAMILY.layouts):
         parts: dict[str, list] = {}
         for name, array in stored.items():
             place = layout(name, array.shape, CONFIG)
@@ -226,9 +234,9 @@ def test_transformers_layouts_load_too(model, saved, tmp_path):
             for place, array in pieces:
                 flat[place.start : place.start + array.size] = array.reshape(-1)
             whole[name] = flat.reshape(shape)
-        loaded = ling3.load(_elsewhere(saved, tmp_path / layout.__name__, whole))
+        loaded = ling3.load(_elsewhere(saved, tmp_path / str(number), whole))
         assert eqx.tree_equal(loaded, model)
-        described = report(tmp_path / layout.__name__)
+        described = report(tmp_path / str(number))
         assert {row.dtype for row in described.arrays} == {"float32", "int64"}
         assert sum(row.parameters for row in described.arrays) == sum(x.size for x in jax.tree.leaves(model))
     assert "model.layers.1.mlp.experts.gate_up_proj" in whole and "lm_head.weight" in whole
@@ -289,6 +297,7 @@ def quantized(tmp_path_factory):
         "moe_intermediate_size": 32,
         "num_hidden_layers": 2,
         "layer_types": [SPARSE] * 2,
+        "o_lora_rank": 128,
     }
     config, draw = DeepseekV4Config.from_dict(wide), np.random.default_rng(0)
     stored, means = {}, {}
@@ -301,8 +310,7 @@ def quantized(tmp_path_factory):
             stored[name.replace(".weight", ".scale")] = scales
         elif re.search(r"\.(wq_a|wq_b|wkv|wo_a|w[123])\.weight", name) and "compressor" not in name:
             stored[name], scales, means[name] = _in_fp8(array)
-            scaled = ".scale" if "wo_a" not in name else ".weight_scale_inv"
-            stored[name.replace(".weight", scaled)] = scales.astype(np.float32) if "wo_a" in name else scales
+            stored[name.replace(".weight", ".scale")] = scales.astype(np.float32) if "wo_a" in name else scales
         else:
             stored[name] = means[name] = array
     directory = tmp_path_factory.mktemp("quantized")
@@ -311,34 +319,87 @@ def quantized(tmp_path_factory):
     return directory, stored, means
 
 
-def test_the_releases_fp8_and_fp4_are_dequantized_exactly(quantized, tmp_path):
-    directory, _, means = quantized
-    ling3.save(ling3.load(directory, dtype=jnp.float32), tmp_path / "dense")
+def test_the_releases_fp8_and_fp4_are_kept_and_mean_the_same(quantized, tmp_path):
+    """In memory and in what is saved they are the stored bits; dequantized, the numbers that these mean."""
+    directory, stored, means = quantized
+    model = ling3.load(directory)
+    assert isinstance(model.model.layers[0].mlp.experts.gate_proj, Fp4)
+    assert isinstance(model.model.layers[1].attention.wo_a, Fp8)
+    assert isinstance(model.model.layers[1].attention.wo_b, Linear)  # which this checkpoint has in floats
+    ling3.save(model, tmp_path / "kept")
+    kept, given = (open_file(own / "model.safetensors") for own in (tmp_path / "kept", directory))
+    assert kept.keys() == given.keys() == stored.keys()
+    for name, array in stored.items():
+        assert (kept[name].dtype, kept[name].shape) == (given[name].dtype, given[name].shape)
+        read = np.empty((1, array.size), array.dtype)
+        kept[name].read(0, read, array.size)
+        assert read.tobytes() == array.tobytes(), name
+    again = ling3.load(tmp_path / "kept")
+    assert again.config == model.config and jax.tree.structure(again) == jax.tree.structure(model)
+    ling3.save(ling3.load(directory, dtype=jnp.float32, dequantize=True), tmp_path / "dense")
     dense = safetensors.numpy.load_file(tmp_path / "dense" / "model.safetensors")
     assert dense.keys() == means.keys()
     for name, array in means.items():
         np.testing.assert_array_equal(dense[name], array, err_msg=name)
-    half = ling3.load(directory)
-    assert half.model.layers[0].mlp.experts.gate_proj.dtype == half.model.layers[1].attention.wo_a.dtype == jnp.bfloat16
+
+
+def test_where_scales_have_the_name_of_other_fp8_checkpoints(quantized, tmp_path):
+    directory, stored, _ = quantized
+    renamed = {re.sub(r"\.scale$", ".weight_scale_inv", name): array for name, array in stored.items()}
+    found, expected = ling3.load(_elsewhere(directory, tmp_path / "renamed", renamed)), ling3.load(directory)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert all(
+        np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    )
+
+
+def test_what_a_config_says_of_storage(quantized, tmp_path):
+    """Without files it is believed, and where files have all as it says, it stays as it is."""
+    directory, stored, _ = quantized
+    own = json.loads((directory / "config.json").read_text()) | {"quantization_config": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    }}  # fmt: skip
+    config = DeepseekV4Config.from_dict(own)
+    tree = structure(config).model.layers[0]
+    assert isinstance(tree.mlp.experts.up_proj, Fp4) and isinstance(tree.attention.wo_b, Fp8)
+    assert isinstance(tree.attention.indexer.weights_proj, Linear)
+    assert isinstance(tree.attention.compressor.wkv, Linear)
+    tensors = {**stored}
+    for name in [name for name in stored if name.endswith((".wo_b.weight", "indexer.wq_b.weight"))]:
+        tensors[name], tensors[name.replace(".weight", ".scale")], _ = _in_fp8(stored[name].astype(np.float32))
+    target = _elsewhere(directory, tmp_path / "all", tensors)
+    (target / "config.json").unlink()
+    (target / "config.json").write_text(json.dumps(own))
+    assert ling3.load(target).config == config
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    other = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    with pytest.raises(ConfigError, match=r"quantization_config: .*expected null, or an object with .* fp8"):
+        DeepseekV4Config.from_dict(own | {"expert_dtype": None, "quantization_config": other})
+
+
+NAN = np.array(255, np.uint8).view(ml_dtypes.float8_e8m0fnu)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers.0.attn.wq_a.scale": None}, r"layers\.0\.attn\.wq_a\.weight.*no scales"),
+        ({"layers.0.attn.wq_a.scale": None}, r"no file has.*\n.*layers\.0\.attn\.wq_a\.scale \[1, 2\]"),
         ({"layers.0.attn.wq_b.weight": None}, r"(?s)no file has.*wq_b.*no place for.*layers\.0\.attn\.wq_b\.scale"),
-        ({"layers.0.attn.wq_a.scale": np.ones((2, 2), np.float32)}, r"scales: found F32\[2, 2\]; expected \[1, 2\]"),
+        ({"layers.0.attn.wq_a.scale": np.ones((2, 2), np.float32)}, r"wq_a\.scale.*found \[2, 2\]; expected \[1, 2\]"),
         (
             {"layers.0.ffn.experts.1.w2.scale": np.ones((160, 1), np.float16)},
-            r"scales: found F16\[160, 1\]; expected \[160, 1\] of F8_E8M0",
+            r"w2\.scale.*: found F16; expected F8_E8M0",
         ),
-        ({"layers.0.ffn.experts.1.w1.weight": np.zeros((32, 160), np.int8)}, r"in I8; expected \[32, 80\]"),
-        ({"layers.0.ffn.experts.1.w1.scale": np.full((32, 5), np.nan, np.float32)}, r"NaN or infinite"),
-        ({"layers.0.ffn.experts.1.w1.scale": np.full((32, 5), -1, np.float32)}, r"w1\.scale: found a scale of -1; exp"),
-        (
-            {"layers.0.ffn.experts.1.w1.scale": np.zeros((32, 5), np.float32)},
-            r"w1\.scale: found a scale of 0; expected",
-        ),
+        ({"layers.0.ffn.experts.1.w1.weight": np.zeros((32, 160), np.int8)}, r"found \[32, 160\]; expected \[32, 80\]"),
+        ({"layers.0.ffn.experts.1.w1.scale": np.full((32, 5), NAN)}, r"NaN or infinite"),
+        ({"layers.0.attn.wo_a.scale": np.full((2, 1), -1, np.float32)}, r"wo_a\.scale.*: found -1"),
+        ({"layers.0.attn.wo_a.scale": np.zeros((2, 1), np.float32)}, r"wo_a\.scale.*: found 0"),
     ],
 )
 def test_quantized_tensors_that_do_not_fit_are_named(quantized, tmp_path, changes, message):
@@ -346,6 +407,17 @@ def test_quantized_tensors_that_do_not_fit_are_named(quantized, tmp_path, change
     tensors = {name: array for name, array in {**stored, **changes}.items() if array is not None}
     with pytest.raises(ling3.CheckpointError, match=message):
         ling3.load(_elsewhere(directory, tmp_path / "wrong", tensors))
+
+
+def test_a_block_that_would_span_two_groups_is_refused(saved, tmp_path):
+    """The groups of `wo_a` are matrices of their own, one below the other in the file."""
+    stored = safetensors.numpy.load_file(saved / "model.safetensors")
+    name = "layers.0.attn.wo_a.weight"
+    stored[name], stored[name.replace(".weight", ".scale")], _ = _in_fp8(stored[name])
+    with pytest.raises(
+        ling3.CheckpointError, match=r"wo_a\.weight, in .*found F8_E4M3, whose blocks of 128 rows would"
+    ):
+        ling3.load(_elsewhere(saved, tmp_path / "wrong", stored))
 
 
 def test_logits_are_the_equations(model, saved):

@@ -125,10 +125,13 @@ FLASH = REAL_HEADS | {
 BLOCKS = SMALL | {
     "hidden_size": 160,
     "moe_intermediate_size": 192,
-    "o_lora_rank": 72,
+    "o_lora_rank": 128,
     "q_lora_rank": 136,
 }
-"""Sizes at which blocks of 128 are one and a part, in rows and in columns; experts' are multiples of 32."""
+"""Sizes at which blocks of 128 are one and a part, in rows and in columns; experts' are multiples of 32.
+
+No block of `wo_a` spans two of its groups, which are matrices of their own: `o_lora_rank` is a multiple of 128.
+"""
 
 
 def shapes(config: reference.Config) -> dict[str, tuple[int, ...]]:
