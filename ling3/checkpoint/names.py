@@ -3,7 +3,6 @@
 The exceptions of the layers stand in EXCEPTIONS and nowhere else; names that are a family's own, in `Family.published`.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
@@ -96,27 +95,24 @@ def weights_of(leaf: ArrayLeaf) -> Iterator[Weight]:
 def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
     """Each array of `model`, and the tensors that it is made of, as a checkpoint with tensors of these names has them.
 
-    Of its family's layouts, that is the first of which all names are there, or else most.
+    Of its family's layouts, that is the one of which most names are there, and of several such the first. One tensor of
+    each array tells.
     """
     config = model.config
-
-    def placed(layout: Callable[[str, tuple[int, ...], Any], Place]) -> Parts:
-        def place(weight: Weight) -> Weight:
-            name, whole, start = layout(weight.name, weight.shape, config)
-            return weight._replace(name=name, whole=whole, start=start)
-
-        return [(leaf, tuple(map(place, weights))) for leaf, weights in published]
-
-    def missing(parts: Parts) -> int:
-        return sum(weight.name not in names for _, weights in parts for weight in weights)
-
     published = [(leaf, tuple(weights_of(leaf))) for leaf in array_leaves(model)]
-    tried: list[tuple[int, Parts]] = []
-    for parts in itertools.chain([published], map(placed, family_of(config).layouts)):
-        tried.append((missing(parts), parts))
-        if not tried[-1][0]:
-            break
-    return min(tried, key=lambda own: own[0])[1]
+
+    def as_published(name: str, shape: tuple[int, ...], config: Any) -> Place:
+        return Place(name)
+
+    def place(layout: Callable[[str, tuple[int, ...], Any], Place], weight: Weight) -> Weight:
+        name, whole, start = layout(weight.name, weight.shape, config)
+        return weight._replace(name=name, whole=whole, start=start)
+
+    def missing(layout: Callable[[str, tuple[int, ...], Any], Place]) -> int:
+        return sum(place(layout, first).name not in names for _, (first, *_) in published)
+
+    layout = min((as_published, *family_of(config).layouts), key=missing)
+    return [(leaf, tuple(place(layout, weight) for weight in weights)) for leaf, weights in published]
 
 
 def weight_names(config: Any) -> Iterator[Weight]:
