@@ -29,6 +29,7 @@ from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, S
 from ling3.checkpoint.saving import save
 from ling3.checkpoint.scales import is_of_zeros, is_scale
 from ling3.checkpoint.stored_formats import with_stored_formats
+from ling3.families.quantization import in_floats
 from ling3.formats import QuantizedMatrix, in_float32
 from ling3.layers.linear import Linear, Matrix
 from ling3.leaves import ArrayLeaf
@@ -136,8 +137,6 @@ def _uncollected() -> Iterator[None]:
 
 def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
     """The model with each quantized matrix as one in `dtype`, and a config that says so."""
-    if getattr(model.config, "quantization_config", None) is None:
-        return model
 
     def dense(matrix: Any) -> Any:
         if not isinstance(matrix, QuantizedMatrix):
@@ -146,7 +145,7 @@ def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
         return Linear(jax.jit(lambda own: own.dense().astype(dtype))(matrix), **options)
 
     plain = jax.tree.map(dense, model, is_leaf=lambda node: isinstance(node, Matrix))
-    return dataclasses.replace(plain, config=dataclasses.replace(model.config, quantization_config=None))
+    return dataclasses.replace(plain, config=in_floats(model.config))
 
 
 def _read(

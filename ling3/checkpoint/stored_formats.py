@@ -9,7 +9,7 @@ from typing import Any
 from ling3.checkpoint.names import stored_parts, structure, weights_of
 from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensors
 from ling3.families import family_of
-from ling3.families.quantization import Quantization, Scheme, SchemeGroup
+from ling3.families.quantization import Quantization, Scheme, SchemeGroup, in_floats
 from ling3.formats import Fp4, Fp8, QuantizedMatrix, fp8
 from ling3.layers.linear import Matrix
 
@@ -24,7 +24,7 @@ def with_stored_formats(config: Any, source: StoredTensors) -> Any:
     """
     if not family_of(config).formats_in_headers:
         return config
-    plain = dataclasses.replace(config, quantization_config=None)
+    plain = in_floats(config)
     stored: dict[str, type[QuantizedMatrix] | None] = {}
     for leaf, placed in stored_parts(structure(plain), source):
         if not isinstance(leaf.module, Matrix) or leaf.field != "weight":

@@ -228,6 +228,13 @@ def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
     return Scheme(kind, () if wrong else tuple(kind.options(raw).items()))
 
 
+def in_floats(config: Any) -> Any:
+    """The config of the same model with every matrix in floats."""
+    if getattr(config, "quantization_config", None) is None:
+        return config
+    return dataclasses.replace(config, quantization_config=None)
+
+
 def quantized(
     model: Any, quantization: Quantization, published: Callable[[str], str], *, key: PRNGKeyArray, std: float
 ) -> Any:

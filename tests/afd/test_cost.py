@@ -17,6 +17,7 @@ from ling3.afd import cost
 from ling3.afd.cost import H200, DecodeStep, Deployment, Hardware, ModelCost, Stage
 from ling3.checkpoint.names import structure
 from ling3.families.deepseek_v4_config import DeepseekV4Config
+from ling3.families.quantization import in_floats
 from ling3.families.qwen3_moe import Qwen3MoeConfig
 
 LING, V4 = ling3.Ling3Config.from_dict(FLASH), DeepseekV4Config.from_dict(DEEPSEEK_V4_FLASH)
@@ -95,7 +96,7 @@ def test_v4_flash_by_hand(v4):
     ids=["ling", "v4"],
 )
 def test_the_published_models_whole(config, per_token, parameters):
-    model, arrays = ModelCost.of(config, packed=config is V4), structure(config)
+    model, arrays = ModelCost.of(config, packed=config is V4), structure(in_floats(config))
     floating = [leaf for leaf in jax.tree.leaves(arrays) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert sum(leaf.size for leaf in floating) == pytest.approx(parameters, rel=1e-3)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in floating)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ling3.afd.plan import without_experts
 from ling3.cache import CacheSpec, Paged, State, pages_of
 from ling3.checkpoint.names import structure
+from ling3.families.quantization import in_floats
 from ling3.layers.csa import CSA
 from ling3.layers.gqa import GQA
 from ling3.layers.kda import KDA
@@ -89,7 +90,7 @@ class ModelCost:
         dense layers count with the attention. ValueError if there are no routed experts.
         """
         positive(weight_bytes=weight_bytes, expert_bytes=expert_bytes)
-        model = structure(config, jnp.bfloat16)
+        model = structure(in_floats(config), jnp.bfloat16)
         sparse = [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, MoE)]
         if not sparse:
             raise ValueError(f"config: {type(config).__name__} has no layer with routed experts to keep apart")
