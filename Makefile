@@ -24,7 +24,7 @@ demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
 
 test: .venv/installed-test
-	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART)
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "not slow" --durations=30 $(APART)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -71,8 +71,8 @@ real: .venv/installed-real
 	$(QUICKLY) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 -m "not exhaustive" tests/real $(wildcard tests/*/test_every_tokenizer.py)
 
 slow: .venv/installed-test
-	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" $(APART) $(MESH:%=--ignore=%)
-	$(BIN)/python -m pytest $(WORKERS) -m "optimized and not exhaustive" $(APART) $(MESH:%=--ignore=%)
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" --durations=30 $(APART) $(MESH:%=--ignore=%)
+	$(BIN)/python -m pytest $(WORKERS) -m "optimized and not exhaustive" --durations=10 $(APART) $(MESH:%=--ignore=%)
 
 # The other cases of what `test`, `slow`, `parity` and `real` ask, soaks and experiments at length, every benchmark at toy
 # sizes: before a release, and for whoever changes what they are about.
