@@ -101,7 +101,9 @@ def test_the_published_flash():
     assert weights["layers.0.attn.wo_a.weight"] == (8 * 1024, 64 * 512 // 8)
     assert weights["layers.2.attn.indexer.compressor.wkv.weight"] == (256, 4096)
     assert weights["layers.3.attn.compressor.ape"] == (128, 512)
-    assert weights["layers.42.ffn.experts.{0..255}.w2.weight"] == (4096, 2048)
+    assert weights["layers.42.ffn.experts.{0..255}.w2.weight"] == (4096, 2048 // 2)  # two numbers in a byte
+    assert weights["layers.42.ffn.experts.{0..255}.w2.scale"] == (4096, 2048 // 32)
+    assert weights["layers.0.attn.wo_a.scale"] == (8 * 1024 // 128, 64 * 512 // 8 // 128)
     assert weights["layers.2.ffn.gate.tid2eid"] == (129_280, 6) and "layers.3.ffn.gate.bias" in weights
     assert {"embed.weight", "head.weight", "norm.weight", "hc_head_fn", "layers.0.hc_attn_base"} < set(weights)
     with (console := Console(width=80)).capture() as shown:
