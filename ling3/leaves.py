@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import jax
 
+from ling3.layers.draw import axes
 from ling3.layers.linear import Matrix
 
 
@@ -30,14 +31,11 @@ class ArrayLeaf:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """What each dimension counts: a matrix's own axes; for other arrays those of the field's annotation.
-
-        A module whose annotations count something finer says it in `AXES`.
-        """
+        """What each dimension counts: a matrix's own axes; for other arrays what the field's annotation states."""
         if isinstance(self.module, Matrix):
             return self.module.axes[: self.value.ndim]  # of a bias or scales: those of its rows
-        if (own := getattr(type(self.module), "AXES", {}).get(self.field)) is not None:
-            return own
+        if stated := axes(type(self.module), self.field):
+            return stated
         annotation = type(self.module).__annotations__[self.field]
         shaped = next(one for one in (annotation, *get_args(annotation)) if hasattr(one, "dim_str"))
         return tuple(shaped.dim_str.split())

@@ -23,6 +23,7 @@ from ling3.engine.sampling import Sampling
 from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import PLAIN
 from ling3.families.ling3 import kda_config, mla_config, moe_config
+from ling3.layers.draw import Draw
 from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.rope import Rope
 from ling3.mesh import plan
@@ -54,7 +55,8 @@ WHOLE = Span.whole(BATCH, SEQ)
 
 
 def gate(module):
-    module.output_gate("sigmoid", module.gate_projection("sigmoid", 3, 4, std=1.0, **OPTIONS)(numbers(2, 4)))
+    draw = Draw(MLA, {"heads": 3, "hidden": 4}, iter([KEY]), jnp.float32, 1.0)
+    module.output_gate("sigmoid", module.gate_projection("sigmoid", draw)(numbers(2, 4)))
 
 
 def norm(module):

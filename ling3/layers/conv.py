@@ -1,6 +1,6 @@
 """The short causal convolution in front of KDA's queries, keys and values."""
 
-from typing import ClassVar
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -21,9 +21,7 @@ class ShortConv(eqx.Module):
     checkpoint has the weight as [channels, 1, taps].
     """
 
-    AXES: ClassVar[dict[str, tuple[str, ...]]] = {"weight": ("heads", "taps")}  # heads·key
-
-    weight: Float[Array, "channels taps"]
+    weight: Annotated[Float[Array, "channels taps"], "heads·head_dim taps"]
     name: str = eqx.field(static=True, default="")
 
     @staticmethod

@@ -1,6 +1,7 @@
 """DeepSeek-V4's attention: one head that is key and value, over a window and over compressed older tokens."""
 
 import dataclasses
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -10,7 +11,8 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.cache import CacheSpec, Paged, Span
-from ling3.layers.linear import Linear, Matrix
+from ling3.layers.draw import Draw
+from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import Rope
 from ling3.ops import compressed_attention as ops
@@ -68,10 +70,10 @@ class Compressor(eqx.Module):
     none. `position_bias` is added by a token's place in its block. Everything up to the norm is float32 or wider.
     """
 
-    wkv: Matrix  # [copies·width, hidden], with two copies where entries overlap, else one
-    wgate: Matrix  # [copies·width, hidden]
+    wkv: Annotated[Matrix, "channels hidden"]  # copies·width, with two copies where entries overlap, else one
+    wgate: Annotated[Matrix, "channels hidden"]
     norm: RMSNorm
-    ape: Float[Array, "ratio channels"]  # copies·width
+    ape: Float[Array, "ratio channels"]
     rotation: Rope = eqx.field(static=True)
 
     @staticmethod
@@ -79,12 +81,10 @@ class Compressor(eqx.Module):
         """Random weights, and position biases of 0."""
         assert config.ratio is not None
         channels = (1 + config.overlaps) * width
-        wkv, wgate = (
-            Linear.init(channels, config.hidden, key=own, dtype=dtype, std=config.std, axes=("channels", "hidden"))
-            for own in jax.random.split(key)
-        )
+        sizes = {"channels": channels, "hidden": config.hidden}
+        draw = Draw(Compressor, sizes, iter(jax.random.split(key)), dtype, config.std)
         ape = jnp.zeros((config.ratio, channels), jnp.float32)
-        return Compressor(wkv, wgate, RMSNorm.init(width, config.eps), ape, config.rope)
+        return Compressor(draw("wkv"), draw("wgate"), RMSNorm.init(width, config.eps), ape, config.rope)
 
     @property
     def ratio(self) -> int:
@@ -154,23 +154,19 @@ class Indexer(eqx.Module):
     score(w) = Σ_h a_h · relu(q_h · k_w) · channels^-1/2            chosen: the `top` highest of the visible ones
     """
 
-    wq_b: Matrix  # [heads·channels, q_rank]
-    weights_proj: Matrix  # [heads, hidden]
+    wq_b: Annotated[Matrix, "index_heads·index_dim q_rank"]
+    weights_proj: Annotated[Matrix, "index_heads hidden"]
     compressor: Compressor
     top: int = eqx.field(static=True)
 
     @staticmethod
     def init(config: CSAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Indexer":
         """Random weights."""
-        first, second, third = jax.random.split(key, 3)
-        heads, inner = config.index_heads, config.index_heads * config.index_dim
-        options = {"dtype": dtype, "std": config.std}
-        return Indexer(
-            Linear.init(inner, config.q_rank, key=first, axes=("index_heads", "q_rank"), **options),
-            Linear.init(heads, config.hidden, key=second, axes=("index_heads", "hidden"), **options),
-            Compressor.init(config, config.index_dim, key=third, dtype=dtype),
-            config.index_top,
-        )
+        keys = iter(jax.random.split(key, 3))
+        draw = Draw(Indexer, vars(config), keys, dtype, config.std)
+        wq_b, weights_proj = draw("wq_b"), draw("weights_proj")
+        compressor = Compressor.init(config, config.index_dim, key=next(keys), dtype=dtype)
+        return Indexer(wq_b, weights_proj, compressor, config.index_top)
 
     @property
     def heads(self) -> int:
@@ -211,16 +207,16 @@ class CSA(eqx.Module):
     turned like keys, the output is turned back by its own position, and depends on distances alone.
     """
 
-    wq_a: Matrix  # [q_rank, hidden]
+    wq_a: Annotated[Matrix, "q_rank hidden"]
     q_norm: RMSNorm
-    wq_b: Matrix  # [heads·head_dim, q_rank]
-    wkv: Matrix  # [head_dim, hidden]
+    wq_b: Annotated[Matrix, "heads·head_dim q_rank"]
+    wkv: Annotated[Matrix, "head_dim hidden"]
     kv_norm: RMSNorm
     attn_sink: Float[Array, " heads"] | None
     compressor: Compressor | None
     indexer: Indexer | None
-    wo_a: Matrix  # [groups, o_rank, heads·head_dim / groups]
-    wo_b: Matrix  # [hidden, groups·o_rank]
+    wo_a: Annotated[Matrix, "groups o_rank heads·head_dim/groups"]
+    wo_b: Annotated[Matrix, "hidden groups·o_rank"]
     sliding_window: int | None = eqx.field(static=True)
     rotation: Rope = eqx.field(static=True)
 
@@ -228,26 +224,22 @@ class CSA(eqx.Module):
     def init(config: CSAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "CSA":
         """Random weights, and sinks of 0."""
         keys = iter(jax.random.split(key, 7))
-        inner, groups = config.heads * config.head_dim, config.groups
-
-        def linear(*sizes: int, axes: tuple[str, ...]) -> Linear:
-            return Linear.init(*sizes, key=next(keys), dtype=dtype, std=config.std, axes=axes)
-
+        draw = Draw(CSA, vars(config), keys, dtype, config.std)
         compressor, indexer, own, chooser = None, None, next(keys), next(keys)
         if config.ratio is not None:
             compressor = Compressor.init(config, config.head_dim, key=own, dtype=dtype)
             indexer = Indexer.init(config, key=chooser, dtype=dtype) if config.index_heads else None
         return CSA(
-            wq_a=linear(config.q_rank, config.hidden, axes=("q_rank", "hidden")),
+            wq_a=draw("wq_a"),
             q_norm=RMSNorm.init(config.q_rank, config.eps),
-            wq_b=linear(inner, config.q_rank, axes=("heads", "q_rank")),
-            wkv=linear(config.head_dim, config.hidden, axes=("key", "hidden")),
+            wq_b=draw("wq_b"),
+            wkv=draw("wkv"),
             kv_norm=RMSNorm.init(config.head_dim, config.eps),
             attn_sink=jnp.zeros(config.heads, jnp.float32) if config.sink else None,
             compressor=compressor,
             indexer=indexer,
-            wo_a=linear(groups, config.o_rank, inner // groups, axes=("groups", "o_rank", "heads")),
-            wo_b=linear(config.hidden, groups * config.o_rank, axes=("hidden", "groups")),
+            wo_a=draw("wo_a"),
+            wo_b=draw("wo_b"),
             sliding_window=config.window,
             rotation=config.rope,
         )

@@ -3,8 +3,9 @@
 from typing import Literal
 
 import jax
-from jaxtyping import Array, DTypeLike, PRNGKeyArray
+from jaxtyping import Array
 
+from ling3.layers.draw import Draw
 from ling3.layers.linear import Constant, Linear, LowRank
 from ling3.ops.precision import Wide
 
@@ -12,35 +13,12 @@ OutputGate = Literal["sigmoid", "swish", "constant", "none"]
 """What an attention's output is multiplied by: sigmoid(g), g·sigmoid(g), a learned constant in (0, 1), or nothing."""
 
 
-def gate_projection(
-    law: OutputGate,
-    rows: int,
-    columns: int,
-    *,
-    key: PRNGKeyArray,
-    dtype: DTypeLike,
-    std: float,
-    rank: int | None = None,
-) -> Linear | LowRank | Constant | None:
+def gate_projection(law: OutputGate, draw: Draw, rank: int | None = None) -> Linear | LowRank | Constant | None:
     """`g_proj` for this law: a linear map of full or low rank, a constant (at first 0, a gate of 1/2), or none."""
+    drawn = draw.low_rank("g_proj", rank)  # takes its key, needed or not
     if law == "none":
         return None
-    if law == "constant":
-        return Constant.init(rows)
-    return projection(rows, columns, key=key, dtype=dtype, std=std, rank=rank)
-
-
-def projection(
-    rows: int, columns: int, *, key: PRNGKeyArray, dtype: DTypeLike, std: float, rank: int | None
-) -> Linear | LowRank:
-    """A linear map to the heads, of low rank if one is given."""
-    if rank is None:
-        return Linear.init(rows, columns, key=key, dtype=dtype, std=std, axes=("heads", "hidden"))
-    first, second = jax.random.split(key)
-    return LowRank(
-        Linear.init(rank, columns, key=first, dtype=dtype, std=std, axes=("rank", "hidden")),
-        Linear.init(rows, rank, key=second, dtype=dtype, std=std, axes=("heads", "rank")),
-    )
+    return Constant.init(draw.shape("g_proj")[0]) if law == "constant" else drawn
 
 
 def output_gate(law: OutputGate, g: Wide[Array, "*shape"]) -> Wide[Array, "*shape"]:

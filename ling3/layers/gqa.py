@@ -1,6 +1,7 @@
 """Grouped-query attention: full attention in which several query heads share a key and a value head."""
 
 import dataclasses
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -10,7 +11,8 @@ from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.cache import CacheSpec, Paged, Span
 from ling3.execution import PLAIN, Execution
-from ling3.layers.linear import Linear, Matrix
+from ling3.layers.draw import Draw
+from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import Rope
 from ling3.ops.attention import BLOCK, PerHead
@@ -49,10 +51,10 @@ class GQA(eqx.Module):
     `window` W, a query attends to its own token and the W - 1 before it (Mistral 7B, arXiv 2310.06825, §2).
     """
 
-    q_proj: Matrix  # [heads·head_dim, hidden]
-    k_proj: Matrix  # [kv_heads·head_dim, hidden]
-    v_proj: Matrix  # [kv_heads·head_dim, hidden]
-    o_proj: Matrix  # [hidden, heads·head_dim]
+    q_proj: Annotated[Matrix, "heads·head_dim hidden"]
+    k_proj: Annotated[Matrix, "kv_heads·head_dim hidden"]
+    v_proj: Annotated[Matrix, "kv_heads·head_dim hidden"]
+    o_proj: Annotated[Matrix, "hidden heads·head_dim"]
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     head_dim: int = eqx.field(static=True)
@@ -62,20 +64,16 @@ class GQA(eqx.Module):
     @staticmethod
     def init(config: GQAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "GQA":
         """Random weights, and biases of 0."""
-        keys = iter(jax.random.split(key, 4))
-        inner, shared = config.heads * config.head_dim, config.kv_heads * config.head_dim
-
-        def linear(rows: int, columns: int, bias: bool, *axes: str) -> Linear:
-            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std, axes=axes, bias=bias)
+        draw = Draw(GQA, vars(config), iter(jax.random.split(key, 4)), dtype, config.std)
 
         def norm() -> RMSNorm | None:
             return None if config.norm_eps is None else RMSNorm.init(config.head_dim, config.norm_eps)
 
         return GQA(
-            q_proj=linear(inner, config.hidden, config.bias, "heads", "hidden"),
-            k_proj=linear(shared, config.hidden, config.bias, "kv_heads", "hidden"),
-            v_proj=linear(shared, config.hidden, config.bias, "kv_heads", "hidden"),
-            o_proj=linear(config.hidden, inner, config.output_bias, "hidden", "heads"),
+            q_proj=draw("q_proj", bias=config.bias),
+            k_proj=draw("k_proj", bias=config.bias),
+            v_proj=draw("v_proj", bias=config.bias),
+            o_proj=draw("o_proj", bias=config.output_bias),
             q_norm=norm(),
             k_norm=norm(),
             head_dim=config.head_dim,

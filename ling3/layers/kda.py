@@ -1,7 +1,7 @@
 """Kimi Delta Attention: linear attention whose memory is one matrix per head."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -12,8 +12,9 @@ from jaxtyping import Array, DTypeLike, Float, Float32, PRNGKeyArray
 from ling3.cache import CacheSpec, KDAState, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.conv import ShortConv
-from ling3.layers.gate import OutputGate, gate_projection, output_gate, projection
-from ling3.layers.linear import Constant, Linear, LowRank, Matrix
+from ling3.layers.draw import Draw
+from ling3.layers.gate import OutputGate, gate_projection, output_gate
+from ling3.layers.linear import Constant, LowRank, Matrix
 from ling3.layers.norm import GatedRMSNorm
 from ling3.ops.kda import kda_gate, l2_normalize, state_norms
 from ling3.ops.precision import Wide, wide
@@ -72,21 +73,19 @@ class KDA(eqx.Module):
     the constant `beta`; without `g_proj` there is no output gate. With `neg_eigval` b = 2 sigmoid(b_proj(x)).
     """
 
-    AXES: ClassVar[dict[str, tuple[str, ...]]] = {"dt_bias": ("heads",)}  # heads·key
-
-    q_proj: Matrix  # [heads·key, hidden]
-    k_proj: Matrix  # [heads·key, hidden]
-    v_proj: Matrix  # [heads·value, hidden]
+    q_proj: Annotated[Matrix, "heads·head_dim hidden"]
+    k_proj: Annotated[Matrix, "heads·head_dim hidden"]
+    v_proj: Annotated[Matrix, "heads·head_dim hidden"]
     q_conv1d: ShortConv | None
     k_conv1d: ShortConv | None
     v_conv1d: ShortConv | None
     A_log: Float[Array, " heads"] | None
-    dt_bias: Float[Array, " channels"] | None  # heads·key
-    f_proj: Matrix | LowRank | None  # decay gate, [heads·key, hidden]
-    b_proj: Matrix | None  # writing strength, [heads, hidden]
-    g_proj: Matrix | LowRank | Constant | None  # output gate, [heads·value, hidden]
+    dt_bias: Annotated[Float[Array, " channels"] | None, "heads·head_dim"]
+    f_proj: Annotated[Matrix | LowRank | None, "heads·head_dim hidden"]  # decay gate
+    b_proj: Annotated[Matrix | None, "heads hidden"]  # writing strength
+    g_proj: Annotated[Matrix | LowRank | Constant | None, "heads·head_dim hidden"]  # output gate
     o_norm: GatedRMSNorm
-    o_proj: Matrix  # [hidden, heads·value]
+    o_proj: Annotated[Matrix, "hidden heads·head_dim"]
     lower_bound: float | None = eqx.field(static=True)
     beta: float | None = eqx.field(static=True)
     neg_eigval: bool = eqx.field(static=True)
@@ -98,12 +97,9 @@ class KDA(eqx.Module):
 
         Where the bound is below 0.2, the fastest rate is half of it instead, and the slowest a hundredth of that.
         """
-        heads, hidden, inner = config.heads, config.hidden, config.heads * config.head_dim
-        bound = config.lower_bound
+        heads, inner, bound = config.heads, config.heads * config.head_dim, config.lower_bound
         keys = iter(jax.random.split(key, 12))
-
-        def linear(rows: int, columns: int, *axes: str) -> Linear:
-            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std, axes=axes)
+        draw = Draw(KDA, vars(config), keys, dtype, config.std)
 
         def conv() -> ShortConv | None:
             own = next(keys)
@@ -116,11 +112,9 @@ class KDA(eqx.Module):
             scale = jax.random.uniform(next(keys), (heads,), jnp.float32, minval=1.0, maxval=16.0)
         dt_bias = bias_of_rate(rate, jnp.repeat(scale, config.head_dim), bound)
         # Every part draws its own key, needed or not: what a variant has in common with Ling-3 begins the same.
-        q_proj, k_proj, v_proj = (linear(inner, hidden, "heads", "hidden") for _ in range(3))
-        q_conv1d, k_conv1d, v_conv1d = (conv() for _ in range(3))
-        gates = {"dtype": dtype, "std": config.std, "rank": config.gate_rank}
-        f_proj = projection(inner, hidden, key=next(keys), **gates)
-        b_proj = linear(heads, hidden, "heads", "hidden")
+        q_proj, k_proj, v_proj = draw("q_proj"), draw("k_proj"), draw("v_proj")
+        q_conv1d, k_conv1d, v_conv1d = conv(), conv(), conv()
+        f_proj, b_proj = draw.low_rank("f_proj", config.gate_rank), draw("b_proj")
         return KDA(
             q_proj=q_proj,
             k_proj=k_proj,
@@ -132,9 +126,9 @@ class KDA(eqx.Module):
             dt_bias=dt_bias if config.decays else None,
             f_proj=f_proj if config.decays else None,
             b_proj=b_proj if config.beta is None else None,
-            g_proj=gate_projection(config.gate_law, inner, hidden, key=next(keys), **gates),
+            g_proj=gate_projection(config.gate_law, draw, config.gate_rank),
             o_norm=GatedRMSNorm.init(config.head_dim, config.eps),
-            o_proj=linear(hidden, inner, "hidden", "heads"),
+            o_proj=draw("o_proj"),
             lower_bound=bound,
             beta=config.beta,
             neg_eigval=config.neg_eigval,

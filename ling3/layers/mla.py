@@ -1,6 +1,7 @@
 """Gated multi-head latent attention: full attention whose cache is one low-rank latent per token."""
 
 import dataclasses
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -10,8 +11,9 @@ from jaxtyping import Array, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.cache import CacheSpec, Paged, Span
 from ling3.execution import PLAIN, Execution
+from ling3.layers.draw import Draw
 from ling3.layers.gate import OutputGate, gate_projection, output_gate
-from ling3.layers.linear import Constant, Linear, LowRank, Matrix
+from ling3.layers.linear import Constant, LowRank, Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
 from ling3.ops.attention import BLOCK, Expansion
@@ -54,15 +56,15 @@ class MLA(eqx.Module):
     Without `g_proj` there is no output gate; with `rope_theta` None nothing is rotated, and positions do not matter.
     """
 
-    q_a_proj: Matrix | None  # [q_rank, hidden]; these three with a q_lora_rank,
+    q_a_proj: Annotated[Matrix | None, "q_rank hidden"]  # these three with a q_lora_rank,
     q_a_layernorm: RMSNorm | None
-    q_b_proj: Matrix | None  # [heads·(nope + rope), q_rank]
-    q_proj: Matrix | None  # [heads·(nope + rope), hidden]; this one without
-    kv_a_proj_with_mqa: Matrix  # [latent + rope, hidden]
+    q_b_proj: Annotated[Matrix | None, "heads·(nope+rope) q_rank"]
+    q_proj: Annotated[Matrix | None, "heads·(nope+rope) hidden"]  # this one without
+    kv_a_proj_with_mqa: Annotated[Matrix, "latent+rope hidden"]
     kv_a_layernorm: RMSNorm
-    kv_b_proj: Matrix  # [heads·(nope + value), latent]
-    g_proj: Matrix | LowRank | Constant | None  # [heads, hidden]
-    dense: Matrix  # [hidden, heads·value]
+    kv_b_proj: Annotated[Matrix, "heads·(nope+value) latent"]
+    g_proj: Annotated[Matrix | LowRank | Constant | None, "heads hidden"]
+    dense: Annotated[Matrix, "hidden heads·value"]
     nope: int = eqx.field(static=True)
     rope: int = eqx.field(static=True)
     value: int = eqx.field(static=True)
@@ -72,26 +74,20 @@ class MLA(eqx.Module):
     @staticmethod
     def init(config: MLAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MLA":
         """Random weights."""
-        keys = iter(jax.random.split(key, 6))
-        heads, hidden, latent, q_rank = config.heads, config.hidden, config.latent, config.q_rank
-        nope, rope, value = config.nope, config.rope, config.value
-
-        def linear(rows: int, columns: int, *axes: str) -> Linear:
-            return Linear.init(rows, columns, key=next(keys), dtype=dtype, std=config.std, axes=axes)
-
+        draw, q_rank = Draw(MLA, vars(config), iter(jax.random.split(key, 6)), dtype, config.std), config.q_rank
         return MLA(
-            q_a_proj=None if q_rank is None else linear(q_rank, hidden, "q_rank", "hidden"),
+            q_a_proj=None if q_rank is None else draw("q_a_proj"),
             q_a_layernorm=None if q_rank is None else RMSNorm.init(q_rank, config.eps),
-            q_b_proj=None if q_rank is None else linear(heads * (nope + rope), q_rank, "heads", "q_rank"),
-            q_proj=linear(heads * (nope + rope), hidden, "heads", "hidden") if q_rank is None else None,
-            kv_a_proj_with_mqa=linear(latent + rope, hidden, "latent", "hidden"),
-            kv_a_layernorm=RMSNorm.init(latent, config.eps),
-            kv_b_proj=linear(heads * (nope + value), latent, "heads", "latent"),
-            g_proj=gate_projection(config.gate_law, heads, hidden, key=next(keys), dtype=dtype, std=config.std),
-            dense=linear(hidden, heads * value, "hidden", "heads"),
-            nope=nope,
-            rope=rope,
-            value=value,
+            q_b_proj=None if q_rank is None else draw("q_b_proj"),
+            q_proj=draw("q_proj") if q_rank is None else None,
+            kv_a_proj_with_mqa=draw("kv_a_proj_with_mqa"),
+            kv_a_layernorm=RMSNorm.init(config.latent, config.eps),
+            kv_b_proj=draw("kv_b_proj"),
+            g_proj=gate_projection(config.gate_law, draw),
+            dense=draw("dense"),
+            nope=config.nope,
+            rope=config.rope,
+            value=config.value,
             rope_theta=config.rope_theta,
             gate_law=config.gate_law,
         )
@@ -148,7 +144,10 @@ class MLA(eqx.Module):
         x: Float[Array, "batch seq {self.hidden}"],
         positions: Int32[Array, "batch seq"],
         execution: Execution = PLAIN,
-    ) -> tuple[Float[Array, "batch seq {self.heads} {self.nope}"], Float[Array, "batch seq {self.heads} {self.rope}"]]:
+    ) -> tuple[
+        Float[Array, "batch seq {self.heads} {self.nope}"],
+        Float[Array, "batch seq {self.heads} {self.rope}"],
+    ]:
         """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5."""
         q = rearrange(self._projected_queries(x, execution), "b s (h d) -> b s h d", h=self.heads)
         q_nope, q_rope_raw = self._split_queries(q)
@@ -168,7 +167,10 @@ class MLA(eqx.Module):
 
     def _split_queries(
         self, q: Float[Array, "batch seq {self.heads} {self.nope+self.rope}"]
-    ) -> tuple[Float[Array, "batch seq {self.heads} {self.nope}"], Float[Array, "batch seq {self.heads} {self.rope}"]]:
+    ) -> tuple[
+        Float[Array, "batch seq {self.heads} {self.nope}"],
+        Float[Array, "batch seq {self.heads} {self.rope}"],
+    ]:
         """q_nope, and q_rope before its rotation."""
         return q[..., : self.nope], q[..., self.nope :]
 

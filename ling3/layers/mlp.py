@@ -1,11 +1,14 @@
 """The dense feed-forward: Ling-3's first layers and its shared experts."""
 
+from typing import Annotated
+
 import equinox as eqx
 import jax
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
 from ling3.cache import Span
-from ling3.layers.linear import Linear, Matrix
+from ling3.layers.draw import Draw
+from ling3.layers.linear import Matrix
 from ling3.ops.precision import wide
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
@@ -13,9 +16,9 @@ from ling3.ops.swiglu import SWIGLU, SwiGLU
 class MLP(eqx.Module):
     """y = down_proj(swiglu(gate_proj(x), up_proj(x)))."""
 
-    gate_proj: Matrix  # [intermediate, hidden]
-    up_proj: Matrix  # [intermediate, hidden]
-    down_proj: Matrix  # [hidden, intermediate]
+    gate_proj: Annotated[Matrix, "intermediate hidden"]
+    up_proj: Annotated[Matrix, "intermediate hidden"]
+    down_proj: Annotated[Matrix, "hidden intermediate"]
     swiglu: SwiGLU = eqx.field(static=True, default=SWIGLU)
 
     @staticmethod
@@ -30,18 +33,10 @@ class MLP(eqx.Module):
         bias: bool = False,
     ) -> "MLP":
         """Random weights from N(0, std²), and biases of 0 if there are any."""
-        gate, up, down = jax.random.split(key, 3)
-        sizes, axes, options = (
-            (intermediate, hidden),
-            ("intermediate", "hidden"),
-            {"dtype": dtype, "std": std, "bias": bias},
-        )
-        return MLP(
-            Linear.init(*sizes, key=gate, axes=axes, **options),
-            Linear.init(*sizes, key=up, axes=axes, **options),
-            Linear.init(*sizes[::-1], key=down, axes=axes[::-1], **options),
-            swiglu,
-        )
+        sizes = {"hidden": hidden, "intermediate": intermediate}
+        draw = Draw(MLP, sizes, iter(jax.random.split(key, 3)), dtype, std)
+        gate, up, down = (draw(field, bias=bias) for field in ("gate_proj", "up_proj", "down_proj"))
+        return MLP(gate, up, down, swiglu)
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """Each token for itself; the products of the hidden layer are float32 or wider until they are multiplied."""

@@ -1,7 +1,7 @@
 """The sparse mixture of experts: a grouped router, routed experts and a shared one."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
@@ -11,7 +11,8 @@ from jaxtyping import Array, DTypeLike, Float, Int, Int32, PRNGKeyArray
 
 from ling3.cache import Span
 from ling3.execution import PLAIN, Execution
-from ling3.layers.linear import Linear, Matrix, normal
+from ling3.layers.draw import Draw
+from ling3.layers.linear import Matrix, normal
 from ling3.layers.mlp import MLP
 from ling3.layers.scope import scoped
 from ling3.ops.exchange import Spread
@@ -129,9 +130,9 @@ class Experts(eqx.Module):
     `experts.{e}.gate_proj.weight` and so on.
     """
 
-    gate_proj: Matrix  # [experts, intermediate, hidden]
-    up_proj: Matrix  # [experts, intermediate, hidden]
-    down_proj: Matrix  # [experts, hidden, intermediate]
+    gate_proj: Annotated[Matrix, "experts intermediate hidden"]
+    up_proj: Annotated[Matrix, "experts intermediate hidden"]
+    down_proj: Annotated[Matrix, "experts hidden intermediate"]
     swiglu: SwiGLU = eqx.field(static=True, default=SWIGLU)
     name: str = eqx.field(static=True, default="")
     spread: Spread | None = eqx.field(static=True, default=None)
@@ -140,14 +141,8 @@ class Experts(eqx.Module):
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Experts":
         """Random weights."""
-        gate, up, down = jax.random.split(key, 3)
-        sizes = {"experts": config.experts, "intermediate": config.intermediate, "hidden": config.hidden}
-
-        def stack(own: PRNGKeyArray, *axes: str) -> Linear:
-            return Linear.init(*(sizes[axis] for axis in axes), key=own, dtype=dtype, std=config.std, axes=axes)
-
-        inward, outward = ("experts", "intermediate", "hidden"), ("experts", "hidden", "intermediate")
-        return Experts(stack(gate, *inward), stack(up, *inward), stack(down, *outward), config.swiglu)
+        draw = Draw(Experts, vars(config), iter(jax.random.split(key, 3)), dtype, config.std)
+        return Experts(draw("gate_proj"), draw("up_proj"), draw("down_proj"), config.swiglu)
 
     @property
     def count(self) -> int:
