@@ -25,11 +25,18 @@ from jaxtyping import Array, Bool, Float, Int32
 from ling3.cache import Span
 from ling3.ops.precision import wide
 from ling3.runtime.quoting import shown
-from ling3.runtime.recorder import SILENT, SITES, Recorder
+from ling3.runtime.recorder import SILENT, Recorder
 from ling3.runtime.scalars import is_real, is_whole
 
 OF_HEADS = ("gate", "decay", "beta", "heads")
 """Sites whose first axis counts heads."""
+SITES: dict[str, str] = {
+    "embeddings": "embeddings",
+    **{name: f"layers.{{}}.{name}" for name in ("attended", "added", "residual")},
+    **{name: f"layers.{{}}.attention.{name}" for name in OF_HEADS},
+    "router": "layers.{}.mlp.router",
+}
+"""Under which path the arrays that a pass goes on with are shown, by name; {} is the layer's 0-based number."""
 ALL = -1
 """In place of a head: all of them."""
 

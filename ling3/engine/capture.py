@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int32
 
+from ling3.intervention import SITES
 from ling3.runtime.quoting import shown
-from ling3.runtime.recorder import SITES
 from ling3.runtime.scalars import is_whole
 
 PATHS = {

@@ -3,14 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-SITES: dict[str, str] = {
-    "embeddings": "embeddings",
-    **{name: f"layers.{{}}.{name}" for name in ("attended", "added", "residual")},
-    **{name: f"layers.{{}}.attention.{name}" for name in ("gate", "decay", "beta", "heads")},
-    "router": "layers.{}.mlp.router",
-}
-"""Under which path the arrays that a pass goes on with are shown, by name; {} is the layer's 0-based number."""
-
 Edit = Callable[[str, Any, Any], Any]
 """What a pass goes on with: `edit(path, array, span)` is the array itself, or another one in its place."""
 
