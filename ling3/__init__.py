@@ -115,7 +115,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 # Packages and modules whose functions check the types of their arguments and results: all with arrays, and what a user
 # calls. A check takes longer than many a function of the others, which run for every token or tensor.
 _CHECKED = (
-    *("ops", "layers", "formats", "model", "cache", "execution", "intervention", "placement", "mesh", "families"),
+    *("ops", "layers", "formats", "model", "cache", "execution", "intervention", "mesh", "families"),
     *("generate", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
     *("checkpoint.copying", "checkpoint.loading", "checkpoint.quantizing"),
     *("checkpoint.safetensors_file", "checkpoint.saving", "checkpoint.scales", "engine.at_end", "engine.capture"),

@@ -307,8 +307,6 @@ def settled(model: Any, interventions: Any) -> tuple[Intervention, ...]:
         raise ValueError(f"interventions are {shown(interventions)}, expected a list of ling3.Intervention")
     if not interventions:
         return ()
-    if model.placement is not None:
-        raise ValueError("interventions: a model on a mesh takes none; run them on the model of one device")
     shapes = sites(model)
     return tuple(each.settled(shapes) for each in interventions)
 

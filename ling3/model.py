@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, CacheSpec, Span, State, pages_of
@@ -19,7 +18,6 @@ from ling3.layers.hyper import HyperConnection, HyperHead, Streams
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
-from ling3.placement import Placement, here
 from ling3.runtime.entry_checks import checks_ids, refuse_fork
 
 
@@ -145,12 +143,6 @@ class CausalLM(eqx.Module):
     model: Decoder
     lm_head: Matrix | None  # [vocab, hidden]; None: the word embeddings serve as head too
     config: Any = eqx.field(static=True)  # the family's own
-    placement: Placement | None = eqx.field(static=True, default=None)  # on a mesh, how its arrays are cut
-
-    @property
-    def part(self) -> "CausalLM":
-        """What a device has of a model on a mesh: it runs in `Placement.run` alone."""
-        return dataclasses.replace(self, placement=None)
 
     @checks_ids
     @takes_interventions
@@ -175,10 +167,6 @@ class CausalLM(eqx.Module):
         if 0 in (batch, seq):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
         execution = Execution.default() if execution is None else execution
-        if self.placement is not None:
-            where = PartitionSpec(self.placement.rows(batch))
-            scored = lambda part, tokens: part(tokens, execution)  # noqa: E731
-            return self.placement.run(scored, (tokens,), (where,), where, self.part)
         return self.watched(tokens, Span.whole(batch, seq, execution, recorder(interventions)))
 
     def watched(
@@ -193,7 +181,7 @@ class CausalLM(eqx.Module):
     ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
         """Those of some normed hidden states."""
         head = self.model.word_embeddings if self.lm_head is None else self.lm_head
-        return head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # on a mesh it may have more rows
+        return head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # a head may have more rows
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -202,11 +190,8 @@ class CausalLM(eqx.Module):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of its arrays, in the order of `jax.tree.leaves`; on a mesh of the whole ones."""
-        found = [leaf.shape for leaf in jax.tree.leaves(self)]
-        if self.placement is not None:
-            found = [share.unstored(shape) for share, shape in zip(self.placement.shares, found, strict=True)]
-        return tuple(found)
+        """Those of its arrays, in the order of `jax.tree.leaves`."""
+        return tuple(leaf.shape for leaf in jax.tree.leaves(self))
 
     @property
     def parameters(self) -> int:
@@ -217,7 +202,8 @@ class CausalLM(eqx.Module):
     @property
     def page_multiple(self) -> int:
         """What the tokens of a page are a multiple of: as many as each compressed entry stands for."""
-        states = eqx.filter_eval_shape(lambda: self.part.empty_states(CacheSpec(0, 0, 0, self.dtype)))
+        spec = CacheSpec(0, 0, 0, self.dtype)
+        states = eqx.filter_eval_shape(lambda: [mixer.empty_state(spec) for mixer in self.model.attentions])
         return math.lcm(*(paged.tokens for paged in pages_of(states)))
 
     @property
@@ -259,13 +245,6 @@ class CausalLM(eqx.Module):
         """The memory of every mixer before the first token. ValueError if a layer's pages cannot be packed."""
         if spec.packed and (why := self.unpackable) is not None:
             raise ValueError(f"the caches of this model cannot be packed, keep them in a floating dtype: {why}")
-        if self.placement is not None:
-            shapes = eqx.filter_eval_shape(lambda: self.part.empty_states(spec))
-            rows = self.placement.rows(math.gcd(spec.slots, spec.pages))
-            groups = 1 if rows is None else self.placement.row_groups
-            own = dataclasses.replace(spec, slots=spec.slots // groups, pages=spec.pages // groups)
-            empty = lambda part: part.empty_states(own)  # noqa: E731
-            return self.placement.run(empty, (), (), self.placement.states(shapes, rows), self.part)
         return tuple(mixer.empty_state(spec) for mixer in self.model.attentions)
 
     @checks_ids
@@ -296,44 +275,18 @@ class CausalLM(eqx.Module):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
         length = jnp.full(batch, seq, jnp.int32) if lengths is None else lengths
         execution = Execution.default() if execution is None else execution
-        if self.placement is not None:
-            return self._step_on_mesh(self.placement, tokens, cache, length, last, execution)
         span = Span(cache.length, length, cache.table, execution, recorder(interventions))
+        return self.continued(tokens, cache, span, last)
+
+    def continued(
+        self, tokens: Int[Array, "batch seq"], cache: Cache, span: Span, last: bool
+    ) -> tuple[Float32[Array, "batch out {self.config.vocab_size}"], Cache]:
+        """`step` over a span that continues the rows of `cache`."""
+        seq, length = tokens.shape[1], span.length
         hidden, states = self.model(tokens, cache.layers, span)
         if last:
             hidden = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
         fits = (length >= 0) & (length <= seq) & (cache.length + length <= cache.capacity())
         # NaN in a hidden state makes all its logits NaN, and masking it touches fewer numbers than masking those.
-        logits = self.logits(jnp.where(fits[:, None, None], hidden, jnp.nan), execution)
+        logits = self.logits(jnp.where(fits[:, None, None], hidden, jnp.nan), span.execution)
         return logits, Cache(states, cache.length + length, cache.table)
-
-    def _step_on_mesh(
-        self,
-        placement: Placement,
-        tokens: Int[Array, "batch seq"],
-        cache: Cache,
-        length: Int32[Array, " batch"],
-        last: bool,
-        execution: Execution,
-    ) -> tuple[Float32[Array, "batch out {self.config.vocab_size}"], Cache]:
-        """`step` of each device's part."""
-        rows = placement.rows(tokens.shape[0])
-        states, where = placement.states(cache.layers, rows), PartitionSpec(rows)
-
-        def continued(
-            part: CausalLM,
-            tokens: Int[Array, "rows seq"],
-            layers: tuple[State, ...],
-            start: Int32[Array, " rows"],
-            table: Int32[Array, "rows columns"],
-            length: Int32[Array, " rows"],
-        ) -> tuple[Float32[Array, "rows out vocab"], tuple[State, ...]]:
-            for paged in pages_of(layers)[:1]:
-                table = here(table, paged.entries.shape[0], rows)
-            logits, cache = part.step(tokens, Cache(layers, start, table), length, last=last, execution=execution)
-            return logits, cache.layers
-
-        inputs = (tokens, cache.layers, cache.length, cache.table, length)
-        specs = (where, states, where, where, where)
-        logits, layers = placement.run(continued, inputs, specs, (where, states), self.part)
-        return logits, Cache(layers, cache.length + length, cache.table)

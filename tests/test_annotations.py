@@ -197,17 +197,24 @@ def cache(module):
 
 def model(module):
     real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
+    layers = tuple(
+        module.DecoderLayer(layer.input_layernorm, layer.attention, layer.post_attention_layernorm, layer.mlp)
+        for layer in real.model.layers
+    )
+    scored(module.CausalLM(module.Decoder(real.model.word_embeddings, layers, real.model.norm), real.lm_head, SHORT))
+
+
+def scored(model):
     tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
+    model(tokens)
+    model.step(tokens, model.init_cache(BATCH, PAGE), WHOLE.length, last=True)
+
+
+def sharded(module):
+    real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
     mesh = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])
-    for one in (real, plan(real, mesh).model(real, jax.tree.leaves(real))):
-        layers = tuple(
-            module.DecoderLayer(layer.input_layernorm, layer.attention, layer.post_attention_layernorm, layer.mlp)
-            for layer in one.model.layers
-        )
-        body = module.Decoder(one.model.word_embeddings, layers, one.model.norm)
-        own = module.CausalLM(body, one.lm_head, SHORT, one.placement)
-        own(tokens)
-        own.step(tokens, own.init_cache(BATCH, PAGE), WHOLE.length, last=True)
+    placed = plan(real, mesh).model(real, jax.tree.leaves(real))
+    scored(module.Sharded(placed.model, placed.lm_head, SHORT, placed.placement))
 
 
 def pool(module):
@@ -272,7 +279,7 @@ def windows(module):
 
 SLOW = (
     *("layers/csa", "layers/hyper", "ops/compressed_attention", "ops/few_token_experts"),
-    *("afd/operators/sending", "afd/operators/batching", "model", "engine/pool", "ops/attention"),
+    *("afd/operators/sending", "afd/operators/batching", "model", "mesh/sharded", "engine/pool", "ops/attention"),
     *("layers/mla", "engine/forward", "ops/packed_kv"),
 )
 """Those that take longest."""
@@ -292,6 +299,7 @@ FILES = {
     "ops/tails": tails,
     "cache": cache,
     "model": model,
+    "mesh/sharded": sharded,
     "engine/pool": pool,
     "engine/forward": forward,
     "engine/masks": masks,

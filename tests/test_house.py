@@ -25,7 +25,6 @@ FLOORS = (
     {"execution"},
     {"cache"},
     {"intervention"},
-    {"placement"},
     {"layers"},
     {"formats"},
     {"model"},

@@ -29,10 +29,11 @@ from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import sharding
 from ling3.mesh.agreement import Together
 from ling3.mesh.gathering import gathered
+from ling3.mesh.placement import Placement
 from ling3.mesh.rules import WHOLE, Share
+from ling3.mesh.sharded import placement_of
 from ling3.mesh.sharding import check, processes
 from ling3.model import CausalLM
-from ling3.placement import Placement
 from ling3.runtime import regular_file
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown
@@ -98,7 +99,8 @@ def save(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes: found {max_shard_bytes}; expected at least 1")
     target = pathlib.Path(path).expanduser().resolve()
-    mesh = None if model.placement is None else model.placement.mesh
+    placement = placement_of(model)
+    mesh = None if placement is None else placement.mesh
     check(mesh, None)
     with Together(mesh, CheckpointError) as together:
         writes = mesh is None or processes(mesh)[0] == jax.process_index()
@@ -201,7 +203,7 @@ class _Stored(NamedTuple):
 
 
 def _checked_arrays(model: CausalLM) -> list[_Stored]:
-    found, placement = list(array_leaves(model)), model.placement
+    found, placement = list(array_leaves(model)), placement_of(model)
     built = structure(model.config)
     wholes, shares = [leaf.value for leaf in array_leaves(built)], [WHOLE] * len(found)
     if placement is not None:

@@ -28,8 +28,9 @@ from ling3.engine.sampling import Choice, choose_active, log_sum_exp, scored
 from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.intervention import Intervention, recorder
+from ling3.mesh.placement import everyones
+from ling3.mesh.sharded import Sharded
 from ling3.model import CausalLM
-from ling3.placement import everyones
 
 SCORED = 16
 """Tokens whose logits exist at once while a prompt is scored: those of a whole chunk would be gigabytes."""
@@ -166,7 +167,7 @@ def _on_every_device(
     run: Callable[..., tuple[Any, Pool]], model: CausalLM, batch: Batch, pool: Pool
 ) -> tuple[Any, Pool]:
     """A forward pass on every device of the pool's mesh, each with its own rows; all get every row's results."""
-    if pool.placement is None:
+    if not isinstance(model, Sharded):
         return run(model, batch, pool)
     axis = pool.axis
 
@@ -176,8 +177,8 @@ def _on_every_device(
         return jax.tree.map(lambda x: everyones(x, axis), results), pool
 
     where, out = (PartitionSpec(axis), pool.specs), (PartitionSpec(), pool.specs)
-    results, after = pool.placement.run(on_a_device, (batch, pool.part), where, out, model.part)
-    return results, dataclasses.replace(after, placement=pool.placement)
+    results, after = model.placement.run(on_a_device, (batch, pool.part), where, out, model.part)
+    return results, dataclasses.replace(after, placement=model.placement)
 
 
 class Programs(NamedTuple):

@@ -20,6 +20,7 @@ from ling3.engine.shapes import Shapes
 from ling3.engine.snapshot_checks import NONE_KEPT, SnapshotChecks, continued
 from ling3.engine.snapshots import Continued, Snapshot
 from ling3.intervention import Intervention, sites
+from ling3.mesh.sharded import placement_of
 from ling3.runtime.parameters import ParameterError
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_whole
@@ -55,10 +56,11 @@ class Intake:
     def of(runner: Runner, tokenizer: Tokenizer | None, settings: EngineSettings, leads: bool = True) -> "Intake":
         """The intake of an engine over a runner."""
         model, shapes, programs, snapshots = runner.model, runner.shapes, runner.forward, None
-        if model.placement is None and programs.snapshots:
+        alone = placement_of(model) is None
+        if alone and programs.snapshots:
             belongs = functools.cache(lambda: origin(model, settings, shapes, runner.execution))
             snapshots = SnapshotChecks.of(runner.pool, shapes, belongs)
-        watched = model.placement is None and {"want", "interventions"} <= programs.parts
+        watched = alone and {"want", "interventions"} <= programs.parts
         return Intake(
             tokenizer=tokenizer,
             vocab=model.config.vocab_size,

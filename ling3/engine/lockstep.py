@@ -25,6 +25,7 @@ from ling3.engine.request import Request
 from ling3.engine.requests import QueueFull, Requests
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
+from ling3.mesh.sharded import Sharded
 from ling3.model import CausalLM
 from ling3.runtime.processes import Wire
 
@@ -40,7 +41,7 @@ CHANGES = (
 
 def wire_of(model: CausalLM) -> Wire | None:
     """The connection of the processes of a model's mesh; None for a model of one process."""
-    return Wire() if model.placement is not None and model.placement.processes > 1 else None
+    return Wire() if isinstance(model, Sharded) and model.placement.processes > 1 else None
 
 
 def leads(wire: Wire | None) -> bool:

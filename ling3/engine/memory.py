@@ -12,8 +12,9 @@ import jax
 from ling3.cache import CacheSpec, State, pages_of, shared_axes, slots_of, window_of
 from ling3.engine.pool import cache_dtype, new_memory
 from ling3.engine.settings import EngineSettings
+from ling3.mesh.placement import Placement
+from ling3.mesh.sharded import placement_of
 from ling3.model import CausalLM
-from ling3.placement import Placement
 from ling3.runtime.processes import least
 
 # Where Linux says what memory there is.
@@ -41,7 +42,7 @@ class Footprint:
         dtype, packed = cache_dtype(model, settings.cache_dtype), settings.cache_dtype == "packed"
         memory = eqx.filter_eval_shape(new_memory, model, CacheSpec(1, 1, settings.page_size, dtype, packed))
         states, page = (_of_a_device(model, part) for part in (slots_of(memory), pages_of(memory)))
-        placement = model.placement
+        placement = placement_of(model)
         return Footprint(
             groups=1 if placement is None else placement.row_groups,
             states=states,
@@ -80,7 +81,8 @@ class Footprint:
 
 def _of_a_device(model: CausalLM, states: State) -> int:
     """Bytes of some states on each device."""
-    sharers = 1 if model.placement is None else model.placement.sharers
+    placement = placement_of(model)
+    sharers = 1 if placement is None else placement.sharers
     sizes = (x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
     return sum(size if axis is None else size // sharers for size, axis in zip(sizes, shared_axes(states), strict=True))
 

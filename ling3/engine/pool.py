@@ -23,9 +23,10 @@ from ling3.cache import Cache, CacheSpec, State, map_pages, map_slots, pages_of,
 from ling3.engine.arrays import AnyArray
 from ling3.engine.sampling import Sampling, counted, ends
 from ling3.engine.settings import CacheDtype
+from ling3.mesh.placement import Placement, here
+from ling3.mesh.sharded import placement_of
 from ling3.model import CausalLM
 from ling3.ops.rows import TakeRows, take_rows
-from ling3.placement import Placement, here
 
 PAGES_MOVED = 8
 """The most pages that one call copies to or from the host."""
@@ -77,15 +78,15 @@ class Pool(eqx.Module):
     @staticmethod
     def empty(model: CausalLM, sampling: Sampling, spec: CacheSpec) -> "Pool":
         """A pool of free slots, one for each row of `sampling`."""
-        layers = new_memory(model, spec)
+        layers, placement = new_memory(model, spec), placement_of(model)
 
         def put(x: np.ndarray) -> Any:
-            return jnp.asarray(x) if model.placement is None else model.placement.everywhere(x)
+            return jnp.asarray(x) if placement is None else placement.everywhere(x)
 
         length, token, until = (put(np.zeros(spec.slots, np.int32)) for _ in range(3))
         done = put(np.ones(spec.slots, bool))
-        pool = Pool(layers, length, token, until, done, sampling, model.placement)
-        return pool if model.placement is None else _settled(pool)
+        pool = Pool(layers, length, token, until, done, sampling, placement)
+        return pool if placement is None else _settled(pool)
 
     @property
     def axis(self) -> str | None:

@@ -34,6 +34,7 @@ from ling3.engine.shapes import Shapes
 from ling3.engine.snapshots import Snapshot
 from ling3.execution import Execution
 from ling3.intervention import stacked
+from ling3.mesh.sharded import placement_of
 from ling3.model import CausalLM
 
 Extra = Literal["structured", "prompt_logprobs"]
@@ -64,7 +65,7 @@ class Runner:
         filters: tuple[Filter, ...] = (),
     ):
         self.model, self.shapes, self.filters = model, shapes, filters
-        placement = model.placement
+        placement = placement_of(model)
         self._put: Callable[[Any], Any] = jax.device_put if placement is None else placement.everywhere
         # To the host and back, which on a mesh is each process's own.
         self._fetch: Callable[[Any], Any] = jax.device_get if placement is None else placement.fetch

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, ArrayLike, Int32, Shaped
 
 from ling3.mesh.rules import WHOLE
+from ling3.mesh.sharded import placement_of
 from ling3.model import CausalLM
 from ling3.runtime import strict_json
 from ling3.runtime.interrupts import held_back
@@ -141,7 +142,7 @@ def fingerprint(model: CausalLM) -> str:
     """
     digest = hashlib.sha256(repr(model.config).encode())
     found, shares, read = jax.tree.leaves(model), itertools.repeat(WHOLE), _elements
-    if (placement := model.placement) is not None:
+    if (placement := placement_of(model)) is not None:
         shares, read = placement.shares, jax.jit(_elements, out_shardings=placement.sharding(PartitionSpec()))
     for leaf, share, shape in zip(found, shares, model.shapes):
         whole = shape or (1,)

@@ -27,6 +27,7 @@ from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import Rules, sharding
 from ling3.mesh.chips import CHIPS, Chip
 from ling3.mesh.rules import Share
+from ling3.mesh.sharded import Sharded
 from ling3.model import CausalLM
 from ling3.ops.exchange import Spread
 
@@ -325,9 +326,8 @@ class _Used:
         return round(read), round(flops)
 
 
-def _inputs(placed: CausalLM, made: Callable[[], Any]) -> Any:
+def _inputs(placed: Sharded, made: Callable[[], Any]) -> Any:
     """What the host hands to a program: the whole on every device."""
-    assert placed.placement is not None, "a model on a mesh"
     where = placed.placement.sharding(PartitionSpec())
     shapes = eqx.filter_eval_shape(made)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
@@ -339,12 +339,12 @@ def _batch(rows: int, seq: int, columns: int, in_place: bool) -> Batch:
     return Batch(where, jnp.zeros((rows, seq), jnp.int32), jnp.zeros(rows, jnp.int32))
 
 
-def _pool(placed: CausalLM, work: Workload, dtype: DTypeLike) -> Pool:
+def _pool(placed: Sharded, work: Workload, dtype: DTypeLike) -> Pool:
     """The engine's memory, without its numbers."""
     slots, vocab = work.max_running_requests, placed.config.vocab_size
     pages = slots * -(-work.max_model_len // work.page_size)
 
-    def empty(model: CausalLM) -> Pool:
+    def empty(model: Sharded) -> Pool:
         zeros, counts = jnp.zeros(slots), jnp.zeros(slots, jnp.int32)
         no, table = jnp.zeros(slots, bool), jnp.zeros((slots, vocab))
         adjustments = Adjustments(no, zeros, zeros, zeros, table, table.astype(jnp.int32))
@@ -358,7 +358,6 @@ def _pool(placed: CausalLM, work: Workload, dtype: DTypeLike) -> Pool:
 
     specs: list[PartitionSpec] = []
     pool = eqx.filter_eval_shape(empty, placed)
-    assert placed.placement is not None, "a model on a mesh"
     where = map(placed.placement.sharding, specs)
     arrays = zip(jax.tree.leaves(pool), where, strict=True)
     placed_arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in arrays]

@@ -13,10 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from ling3.layers.linear import Matrix
 from ling3.layers.moe import Experts
 from ling3.leaves import ArrayLeaf, array_leaves
+from ling3.mesh.placement import Placement
 from ling3.mesh.rules import MeshError, Rules, Share, share_of
+from ling3.mesh.sharded import Sharded, placement_of
 from ling3.model import CausalLM
 from ling3.ops.exchange import Exchange, Spread
-from ling3.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Layout:
             parts.setdefault(share.spans[number] if share.spans else None, (number, []))[1].append(device)
         return dict(parts.values())
 
-    def structure(self, tree: CausalLM) -> CausalLM:
+    def structure(self, tree: CausalLM) -> Sharded:
         """The model with the shape, dtype and place of each array instead of its numbers."""
         arrays = [
             jax.ShapeDtypeStruct(share.stored(x.shape), x.dtype, sharding=sharding)
@@ -62,10 +63,10 @@ class Layout:
         traced = eqx.filter_eval_shape(lambda arrays: self.model(tree, arrays), arrays)
         return jax.tree.unflatten(jax.tree.structure(traced), arrays)
 
-    def model(self, tree: CausalLM, arrays: Sequence[jax.Array]) -> CausalLM:
+    def model(self, tree: CausalLM, arrays: Sequence[jax.Array]) -> Sharded:
         """The model of such arrays; `tree` has its structure."""
-        placed = jax.tree.unflatten(jax.tree.structure(tree), arrays)
-        return dataclasses.replace(_exchanging(placed, self.exchanges), placement=self.placement)
+        placed = _exchanging(jax.tree.unflatten(jax.tree.structure(tree), arrays), self.exchanges)
+        return Sharded(placed.model, placed.lm_head, placed.config, self.placement)
 
 
 def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
@@ -76,9 +77,9 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
     """
     rules, sizes = Rules() if rules is None else rules, dict(mesh.shape)
     rules.check(sizes)
-    if model.placement is not None:
+    if (placement := placement_of(model)) is not None:
         raise MeshError(
-            f"the model lies on a mesh of {model.placement.mesh.size} devices already, and its arrays are padded and "
+            f"the model lies on a mesh of {placement.mesh.size} devices already, and its arrays are padded and "
             "repeated for it: place the whole model, or load it again with this mesh"
         )
     shares, exchanges = [], {}
@@ -136,7 +137,7 @@ def _spread(experts: Experts, share: Share, exchange: Exchange, batch: str | Non
     return Spread((exchange.axis,), experts.count, parts=True) if exchange.y == "summed" else None
 
 
-def place(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> CausalLM:
+def place(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Sharded:
     """The model on a mesh: each array cut by the rules, so that `step`, `generate` and engines run on all devices.
 
     The arrays pass through the host's memory one by one. Raises MeshError as `plan` does.

@@ -16,6 +16,7 @@ import ling3
 from ling3.cache import Span
 from ling3.execution import PLAIN
 from ling3.mesh import Rules, place
+from ling3.mesh.sharded import placement_of
 
 EIGHT_HEADS = {
     "hidden_size": 64,
@@ -106,7 +107,7 @@ def logits_as_computed(model: ling3.CausalLM, tokens) -> jax.Array:
         hidden, _ = part.model(tokens, (None,) * len(part.model.attentions), span)
         return head(hidden, PLAIN, hidden.dtype)[..., : part.config.vocab_size]
 
-    if (placement := model.placement) is None:
+    if (placement := placement_of(model)) is None:
         return scored(model, tokens)
     where = PartitionSpec(placement.rows(tokens.shape[0]))
     return placement.run(scored, (tokens,), (where,), where, model.part)
