@@ -121,7 +121,7 @@ class PackedIntegers(CompressedTensors):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the scales, or float32."""
+        """The dtype of the scales, or float32."""
         return jnp.dtype(jnp.float32) if self.wide else self.weight_scale.dtype
 
     @property
