@@ -138,7 +138,7 @@ class PackedIntegers(CompressedTensors):
         return self._numbers(self.weight_packed[index], self.weight_scale[index])
 
     def in_float32(self) -> "PackedIntegers":
-        """Its numbers are not rounded to the scales' dtype."""
+        """The matrix with numbers that are not rounded to the scales' dtype."""
         return dataclasses.replace(self, wide=True)
 
     def cut(self, start: Int32[Array, ""], size: int) -> "PackedIntegers":

@@ -107,13 +107,13 @@ class Mxfp4(FourBits, CompressedTensors):
 
     @staticmethod
     def options(weights: Mapping[str, Any]) -> dict[str, Any]:
-        """None."""
+        """No options, as there is one kind."""
         del weights
         return {}
 
     @staticmethod
     def weights(options: Mapping[str, Any]) -> dict[str, Any]:
-        """The one kind."""
+        """The fields of the one kind."""
         del options
         return {"num_bits": 4, "type": "float", "group_size": GROUP, "scale_dtype": "torch.uint8"}
 
