@@ -83,7 +83,7 @@ XLA_CPU = Execution(
     read=cpu.rows.read,
     row_by_row=True,
 )
-"""What XLA's CPU backend runs fast, without a kernel in C++."""
+"""The forms that XLA's CPU backend runs fast, without kernels in C++."""
 CPU = dataclasses.replace(
     XLA_CPU,
     kda_step=cpu.kda.kda_step,

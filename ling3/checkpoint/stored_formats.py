@@ -1,4 +1,4 @@
-"""Which matrices a checkpoint has in few bits, where its headers say so and its config does not (DeepSeek-V4)."""
+"""The matrices that a checkpoint has in few bits, where headers say so and its config does not (DeepSeek-V4)."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from ling3.formats import Fp4, Fp8, QuantizedMatrix, fp8
 from ling3.layers.linear import Matrix
 
 FORMATS: Mapping[str, type[QuantizedMatrix]] = {"F8_E4M3": Fp8, "I8": Fp4}
-"""What a matrix is in whose numbers have one of these types."""
+"""The class of a matrix whose numbers have one of these types."""
 
 
 def with_stored_formats(config: Any, source: StoredTensors) -> Any:

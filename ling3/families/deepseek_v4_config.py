@@ -176,7 +176,7 @@ class DeepseekV4Config:
         aliases=("expert_dtype",),
         expected="null, or an object with the quant_method fp8",
     )
-    """Which matrices are stored in 8 or 4 bits; a checkpoint's files may have it otherwise, and then decide."""
+    """The matrices that are stored in 8 or 4 bits; a checkpoint's files may have it otherwise, and then decide."""
 
     def __post_init__(self) -> None:
         check(self, self._misfits)

@@ -35,7 +35,7 @@ class Scheme:
 
     kind: type[QuantizedMatrix]
     options: tuple[tuple[str, Any], ...] = ()
-    """What the format's `init` is told beside the matrix: of integers their bits and group, of FP8 its scales' kind."""
+    """The options of the format's `init`: of integers their bits and group, of FP8 the kind of its scales."""
 
     def init(self, like: Linear, *, key: PRNGKeyArray, std: float) -> QuantizedMatrix:
         """A matrix of random numbers of about this standard deviation, in the shape of `like` and with its bias.

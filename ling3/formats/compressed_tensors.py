@@ -20,7 +20,7 @@ class CompressedTensors(QuantizedMatrix):
     @staticmethod
     @abstractmethod
     def options(weights: Mapping[str, Any]) -> dict[str, Any]:
-        """What `init` is told, from fields that are readable."""
+        """The options of `init` that readable fields give."""
 
     @staticmethod
     @abstractmethod

@@ -42,7 +42,7 @@ READABLE = {
 }
 """The values that fields of a `quantization_config` may have."""
 WRITTEN = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-"""Those that `quantize` writes."""
+"""The values that `quantize` writes."""
 
 
 class Fp8(QuantizedMatrix):
@@ -54,7 +54,7 @@ class Fp8(QuantizedMatrix):
     }
     weight: Float8e4m3fn[Array, "*stack out_features in_features"]
     weight_scale_inv: BlockScale[Array, "*stack blocks columns"]
-    """What the numbers of a block are multiplied by, in spite of its name."""
+    """The scales: the numbers of a block are multiplied by them, in spite of the name."""
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")

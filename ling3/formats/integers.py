@@ -121,7 +121,7 @@ class PackedIntegers(CompressedTensors):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the scales, or float32."""
+        """The dtype of the scales, or float32."""
         return jnp.dtype(jnp.float32) if self.wide else self.weight_scale.dtype
 
     @property
@@ -138,7 +138,7 @@ class PackedIntegers(CompressedTensors):
         return self._numbers(self.weight_packed[index], self.weight_scale[index])
 
     def in_float32(self) -> "PackedIntegers":
-        """Its numbers are not rounded to the scales' dtype."""
+        """The matrix with numbers that are not rounded to the scales' dtype."""
         return dataclasses.replace(self, wide=True)
 
     def cut(self, start: Int32[Array, ""], size: int) -> "PackedIntegers":

@@ -1,4 +1,4 @@
-"""What the formats have in common: everything but which tensors they have, and what these mean."""
+"""The formats' common part: everything but which tensors they have, and what these mean."""
 
 import dataclasses
 import math

@@ -40,7 +40,7 @@ _RMS = (sum(x * x for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8) ** 0.5
 
 
 class FourBits(QuantizedMatrix):
-    """What both layouts mean: they differ in the names and the types of their two tensors."""
+    """The numbers of both layouts, which differ in the names and the types of their two tensors."""
 
     @property
     @abstractmethod
@@ -107,13 +107,13 @@ class Mxfp4(FourBits, CompressedTensors):
 
     @staticmethod
     def options(weights: Mapping[str, Any]) -> dict[str, Any]:
-        """None."""
+        """No options, as there is one kind."""
         del weights
         return {}
 
     @staticmethod
     def weights(options: Mapping[str, Any]) -> dict[str, Any]:
-        """The one kind."""
+        """The fields of the one kind."""
         del options
         return {"num_bits": 4, "type": "float", "group_size": GROUP, "scale_dtype": "torch.uint8"}
 
@@ -157,7 +157,7 @@ class Fp4(FourBits):
 def numbers_of(
     packed: UInt8[Array, "*batch bytes"], scale: UInt8[Array, "*batch groups"]
 ) -> Float32[Array, "*batch inner"]:
-    """What pairs of E2M1 and their exponents mean."""
+    """The numbers of pairs of E2M1 and their exponents."""
     codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1).astype(jnp.int32)
     exponent = codes >> 1 & 3
     normal = (exponent + 126) << 23 | (codes & 1) << 22  # 2^(exponent - 1) · (1 + mantissa / 2)

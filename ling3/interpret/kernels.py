@@ -1,4 +1,4 @@
-"""Which form each of a model's operators runs on, and why: what `ling3 inspect --kernels` shows."""
+"""The form that each of a model's operators runs on, with the reason: `ling3 inspect --kernels`."""
 
 import collections
 import dataclasses

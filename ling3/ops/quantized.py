@@ -1,4 +1,4 @@
-"""What operators ask of a matrix in few bits: which numbers its bits mean, all at once or in parts.
+"""A matrix in few bits as operators ask for it: the numbers that its bits mean, all at once or in parts.
 
 The formats are in `ling3.formats`. Scales keep the dtype in which they are stored, since a rounded scale would mean
 other numbers.

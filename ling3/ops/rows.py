@@ -23,7 +23,7 @@ class Read(Protocol):
     """The result of `read`, which indexes an array of `dtype`; `always` is true, but not a constant to the compiler."""
 
     def __call__(self, read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""], /) -> T:
-        """What `read` returns."""
+        """The result of `read`."""
         ...
 
 

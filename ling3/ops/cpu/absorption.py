@@ -84,7 +84,7 @@ def _per_head(
     count: int,
     outer: int,
 ) -> Float32[Array, "batch heads {outer}"]:
-    """What a handler makes of each head's numbers with `count` rows of its own, from the row `first` on."""
+    """The results of a handler for each head's numbers, with `count` rows of its own from the row `first` on."""
     shape = jax.ShapeDtypeStruct((*x.shape[:2], outer), jnp.float32)
     call = jax.ffi.ffi_call(native.target(attention.SOURCE, handler), shape, vmap_method="sequential")
     return call(x, weight, first=np.int64(first), count=np.int64(count))

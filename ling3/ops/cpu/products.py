@@ -111,7 +111,7 @@ def expert_rows(
 
 
 def _macro(scale: Array | None) -> str:
-    """What the kernels for matrices with such scales are compiled with; floats have none."""
+    """The compiler's flags for kernels of matrices with such scales; none for floats."""
     return "" if scale is None else "QUANTIZED"
 
 
