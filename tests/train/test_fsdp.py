@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 from tiny import TINY, open_model
 
 import ling3
-from ling3 import placement
-from ling3.mesh import MeshError, place
+from ling3.mesh import MeshError, place, placement
 from ling3.train import Batch, Fsdp, Optimization, balanced, loop, next_token_loss, train
 from ling3.train.loop import loss_and_gradient
 
