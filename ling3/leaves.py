@@ -57,8 +57,9 @@ def array_leaves(model: Any) -> Iterator[ArrayLeaf]:
         for key in path[:-1]:
             own = around[-1]
             around.append(own[key.idx] if isinstance(key, jax.tree_util.SequenceKey) else getattr(own, key.name))
-        yield ArrayLeaf(_dotted(path), value, tuple(around))
+        yield ArrayLeaf(dotted(path), value, tuple(around))
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def dotted(path: tuple[Any, ...]) -> str:
+    """A path of `jax.tree_util` as attributes: `model.layers.0.attention`."""
     return ".".join(str(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.name) for key in path)

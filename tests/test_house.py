@@ -206,7 +206,7 @@ def test_the_package_needs_no_torch():
     [
         (lambda m: m(jnp.zeros(3, jnp.int32)), "batch seq"),
         (lambda m: m(jnp.zeros((1, 3), jnp.float32)), "tokens"),
-        (lambda m: m.lm_head(jnp.zeros((1, 2, 33))), r"\*batch \{self.inputs\}"),
+        (lambda m: m.lm_head(jnp.zeros((1, 2, 33))), r"\*batch \{self.in_features\}"),
         (lambda m: m.model.layers[0](jnp.zeros((1, 32)), None, span(1)), r"batch seq \*streams hidden"),
         (lambda m: m.model.layers[0].attention(jnp.zeros((1, 2, 31)), None, span(1)), r"f32\[1,2,31\]"),
         (lambda m: m.step(jnp.zeros((2, 3), jnp.int32), m.init_cache(3, 8)), "batch"),
@@ -232,7 +232,7 @@ def test_a_wrong_shape_names_its_axis(call, message):
         (
             lambda m: m.lm_head(jnp.zeros((1, 2, 33))),
             "ling3.layers.linear.Matrix.__call__: argument 'x' is f32[1,2,33]; expected Float[Array, '*batch "
-            "{self.inputs}'], where self.inputs = 32",
+            "{self.in_features}'], where self.in_features = 32",
         ),
         (
             lambda m: m.step(jnp.zeros((2, 3), jnp.int32), m),

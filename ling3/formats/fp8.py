@@ -17,7 +17,6 @@ from jaxtyping import AbstractDtype, Array, Float, Float8e4m3fn, Float32, Int, I
 
 from ling3.formats.matrix import QuantizedMatrix, along, exponents, power_of_two, rows_of
 from ling3.layers.linear import Linear
-from ling3.ops.exchange import LOCAL, Exchange
 
 if TYPE_CHECKING:
     from typing import Annotated as BlockScale
@@ -58,7 +57,6 @@ class Fp8(QuantizedMatrix):
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
-    exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
     @staticmethod
     def init(like: Linear, *, key: PRNGKeyArray, std: float, powers: bool = False) -> "Fp8":

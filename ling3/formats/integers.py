@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, Shaped
 from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.matrix import along
 from ling3.layers.linear import Linear
-from ling3.ops.exchange import LOCAL, Exchange
 
 GROUPS = (32, 128)
 """Sizes of groups that are read."""
@@ -49,7 +48,6 @@ class PackedIntegers(CompressedTensors):
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
-    exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
     @staticmethod
     def readable(weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -19,7 +19,6 @@ from jaxtyping import AbstractDtype, Array, Float, Float32, Int, Int8, Int32, PR
 from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.matrix import QuantizedMatrix, along, exponents, power_of_two
 from ling3.layers.linear import Linear
-from ling3.ops.exchange import LOCAL, Exchange
 
 if TYPE_CHECKING:
     from typing import Annotated as PowersOfTwo
@@ -96,7 +95,6 @@ class Mxfp4(FourBits, CompressedTensors):
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
-    exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
     @staticmethod
     def readable(weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -138,7 +136,6 @@ class Fp4(FourBits):
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
-    exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
     @staticmethod
     def init(like: Linear, *, key: PRNGKeyArray, std: float) -> "Fp4":

@@ -29,7 +29,7 @@ from ling3.mesh.chips import CHIPS, Chip
 from ling3.mesh.rules import Share
 from ling3.mesh.sharded import Sharded
 from ling3.model import CausalLM
-from ling3.ops.exchange import Spread
+from ling3.ops.spread import Spread
 
 FOR_CPUS = "XLA for CPUs"
 """The compiler of fake devices."""
@@ -303,7 +303,7 @@ class _Used:
             tuple(zip(sizes, array_leaves(model), layout.shares, strict=True)),
             "" if model.lm_head is None else "model.word_embeddings.",
             chosen,
-            any(isinstance(each, Spread) and each.rows for each in layout.exchanges.values()),
+            any(isinstance(each, Spread) and each.rows for _, each in layout.placement.exchanges),
         )
 
     def cost(self, tokens: int, everyones: int, scored: int) -> tuple[int, int]:

@@ -257,7 +257,7 @@ class CSA(eqx.Module):
     @property
     def heads(self) -> int:
         """Query heads."""
-        return self.wq_b.outputs // self.head_dim
+        return self.wq_b.out_features // self.head_dim
 
     @property
     def kind(self) -> str:

@@ -89,17 +89,17 @@ class GQA(eqx.Module):
     @property
     def heads(self) -> int:
         """Query heads."""
-        return self.q_proj.outputs // self.head_dim
+        return self.q_proj.out_features // self.head_dim
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads."""
-        return self.k_proj.outputs // self.head_dim
+        return self.k_proj.out_features // self.head_dim
 
     @property
     def entry(self) -> int:
         """Numbers that are remembered of a token: the keys and values of all heads."""
-        return 2 * self.k_proj.outputs
+        return 2 * self.k_proj.out_features
 
     def empty_state(self, spec: CacheSpec) -> Paged:
         """Pages of keys and values, and nothing per slot."""

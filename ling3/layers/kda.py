@@ -138,11 +138,11 @@ class KDA(eqx.Module):
     @property
     def heads(self) -> int:
         """How many there are."""
-        return self.q_proj.outputs // self.o_norm.weight.shape[0]
+        return self.q_proj.out_features // self.o_norm.weight.shape[0]
 
     def empty_state(self, spec: CacheSpec) -> KDAState:
         """The memory before the first token: zeros, and nothing in pages."""
-        heads, inner = self.heads, self.q_proj.outputs
+        heads, inner = self.heads, self.q_proj.out_features
         taps = 1 if self.q_conv1d is None else self.q_conv1d.weight.shape[1]
         recurrent = jnp.zeros((spec.slots, heads, inner // heads, inner // heads), wide(spec.dtype))
         return KDAState(recurrent, jnp.zeros((spec.slots, taps - 1, 3 * inner), spec.dtype))
@@ -207,7 +207,7 @@ class KDA(eqx.Module):
     def _decay(self, x: Float[Array, "batch seq hidden"], execution: Execution) -> Wide[Array, "batch seq heads key"]:
         dtype = wide(x.dtype)
         if self.f_proj is None or self.A_log is None or self.dt_bias is None:
-            return self._heads(jnp.zeros((*x.shape[:2], self.q_proj.outputs), dtype))
+            return self._heads(jnp.zeros((*x.shape[:2], self.q_proj.out_features), dtype))
         dt_bias = self.dt_bias.astype(dtype).reshape(self.heads, -1)
         return kda_gate(
             self._heads(self.f_proj(x, execution, dtype)), self.A_log.astype(dtype), dt_bias, self.lower_bound

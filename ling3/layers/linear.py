@@ -10,7 +10,6 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
 from ling3.execution import PLAIN, Execution
 from ling3.layers.scope import scoped
-from ling3.ops.exchange import LOCAL, Exchange
 from ling3.ops.precision import Wide
 
 
@@ -26,8 +25,6 @@ class Matrix(eqx.Module):
     dimension of several factors (heads·key) bears the name of the first, along which it can be cut."""
     name: eqx.AbstractVar[str]
     """The field that holds it, which a profile shows."""
-    exchange: eqx.AbstractVar[Exchange]
-    """What devices exchange around its product where each has a part of it."""
 
     @property
     @abstractmethod
@@ -66,39 +63,20 @@ class Matrix(eqx.Module):
         """Columns of W."""
         return self.shape[-1]
 
-    @property
-    def inputs(self) -> int:
-        """Channels of x: the columns of W, or on a mesh those that this device has before the exchange."""
-        return self.exchange.inputs_of(self.in_features)
-
-    @property
-    def outputs(self) -> int:
-        """Channels of y: the rows of W, or on a mesh those that this device has after the exchange."""
-        return self.exchange.outputs_of(self.out_features)
-
-    def kept(self, dtype: DTypeLike | None = None) -> Array:
-        """The rows of W whose outputs this device has after the exchange: all of `dense`, where it is no part.
-
-        In `dtype`, for products with arrays of that dtype, or W's own.
-        """
-        own = self.exchange.after(self.dense().T).T
-        return own if dtype is None else own.astype(dtype)
-
     @scoped
     def __call__(
-        self, x: Float[Array, "*batch {self.inputs}"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
-    ) -> Float[Array, "*batch {self.outputs}"]:
+        self, x: Float[Array, "*batch {self.in_features}"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch {self.out_features}"]:
         """x Wᵀ. Products are summed in the execution's accumulation dtype; the result has `dtype`, or that of `x`."""
-        x = self.exchange.before(x, self.in_features)
-        y = self.exchange.summed(self.product(x.reshape(-1, x.shape[-1]), execution))
-        return self.exchange.after(y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype))
+        y = self.product(x.reshape(-1, x.shape[-1]), execution)
+        return y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype)
 
     @scoped
     def embed(
         self, index: Int[Array, "*batch"], execution: Execution = PLAIN
     ) -> Float[Array, "*batch {self.in_features}"]:
         """W[index]. An index outside the matrix is the caller's error: JAX would read another row."""
-        return self.exchange.row(lambda own: self.row(own, execution), index, self.out_features)
+        return self.row(index, execution)
 
 
 class Linear(Matrix):
@@ -108,7 +86,6 @@ class Linear(Matrix):
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
     name: str = eqx.field(static=True, default="")
-    exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
     @staticmethod
     def init(
@@ -164,8 +141,8 @@ class LowRank(eqx.Module):
 
     @scoped
     def __call__(
-        self, x: Float[Array, "*batch {self.a_proj.inputs}"], execution: Execution, dtype: DTypeLike | None = None
-    ) -> Float[Array, "*batch {self.b_proj.outputs}"]:
+        self, x: Float[Array, "*batch {self.a_proj.in_features}"], execution: Execution, dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch {self.b_proj.out_features}"]:
         """The product in `dtype` or that of `x`, which the `rank` channels between have too."""
         return self.b_proj(self.a_proj(x, execution), execution, dtype)
 

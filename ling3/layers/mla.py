@@ -104,7 +104,7 @@ class MLA(eqx.Module):
     @property
     def heads(self) -> int:
         """How many there are."""
-        return self.kv_b_proj.outputs // (self.nope + self.value)
+        return self.kv_b_proj.out_features // (self.nope + self.value)
 
     @property
     def latent(self) -> int:
@@ -213,7 +213,7 @@ class MLA(eqx.Module):
         """Attention over keys and values of every head, expanded block by block from a cache or the span's entries."""
         q = rearrange(jnp.concatenate([q_nope, q_rope], axis=-1), "b s h d -> b h s d")
         execution, seq = span.execution, q.shape[2]
-        expansion = Expansion(self.kv_b_proj.kept(q.dtype), self.heads, self.nope, execution.times)
+        expansion = Expansion(self.kv_b_proj.dense().astype(q.dtype), self.heads, self.nope, execution.times)
         if isinstance(held, Paged):
             assert span.table is not None, "a span over a paged array has a table"
             o = execution.paged_attention(q, positions, held.entries, span.table, span.seen, expansion)
@@ -231,7 +231,7 @@ class MLA(eqx.Module):
         span: Span,
     ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
         """Attention over the latents themselves: every head's query shares the one key and value of a token."""
-        weight, execution = self.kv_b_proj.kept(q_nope.dtype), span.execution
+        weight, execution = self.kv_b_proj.dense().astype(q_nope.dtype), span.execution
         q = self._absorbed_queries(q_nope, q_rope, weight, execution)
         assert span.table is not None, "a span over a paged array has a table"
         length = span.seen

@@ -15,7 +15,6 @@ from ling3.layers.draw import Draw
 from ling3.layers.linear import Matrix, normal
 from ling3.layers.mlp import MLP
 from ling3.layers.scope import scoped
-from ling3.ops.exchange import Spread
 from ling3.ops.precision import Wide, wide
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
@@ -135,8 +134,6 @@ class Experts(eqx.Module):
     down_proj: Annotated[Matrix, "experts hidden intermediate"]
     swiglu: SwiGLU = eqx.field(static=True, default=SWIGLU)
     name: str = eqx.field(static=True, default="")
-    spread: Spread | None = eqx.field(static=True, default=None)
-    """On a mesh, how devices share them."""
 
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Experts":
@@ -159,12 +156,7 @@ class Experts(eqx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Σ_j weights_j · expert_{chosen_j}(x) in float32 or wider, summed in top-k order."""
         matrices = self.gate_proj.operand, self.up_proj.operand, self.down_proj.operand
-        tokens, how = x.shape[0], (self.swiglu, execution.times)
-        if self.spread is None:  # what takes the place of a form need not know of meshes
-            return execution.experts(x, chosen, weights, *matrices, *how)
-        x, chosen, weights = (self.spread.every(array) for array in (x, chosen, weights))
-        y = execution.experts(x, chosen, weights, *matrices, *how, self.spread)
-        return self.spread.ours(y, tokens)
+        return execution.experts(x, chosen, weights, *matrices, self.swiglu, execution.times)
 
 
 class MoE(eqx.Module):

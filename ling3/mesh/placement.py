@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
 from ling3.cache import State, shared_axes
+from ling3.mesh.exchange import Exchange
+from ling3.ops.spread import Spread
 
 _Tree = TypeVar("_Tree")
 
@@ -22,8 +24,7 @@ class Placement:
     """The mesh of a model, and how each of its arrays is cut over it; static, so that programs are compiled for it.
 
     On every device the model is a tree of the same modules with smaller arrays: fewer heads, channels or rows of the
-    vocabulary. Functions of the model run on all devices at once (`jax.shard_map`), and what they exchange stands with
-    the matrices (`ling3.ops.exchange`).
+    vocabulary. Functions of the model run on all devices at once (`jax.shard_map`).
     """
 
     mesh: Mesh
@@ -35,6 +36,8 @@ class Placement:
     """Of the model's arrays, in the order of `jax.tree.leaves`."""
     shares: tuple[Any, ...]
     """What each device has of them, a `ling3.mesh.rules.Share` each."""
+    exchanges: tuple[tuple[str, Exchange | Spread], ...]
+    """What devices exchange around matrices and stacks of experts, by their paths in the model."""
     rules: Any
     """The `ling3.mesh.Rules` by which they are cut."""
 

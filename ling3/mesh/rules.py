@@ -11,7 +11,7 @@ from jaxtyping import Int, Shaped
 from ling3.formats import QuantizedMatrix
 from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf
-from ling3.ops.exchange import LOCAL, Exchange
+from ling3.mesh.exchange import LOCAL, Exchange
 
 WIDTH = 64
 """Outputs that a device computes of a matrix are a multiple of this, so that XLA sums each as it would with all."""

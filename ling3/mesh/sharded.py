@@ -1,15 +1,102 @@
-"""A model on a mesh of devices: the plain tree of modules, of which every device runs its own part."""
+"""A model on a mesh of devices: the plain tree of modules, of which every device runs its own part.
 
+No layer knows of it. In a device's part each matrix, and each stack of experts, that devices share stands in a
+`ShardedMatrix` or `ShardedExperts`, whose products are the whole one's as far as the device reads them.
+"""
+
+import dataclasses
 import math
+from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, CacheSpec, Span, State, pages_of
-from ling3.execution import Execution
+from ling3.execution import PLAIN, Execution
+from ling3.layers.linear import Matrix
+from ling3.layers.moe import Experts
+from ling3.layers.scope import scoped
+from ling3.leaves import dotted
+from ling3.mesh.exchange import Exchange
 from ling3.mesh.placement import Placement, here
 from ling3.model import CausalLM
+from ling3.ops.precision import Wide
+from ling3.ops.spread import Spread
+
+
+class ShardedMatrix(Matrix):
+    """A part of a matrix, or the whole, around whose product a device exchanges something with others."""
+
+    matrix: Matrix
+    """What the device has."""
+    exchange: Exchange = eqx.field(static=True)
+    axes: tuple[str, ...] = eqx.field(static=True)
+    name: str = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]: the outputs that the device has afterwards, and the inputs that it has before."""
+        rows, columns = self.matrix.shape
+        return self.exchange.outputs_of(rows), self.exchange.inputs_of(columns)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the whole."""
+        return self.matrix.dtype
+
+    @property
+    def operand(self) -> Array:
+        """As `dense`."""
+        return self.dense()
+
+    def dense(self) -> Float[Array, "{self.out_features} columns"]:
+        """The rows of W whose outputs the device has afterwards."""
+        return self.exchange.after(self.matrix.dense().T).T
+
+    def product(
+        self, x: Float[Array, "rows {self.in_features}"], execution: Execution
+    ) -> Wide[Array, "rows {self.out_features}"]:
+        """x Wᵀ, as far as the device reads it."""
+        return self.exchange.after(self._sums(x, execution))
+
+    def row(self, index: Int[Array, "*batch"], execution: Execution) -> Float[Array, "*batch {self.in_features}"]:
+        """W[index], wherever it lies."""
+        return self.exchange.row(lambda own: self.matrix.row(own, execution), index, self.matrix.out_features)
+
+    @scoped
+    def __call__(
+        self, x: Float[Array, "*batch {self.in_features}"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch {self.out_features}"]:
+        """As of any matrix; outputs are exchanged in the dtype of the result."""
+        y = self._sums(x.reshape(-1, x.shape[-1]), execution)
+        return self.exchange.after(y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype))
+
+    def _sums(self, x: Float[Array, "rows {self.in_features}"], execution: Execution) -> Wide[Array, "rows outer"]:
+        whole = self.exchange.before(x, self.matrix.in_features)
+        return self.exchange.summed(self.matrix.product(whole, execution))
+
+
+class ShardedExperts(Experts):
+    """Some of the experts, or some channels of all, for the tokens of all devices that share them."""
+
+    spread: Spread = eqx.field(static=True, kw_only=True)
+
+    @scoped
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        chosen: Int32[Array, "tokens top_k"],
+        weights: Float[Array, "tokens top_k"],
+        execution: Execution = PLAIN,
+    ) -> Float[Array, "tokens hidden"]:
+        """As of all experts."""
+        tokens, matrices = x.shape[0], (self.gate_proj.operand, self.up_proj.operand, self.down_proj.operand)
+        x, chosen, weights = (self.spread.every(array) for array in (x, chosen, weights))
+        y = execution.experts(x, chosen, weights, *matrices, self.swiglu, execution.times, self.spread)
+        return self.spread.ours(y, tokens)
 
 
 class Sharded(CausalLM):
@@ -23,7 +110,20 @@ class Sharded(CausalLM):
     @property
     def part(self) -> CausalLM:
         """What a device has of the model: it runs in `Placement.run` alone."""
-        return CausalLM(self.model, self.lm_head, self.config)
+        exchanges = dict(self.placement.exchanges)
+
+        def shared(path: tuple[Any, ...], node: Any) -> Any:
+            how = exchanges.get(dotted(path))
+            if isinstance(node, Experts) and isinstance(how, Spread):
+                fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+                return ShardedExperts(**fields, spread=how)
+            if isinstance(node, Matrix) and isinstance(how, Exchange):
+                return ShardedMatrix(matrix=node, exchange=how, axes=node.axes, name=node.name)
+            return node
+
+        whole = CausalLM(self.model, self.lm_head, self.config)
+        units = lambda node: isinstance(node, Matrix | Experts)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(shared, whole, is_leaf=units)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

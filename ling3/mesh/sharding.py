@@ -1,6 +1,5 @@
 """Where each array of a model lies on a mesh: from a whole model to its parts, and back."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +12,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from ling3.layers.linear import Matrix
 from ling3.layers.moe import Experts
 from ling3.leaves import ArrayLeaf, array_leaves
+from ling3.mesh.exchange import LOCAL, Exchange
 from ling3.mesh.placement import Placement
 from ling3.mesh.rules import MeshError, Rules, Share, share_of
 from ling3.mesh.sharded import Sharded, placement_of
 from ling3.model import CausalLM
-from ling3.ops.exchange import Exchange, Spread
+from ling3.ops.spread import Spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,6 @@ class Layout:
 
     placement: Placement
     shares: tuple[Share, ...]
-    exchanges: dict[str, Exchange | Spread | None]
-    """Of matrices and stacks of experts, by path."""
 
     @property
     def shardings(self) -> list[NamedSharding]:
@@ -65,7 +63,7 @@ class Layout:
 
     def model(self, tree: CausalLM, arrays: Sequence[jax.Array]) -> Sharded:
         """The model of such arrays; `tree` has its structure."""
-        placed = _exchanging(jax.tree.unflatten(jax.tree.structure(tree), arrays), self.exchanges)
+        placed = jax.tree.unflatten(jax.tree.structure(tree), arrays)
         return Sharded(placed.model, placed.lm_head, placed.config, self.placement)
 
 
@@ -82,20 +80,22 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
             f"the model lies on a mesh of {placement.mesh.size} devices already, and its arrays are padded and "
             "repeated for it: place the whole model, or load it again with this mesh"
         )
-    shares, exchanges = [], {}
+    shares: list[Share] = []
+    exchanges: dict[str, Exchange | Spread] = {}
     for leaf in array_leaves(model):
         share, exchange = share_of(leaf, sizes, rules)
         _check_size(leaf, share)
         shares.append(share)
-        if isinstance(leaf.module, Matrix):
+        if isinstance(leaf.module, Matrix) and isinstance(around := leaf.around[-2], Experts):
+            if (spread := _spread(around, share, exchange, rules.batch)) is not None:
+                exchanges[leaf.path.rsplit(".", 2)[0]] = spread
+        elif exchange != LOCAL:
             exchanges[leaf.path.rpartition(".")[0]] = exchange
-            if isinstance(around := leaf.around[-2], Experts):
-                path = leaf.path.rsplit(".", 2)[0]
-                exchanges[path] = _spread(around, share, exchange, rules.batch) or exchanges.get(path)
     memory = None if rules.same_bits else rules.heads
     batch, heads = (axis if axis in sizes else None for axis in (rules.batch, memory))
-    placement = Placement(automatic(mesh), heads, batch, tuple(share.spec for share in shares), tuple(shares), rules)
-    return Layout(placement, tuple(shares), exchanges)
+    specs, around = tuple(share.spec for share in shares), tuple(exchanges.items())
+    placement = Placement(automatic(mesh), heads, batch, specs, tuple(shares), around, rules)
+    return Layout(placement, tuple(shares))
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -148,20 +148,3 @@ def place(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Sharded:
         whole = np.asarray(value)
         arrays.append(layout.array(i, whole.shape, lambda share, number, x=whole: share.part(x, number)))
     return layout.model(model, arrays)
-
-
-def _exchanging(node: Any, exchanges: dict[str, Exchange | Spread | None], path: str = "") -> Any:
-    """The tree with the `exchange` of each matrix, and the `spread` of experts that devices share."""
-    if isinstance(node, tuple):
-        return tuple(_exchanging(item, exchanges, f"{path}.{i}") for i, item in enumerate(node))
-    own = path.lstrip(".")
-    if isinstance(node, Matrix):
-        return dataclasses.replace(node, exchange=exchanges[own])
-    if not dataclasses.is_dataclass(node):
-        return node
-    changed = dataclasses.replace(node, spread=exchanges.get(own)) if isinstance(node, Experts) else copy.copy(node)
-    for field in dataclasses.fields(node):
-        if not field.metadata.get("static"):
-            value = _exchanging(getattr(node, field.name), exchanges, f"{path}.{field.name}")
-            object.__setattr__(changed, field.name, value)
-    return changed

@@ -15,10 +15,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops import rows as rows_of
-from ling3.ops.exchange import Spread
 from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import exact, wide
 from ling3.ops.quantized import Quantized, constant, matrix_of, numbers
+from ling3.ops.spread import Spread
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 # Five iterations of `block_experts`, which copy their experts' weights, cost as much as eight experts of a round.

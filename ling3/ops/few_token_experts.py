@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops.exchange import Spread
 from ling3.ops.experts import differentiated_as_dense
 from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import wide
 from ling3.ops.quantized import Quantized, matrix_of
+from ling3.ops.spread import Spread
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 

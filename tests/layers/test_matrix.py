@@ -19,7 +19,6 @@ from ling3.checkpoint.names import structure
 from ling3.families import ling3 as family
 from ling3.layers.linear import Linear, Matrix
 from ling3.leaves import array_leaves
-from ling3.ops.exchange import LOCAL, Exchange
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 96, size=(2, 21)), jnp.int32)
 
@@ -31,7 +30,6 @@ class Scaled(Matrix):
     weight_scale: Float[Array, "*stack rows"]
     axes: tuple[str, ...] = eqx.field(static=True)
     name: str = eqx.field(static=True, default="")
-    exchange: Exchange = eqx.field(static=True, default=LOCAL)
 
     @staticmethod
     def of(matrix):

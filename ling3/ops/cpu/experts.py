@@ -6,11 +6,11 @@ from jaxtyping import Array, Float, Int32
 from ling3.ops.cpu import products
 from ling3.ops.cpu.matmul import arrays_of
 from ling3.ops.cpu.rows import read
-from ling3.ops.exchange import Spread
 from ling3.ops.experts import Groups, blocks_of_experts, differentiated_as_dense, weighted
 from ling3.ops.forms import runs
 from ling3.ops.matmul import Multiply, product
 from ling3.ops.quantized import Quantized
+from ling3.ops.spread import Spread
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 xla_experts = differentiated_as_dense(blocks_of_experts, read=read)

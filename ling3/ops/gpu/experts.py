@@ -8,13 +8,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops.exchange import Spread
 from ling3.ops.experts import Groups, block_experts, differentiated_as_dense, weighted
 from ling3.ops.forms import runs
 from ling3.ops.gpu.triton import triton_params
 from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import exact, wide
 from ling3.ops.quantized import Quantized
+from ling3.ops.spread import Spread
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 from ling3.runtime.interpreted import interpreted
 
