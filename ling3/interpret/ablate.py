@@ -79,7 +79,8 @@ def having(model: CausalLM, mechanism: str, uncut: bool = False) -> dict[int, An
 def _fields(module: Any, pattern: str) -> list[str]:
     """The fields of a module with such a name that may be None, or are whole numbers."""
     fields = dataclasses.fields(module) if isinstance(module, eqx.Module) else ()
-    optional = [x.name for x in fields if x.type is int or types.NoneType in typing.get_args(x.type)]
+    stated = {x.name: typing.get_args(x.type)[0] if hasattr(x.type, "__metadata__") else x.type for x in fields}
+    optional = [name for name, kind in stated.items() if kind is int or types.NoneType in typing.get_args(kind)]
     return [name for name in optional if re.fullmatch(pattern, name)]
 
 
