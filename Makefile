@@ -63,8 +63,8 @@ plan: .venv/installed
 
 parity: .venv/installed-parity
 	$(BIN)/python -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
-	$(QUICKLY) $(BIN)/python -m pytest -n 2 -m "not exhaustive" tests/parity $(TABLES:%=--ignore=%)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TABLES)
+	$(QUICKLY) $(BIN)/python -m pytest -n 2 --durations=10 -m "not exhaustive" tests/parity $(TABLES:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(TABLES)
 
 # A published model, SmolLM2-135M-Instruct, converted once into build/real; and every law of tokenizers on its vocabulary.
 real: .venv/installed-real

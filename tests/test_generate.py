@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exhaustive_cases import exhaustively
+from exhaustive_cases import EXHAUSTIVE, exhaustively
 from tiny import ALIGNED, TINY, open_model
 
 import ling3
@@ -103,7 +103,7 @@ def test_one_token_and_no_prompts(model):
 
 
 @pytest.mark.parametrize(
-    "alone", [(0, 2), pytest.param((1,), marks=[pytest.mark.slow, pytest.mark.optimized])], ids=["short", "long"]
+    "alone", [(0, 2), pytest.param((1,), marks=[*EXHAUSTIVE, pytest.mark.optimized])], ids=["short", "long"]
 )
 def test_draws_depend_on_the_seed_and_not_on_the_company(model, alone):
     sampled = ling3.generate(model, PROMPTS, max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)

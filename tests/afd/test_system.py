@@ -356,7 +356,7 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", exhaustively(MODELS, but=["deepseek-v4"]))
 def test_answers_of_other_models(name):
     """Log-probabilities within 1e-5 of those of an engine that runs the whole model: other sums are in other orders."""
     make, counts = MODELS[name]

@@ -208,7 +208,7 @@ class ManyCompanies(Company):
     """The same, more often."""
 
 
-TestManyCompanies = pytest.mark.optimized(pytest.mark.slow(ManyCompanies.TestCase))
+TestManyCompanies = pytest.mark.optimized(pytest.mark.exhaustive(pytest.mark.slow(ManyCompanies.TestCase)))
 TestManyCompanies.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
@@ -331,7 +331,7 @@ def test_a_row_for_every_slot_keeps_the_promise():
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("cache_dtype", exhaustively(["auto", "bfloat16"], but=["auto"]))
 def test_bfloat16_keeps_the_promise(cache_dtype):
     """Narrow weights, whose caches are float32 on the CPU unless asked for: two rows and a preemption or two."""
     settings = {**SETTINGS, "num_pages": 12, "decode_rows": 2, "cache_dtype": cache_dtype}

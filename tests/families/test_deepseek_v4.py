@@ -433,7 +433,7 @@ def test_logits_are_the_equations(model, saved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", exhaustively([1, 3, 4, 5, 7, 8, 9, 16], but=[4, 7]))
+@pytest.mark.parametrize("cut", exhaustively([1, 3, 4, 5, 7, 8, 9, 16], but=[7]))
 def test_any_split_of_a_prompt_is_the_whole(model, cut):
     """In two padded parts, and then token by token: windows, rings and entries are what one pass makes of them."""
     tokens = ids(0, 2, 24)

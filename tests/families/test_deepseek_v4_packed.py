@@ -133,6 +133,7 @@ def test_what_packing_loses_in_logits():
 
 @pytest.mark.slow
 @pytest.mark.optimized
+@pytest.mark.exhaustive
 def test_answers_are_the_same_bits_in_company_and_after_preemption(model):
     """From packed pages that were moved to the host and back, and after a known prefix."""
     params = [ling3.SamplingParams(max_tokens=20, temperature=t, seed=3, ignore_eos=True, logprobs=0) for t in (0, 1)]

@@ -121,6 +121,7 @@ def test_it_works_step_by_step_and_stops(model, tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.optimized
+@pytest.mark.exhaustive
 def test_the_whole_exam(model, tokenizer):
     shares = examine(model, tokenizer, 500)
     assert shares["alone"] >= 0.95
