@@ -346,7 +346,7 @@ print(f"{sum(leaf.size for leaf in jax.tree.leaves(model)):,} weights")
 
 
 # %%
-def batches(seed, rows=32):
+def batches(seed, rows=16):
     rng = random.Random(seed)
     while True:
         tokens, weights = np.zeros((rows, WIDTH), np.int32), np.zeros((rows, WIDTH), np.float32)
