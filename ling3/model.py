@@ -190,7 +190,7 @@ class CausalLM(eqx.Module):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of its arrays, in the order of `jax.tree.leaves`."""
+        """The shapes of its arrays, in the order of `jax.tree.leaves`."""
         return tuple(leaf.shape for leaf in jax.tree.leaves(self))
 
     @property

@@ -54,7 +54,7 @@ class Draw:
 
 
 def axes(layer: type, field: str) -> tuple[str, ...]:
-    """What the dimensions of an array or a matrix count: of several factors the first. Empty if nothing states it."""
+    """The names of an array's or a matrix's dimensions: of several factors the first. Empty if nothing states them."""
     return tuple(re.findall(r"\w+", dimension)[0] for dimension in _stated(layer, field))
 
 

@@ -1,4 +1,4 @@
-"""What devices exchange around a product where they share its matrix, inside `jax.shard_map`."""
+"""Exchanges between devices around the product with a matrix that they share, inside `jax.shard_map`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class Exchange:
         return lax.psum(y if self.repeats == 1 else jnp.where(first, y, 0), self.axis)
 
     def after(self, y: Float[Array, "*batch part"]) -> Float[Array, "*batch outer"]:
-        """What comes out of it."""
+        """The outputs that a device has after the exchange."""
         if self.y == "gathered":
             return self._together(y)
         if self.y == "sliced":
@@ -85,4 +85,4 @@ class Exchange:
 
 
 LOCAL = Exchange()
-"""Nothing."""
+"""No communication."""

@@ -31,29 +31,29 @@ class ShardedMatrix(Matrix):
     """A part of a matrix, or the whole, around whose product a device exchanges something with others."""
 
     matrix: Matrix
-    """What the device has."""
+    """The numbers on this device: some rows or columns of W, or all of it."""
     exchange: Exchange = eqx.field(static=True)
     axes: tuple[str, ...] = eqx.field(static=True)
     name: str = eqx.field(static=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[out, in]: the outputs that the device has afterwards, and the inputs that it has before."""
+        """[out, in]: a device's outputs after the exchange, and its inputs before it."""
         rows, columns = self.matrix.shape
         return self.exchange.outputs_of(rows), self.exchange.inputs_of(columns)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the whole."""
+        """The dtype in which the matrix is computed."""
         return self.matrix.dtype
 
     @property
     def operand(self) -> Array:
-        """As `dense`."""
+        """The same numbers as `dense`, for operators."""
         return self.dense()
 
     def dense(self) -> Float[Array, "{self.out_features} columns"]:
-        """The rows of W whose outputs the device has afterwards."""
+        """The rows of W whose outputs the device has after the exchange."""
         return self.exchange.after(self.matrix.dense().T).T
 
     def product(
@@ -63,14 +63,14 @@ class ShardedMatrix(Matrix):
         return self.exchange.after(self._sums(x, execution))
 
     def row(self, index: Int[Array, "*batch"], execution: Execution) -> Float[Array, "*batch {self.in_features}"]:
-        """W[index], wherever it lies."""
+        """W[index], from the device that has the row."""
         return self.exchange.row(lambda own: self.matrix.row(own, execution), index, self.matrix.out_features)
 
     @scoped
     def __call__(
         self, x: Float[Array, "*batch {self.in_features}"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch {self.out_features}"]:
-        """As of any matrix; outputs are exchanged in the dtype of the result."""
+        """x Wᵀ, as far as the device reads it. Outputs are exchanged in the dtype of the result."""
         y = self._sums(x.reshape(-1, x.shape[-1]), execution)
         return self.exchange.after(y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype))
 
@@ -92,7 +92,7 @@ class ShardedExperts(Experts):
         weights: Float[Array, "tokens top_k"],
         execution: Execution = PLAIN,
     ) -> Float[Array, "tokens hidden"]:
-        """As of all experts."""
+        """Σ_j weights_j · expert_{chosen_j}(x) over the experts of all devices, in float32 or wider."""
         tokens, matrices = x.shape[0], (self.gate_proj.operand, self.up_proj.operand, self.down_proj.operand)
         x, chosen, weights = (self.spread.every(array) for array in (x, chosen, weights))
         y = execution.experts(x, chosen, weights, *matrices, self.swiglu, execution.times, self.spread)
@@ -109,7 +109,7 @@ class Sharded(CausalLM):
 
     @property
     def part(self) -> CausalLM:
-        """What a device has of the model: it runs in `Placement.run` alone."""
+        """A device's part of the model, which runs in `Placement.run` alone."""
         exchanges = dict(self.placement.exchanges)
 
         def shared(path: tuple[Any, ...], node: Any) -> Any:
@@ -127,7 +127,7 @@ class Sharded(CausalLM):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of its whole arrays, in the order of `jax.tree.leaves`."""
+        """The shapes of its whole arrays, in the order of `jax.tree.leaves`."""
         shares = self.placement.shares
         return tuple(share.unstored(shape) for share, shape in zip(shares, self.part.shapes, strict=True))
 
@@ -153,7 +153,7 @@ class Sharded(CausalLM):
     def continued(
         self, tokens: Int[Array, "batch seq"], cache: Cache, span: Span, last: bool
     ) -> tuple[Float32[Array, "batch out {self.config.vocab_size}"], Cache]:
-        """`step` of each device's part."""
+        """Runs `step` on every device with its part of the model."""
         rows = self.placement.rows(tokens.shape[0])
         states, where = self.placement.states(cache.layers, rows), PartitionSpec(rows)
         execution: Execution = span.execution
@@ -178,5 +178,5 @@ class Sharded(CausalLM):
 
 
 def placement_of(model: CausalLM) -> Placement | None:
-    """Where a model lies that is on a mesh; None for one that is not."""
+    """The placement of a model on a mesh; None for a model that is on none."""
     return model.placement if isinstance(model, Sharded) else None

@@ -1,4 +1,4 @@
-"""How devices share experts, inside `jax.shard_map`."""
+"""Sharing experts between devices, inside `jax.shard_map`."""
 
 import dataclasses
 
