@@ -54,6 +54,8 @@ notebooks: .venv/installed-notebooks
 docs: .venv/installed-docs notebooks
 	mkdir -p docs/notebooks
 	cp notebooks/[0-9]*.ipynb docs/notebooks/
+	$(BIN)/ling3 look nano --chat --new-tokens 24 --out docs/look.html \
+		-p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m pytest tests/site
 
@@ -84,7 +86,7 @@ coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART) -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90
 
 clean:
-	rm -rf .venv .jax_cache .pytest_cache .cache build *.egg-info docs/notebooks notebooks/*.ipynb
+	rm -rf .venv .jax_cache .pytest_cache .cache build *.egg-info docs/notebooks docs/look.html notebooks/*.ipynb
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

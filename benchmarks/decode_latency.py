@@ -31,13 +31,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import ling3
-from benchmarks.record import BLACK, BLUE, ORANGE, spread, write
+from benchmarks.record import spread, write
 from ling3.cache import CacheSpec, Span
 from ling3.engine.forward import Batch, decode
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.runner import Runner
 from ling3.engine.shapes import Shapes
 from ling3.execution import Execution
+from ling3.runtime.plots import BLACK, BLUE, RED
 
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 ROWS = (1, 16)
@@ -192,7 +193,7 @@ def draw(found: dict[str, dict[str, Any]]) -> Figure:
     return figure
 
 
-LOOKS = {"whole step": (BLACK, "o", "-"), "MLA layers": (ORANGE, "s", "--"), "KDA layers": (BLUE, "^", ":")}
+LOOKS = {"whole step": (BLACK, "o", "-"), "MLA layers": (RED, "s", "--"), "KDA layers": (BLUE, "^", ":")}
 
 
 def _lines(axes: Axes, sides: dict[str, Any]) -> None:

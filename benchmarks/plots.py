@@ -7,9 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.record import BLACK, BLUE, GREEN, ORANGE, SKY
+from ling3.runtime.plots import BLACK, BLUE, GREEN, RED, SKY
 
-LOOKS = ((BLACK, "o", "-"), (ORANGE, "s", "--"), (BLUE, "^", ":"), (GREEN, "D", "-."))
+LOOKS = ((BLACK, "o", "-"), (RED, "s", "--"), (BLUE, "^", ":"), (GREEN, "D", "-."))
 ROW, SWEEP = 0.34, 3.6
 """Inches of a bar and of a sweep's panel."""
 Record = dict[str, Any]
@@ -33,7 +33,7 @@ def draw(records: Sequence[Record]) -> Figure:
     for one, (panel, arguments, _) in zip(axes, panels, strict=True):
         panel(one, *arguments)
     if any(record["scale"] == "toy" and record["outcome"] == "measured" for record in records):
-        figure.suptitle("toy sizes: that it runs, and nothing about speed", fontsize=9, color=ORANGE)
+        figure.suptitle("toy sizes: that it runs, and nothing about speed", fontsize=9, color=RED)
     return figure
 
 
@@ -58,7 +58,7 @@ def _ratios(axes: Axes, records: Sequence[Record]) -> None:
             axes.plot(ratio["all"], [row] * len(ratio["all"]), "o", color=BLACK, markersize=2.5)
             axes.text(max(ratio["all"]), row, f"  {ratio['median']:.2f} ×", va="center", fontsize=8)
             if name in wanted:
-                axes.plot([wanted[name]] * 2, [row - 0.4, row + 0.4], color=ORANGE, linewidth=2)
+                axes.plot([wanted[name]] * 2, [row - 0.4, row + 0.4], color=RED, linewidth=2)
             names.append(f"{record['name']}: {name}")
             row += 1
     most = max(ratio["most"] for record in records for ratio in record["times_faster_than"].values())
@@ -86,7 +86,7 @@ def _values(axes: Axes, records: Sequence[Record]) -> None:
         axes.barh(row, share, height=0.6, color=BLUE if limit else SKY)
         told = f"  {values['median']:,.4g} {record['unit']}" + (f", at most {limit:g} wanted" if limit else "")
         axes.text(share, row, told, va="center", fontsize=8, backgroundcolor="white", zorder=0.9)
-    axes.axvline(1, color=ORANGE, linestyle="--", linewidth=1, zorder=0.5)
+    axes.axvline(1, color=RED, linestyle="--", linewidth=1, zorder=0.5)
     axes.set_xlim(0, 1.6 * max(1.0, *shares))
     axes.set_yticks(range(len(records)), [record["name"] for record in records], fontsize=7.5)
     axes.invert_yaxis()

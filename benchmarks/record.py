@@ -18,9 +18,6 @@ from ling3.bench.report import machine
 from ling3.ops.cpu import products
 from ling3.runtime import native
 
-# Okabe and Ito's colours, told apart by the colour-blind; markers and dashes tell them apart in print.
-BLACK, BLUE, ORANGE, GREEN, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#56B4E9"
-
 ROOT = Path(__file__).parent.parent
 PEERS = ("torch", "transformers", "flash-linear-attention", "triton")
 """Packages whose version is noted where they are installed."""

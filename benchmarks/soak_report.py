@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.record import BLACK, BLUE, ORANGE, SKY
+from ling3.runtime.plots import BLACK, BLUE, RED, SKY
 
 MEMORY = ("requests", "resident", "arrays")
 """Columns: requests that are over; bytes of resident memory (RSS) and live jax arrays, after collecting garbage."""
@@ -93,12 +93,12 @@ class Soak:
         memory.set_ylabel("resident memory, MB", color=BLUE)
         memory.grid(alpha=0.3)
         arrays = memory.twinx()
-        arrays.plot(done, self.memory["arrays"], color=ORANGE, linewidth=1, linestyle="--")
-        arrays.set_ylabel("live arrays (dashed)", color=ORANGE)
+        arrays.plot(done, self.memory["arrays"], color=RED, linewidth=1, linestyle="--")
+        arrays.set_ylabel("live arrays (dashed)", color=RED)
         arrays.set_ylim(0, 2 * max(self.memory["arrays"]))
         steps = self.load["steps"]
         load.fill_between(steps, self.load["free_pages"], color=SKY, alpha=0.5, linewidth=0, label="free pages")
-        load.plot(steps, self.load["waiting"], color=ORANGE, linewidth=0.9, label="waiting")
+        load.plot(steps, self.load["waiting"], color=RED, linewidth=0.9, label="waiting")
         load.plot(steps, self.load["running"], color=BLACK, linewidth=0.9, label="running")
         load.set(xlabel="steps", ylim=(0, 1.25 * max(*self.load["free_pages"], *self.load["waiting"])))
         load.legend(loc="upper right", ncols=3, fontsize=8)

@@ -1,4 +1,4 @@
-"""What a running model remembers: arrays with a row for each sequence, and arrays that lie in pages.
+"""The memory of a running model: arrays with a row for each sequence, and arrays that lie in pages.
 
 A mixer's state is any pytree of the two: `Paged` nodes lie in pages, all other arrays have a row per slot. The engine
 knows no more of a layer than that.
@@ -20,10 +20,10 @@ from ling3.runtime.recorder import SILENT, Recorder
 
 
 class Span(eqx.Module):
-    """Which tokens of a right-padded `[batch, seq]` are new: `length[b]` of row b, the first at position `start[b]`.
+    """The new tokens of a right-padded `[batch, seq]`: `length[b]` of row b, the first at position `start[b]`.
 
     Positions are absolute and count from 0; whatever stands after `length[b]` in a row is padding. `table[b, i]` is the
-    page with row b's positions [page·i, page·(i+1)) in every paged array; a number that is no page stands for none.
+    page with row b's positions [page·i, page·(i+1)) in every paged array; out-of-range indices mean no page.
     `execution` is how the pass runs, and `recorder` takes down what happens in it, or changes it at a `site`. The
     decoder adds the `tokens` themselves, for feed-forwards that look experts up by them.
     """
@@ -51,7 +51,7 @@ class Span(eqx.Module):
         return jnp.where(self.length > 0, self.start + self.length, 0)
 
     def valid(self, seq: int) -> Bool[Array, "batch seq"]:
-        """Which columns are tokens and not padding."""
+        """True for columns that are tokens, False for padding."""
         return jnp.arange(seq, dtype=jnp.int32)[None] < self.length[:, None]
 
     def cleared(self, x: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq *rest"]:
@@ -138,18 +138,18 @@ class Paged(Shared):
 
     @property
     def shared_axes(self) -> tuple[int | None, ...]:
-        """That of the entries."""
+        """The axis of the entries along which devices share them."""
         return (self.shared,)
 
     @property
     def page(self) -> int:
-        """Entries of a page."""
+        """The number of entries in a page."""
         size = self.entries.shape[1]
         return size if self.packing is None else self.packing.page(size)
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """The number of tokens in a page."""
         return self.page * self.tokens
 
     def append(self, new: Float[Array, "batch completed *entry"], span: Span) -> "Paged":
@@ -183,7 +183,7 @@ class KDAState(Shared):
 
     @property
     def shared_axes(self) -> tuple[int, int]:
-        """Heads, and their channels."""
+        """Devices share the heads of the state, and the tail's channels."""
         return 1, 2
 
 

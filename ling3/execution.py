@@ -1,4 +1,4 @@
-"""How a model runs, apart from what it is: the table of its operators' forms, and the sizes that they work in."""
+"""`Execution`: the table of a model's operators and their forms, and the sizes that they work in."""
 
 import dataclasses
 import functools
@@ -15,10 +15,10 @@ from ling3.ops.quantized import Quantized
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """Which forms a forward pass runs on: an argument of `model.step` and of the engine, static under `jit`.
+    """The table of forms for a forward pass: an argument of `model.step` and of the engine, static under `jit`.
 
     A field with an operator's type, which says what it computes, is a form of it. A form computes the plain form's
-    numbers up to rounding; every row's bits are the same whoever its neighbours are. The defaults are the plain forms,
+    numbers up to rounding; a row's bits do not depend on the rest of the batch. The defaults are the plain forms,
     without what one platform needs; `Execution.default()` has that. A kernel takes its place as
 
         dataclasses.replace(Execution.default(), kda_step=my_kda_step)
@@ -59,7 +59,7 @@ class Execution:
 
     @property
     def sums(self) -> Accumulation:
-        """`accumulation`, as operators take it."""
+        """The dtype `accumulation`, as operators take it."""
         return "float64" if self.accumulation == "float64" else "float32"
 
     def times(

@@ -54,7 +54,7 @@ class Intervention(eqx.Module):
 
     value: Float[Array | np.ndarray, "rows values *shape"]  # one value for all positions, or one for each
     start: Int32[Array | np.ndarray, " rows"]
-    positions: Int32[Array | np.ndarray, "rows positions"] | None  # None: all from `start` on; -1 is none
+    positions: Int32[Array | np.ndarray, "rows positions"] | None  # None: all from `start` on; -1 means no position
     part: Int32[Array | np.ndarray, " rows"]  # the head or expert
     layer: int = eqx.field(static=True)
     site: str = eqx.field(static=True)
@@ -85,7 +85,7 @@ class Intervention(eqx.Module):
     ) -> "Intervention":
         """The value, a number or an array of the site's shape, in place of what the pass computed.
 
-        A gate of 1 is none, and `heads` of 0 cut off what a head says. With a `head`, of that one alone. A decay is a
+        A gate of 1 is no gate, and `heads` of 0 cut a head off. With a `head`, of that one alone. A decay is a
         logarithm in nats, at most 0, and 0 forgets nothing.
         """
         return _made(layer, site, value, head, from_position, positions, adds=False)
@@ -173,7 +173,7 @@ class Intervention(eqx.Module):
         return shape
 
     def applied(self, x: Any, span: Span) -> Any:
-        """What a pass goes on with in the place of the site's array."""
+        """The array with which a pass goes on in the place of the site's."""
         if self.site == "router":
             chosen, weights = x
             return self._routed(chosen, weights, span)
@@ -323,13 +323,13 @@ def stacked(rows: Sequence[Sequence[Intervention]], places: Sequence[int], count
 
 
 def structure(interventions: Sequence[Intervention]) -> Any:
-    """What programs are compiled for, as a key: rows whose interventions have the same may share a call."""
+    """The key of the program for some interventions: rows whose interventions have the same may share a call."""
     leaves, tree = jax.tree.flatten(tuple(interventions))
     return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def recorder(interventions: Sequence[Intervention], watch: bool = False) -> Recorder:
-    """What makes a pass undergo interventions; to `watch` it without any, what only records."""
+    """A recorder that makes a pass undergo interventions; with `watch` and without any, one that only records."""
     if not interventions:
         return Recorder() if watch else SILENT
 
@@ -356,7 +356,7 @@ def takes_interventions(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sites(model: Any) -> dict[str, tuple[int, ...]]:
-    """What a model shows to a recorder for each token, by path: shapes. A router's is that of its scores."""
+    """The shape of each array that a model records for a token, by path. A router's is the shape of its scores."""
     leaves, tree = jax.tree.flatten(model)
     return _sites(tree, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
 

@@ -26,19 +26,19 @@ class ArrayLeaf:
 
     @property
     def field(self) -> str:
-        """The module's field."""
+        """The name of the module's field."""
         return self.path.rpartition(".")[2]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """What each dimension counts: a matrix's own axes; for other arrays what the field's annotation states."""
+        """The name of each dimension: a matrix's axes, or what the field's annotation states; empty if nothing does."""
         if isinstance(self.module, Matrix):
             return self.module.axes[: self.value.ndim]  # of a bias or scales: those of its rows
         if stated := axes(type(self.module), self.field):
             return stated
         annotation = type(self.module).__annotations__[self.field]
-        shaped = next(one for one in (annotation, *get_args(annotation)) if hasattr(one, "dim_str"))
-        return tuple(shaped.dim_str.split())
+        found = (one.dim_str.split() for one in (annotation, *get_args(annotation)) if hasattr(one, "dim_str"))
+        return tuple(next(found, ()))
 
     def units(self, axis: str) -> int:
         """How many things its axis of this name counts: heads, where a head has several rows."""

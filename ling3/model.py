@@ -1,4 +1,4 @@
-"""A decoder, whole: the checkpoint's own tree of modules, and the one forward pass that every caller shares."""
+"""The decoder: the checkpoint's tree of modules, and the one forward pass that every caller shares."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from ling3.runtime.entry_checks import checks_ids, refuse_fork
 
 @runtime_checkable
 class Mixer(Protocol):
-    """What mixes the tokens of a sequence: attention of any kind, with its memory."""
+    """A sequence mixer: attention of any kind, with its memory."""
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: State | None, span: Span
@@ -41,7 +41,7 @@ class Mixer(Protocol):
 
 @runtime_checkable
 class FeedForward(Protocol):
-    """What each token goes through for itself."""
+    """A layer that computes each token for itself."""
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """Its output for each token; padding may get anything."""
@@ -51,7 +51,7 @@ class FeedForward(Protocol):
 class DecoderLayer(eqx.Module):
     """h = x + attention(input_layernorm(x));   y = h + mlp(post_attention_layernorm(h)).
 
-    No attention means h = x: the layer then has no memory either, and its norm is idle. With hyper-connections x has
+    Without attention h = x: the layer has no memory, and input_layernorm is unused. With hyper-connections x has
     several streams, and they say what a sublayer reads of these and how its output is added to them.
     """
 
@@ -125,7 +125,7 @@ class Decoder(eqx.Module):
         return x if self.hc_head is None else self.hc_head.spread(x)
 
     def normed(self, x: Float[Array, "batch seq *streams hidden"]) -> Float[Array, "batch seq hidden"]:
-        """What the head reads of a residual stream, or of several."""
+        """The normed hidden states that the head reads, from one residual stream or several."""
         return self.norm(x if self.hc_head is None else self.hc_head(x))
 
     @property
@@ -179,13 +179,13 @@ class CausalLM(eqx.Module):
     def logits(
         self, hidden: Float[Array, "batch seq hidden"], execution: Execution = PLAIN
     ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
-        """Those of some normed hidden states."""
+        """The logits of some normed hidden states."""
         head = self.model.word_embeddings if self.lm_head is None else self.lm_head
         return head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # a head may have more rows
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What its matrices are computed in."""
+        """The dtype in which its matrices are computed."""
         return self.model.word_embeddings.dtype
 
     @property
@@ -201,7 +201,7 @@ class CausalLM(eqx.Module):
 
     @property
     def page_multiple(self) -> int:
-        """What the tokens of a page are a multiple of: as many as each compressed entry stands for."""
+        """A page's number of tokens is a multiple of this: as many as each compressed entry stands for."""
         spec = CacheSpec(0, 0, 0, self.dtype)
         states = eqx.filter_eval_shape(lambda: [mixer.empty_state(spec) for mixer in self.model.attentions])
         return math.lcm(*(paged.tokens for paged in pages_of(states)))

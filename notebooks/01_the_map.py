@@ -26,13 +26,13 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 from IPython.display import display
 
 import ling3
 from ling3.cache import CacheSpec, Span
 from ling3.checkpoint.names import structure
 from ling3.leaves import array_leaves
+from ling3.runtime import plots
 from ling3.train.nano.skills import SKILLS
 
 plots.use()
@@ -240,8 +240,8 @@ assert norms["mlp_norm"][1] < norms["residual_norm"][1] / 50
 
 # %% [markdown]
 # No layer knows everything. After the first two layers few answers to the exercises are in sight, but that is the lens,
-# which shows what points at a word of the vocabulary already. What a layer writes for later ones to read it cannot
-# show: cut off one of the first two, and answers are lost (notebook 5). Layer 2, the last KDA, finds most of what a
+# which shows what points at a word of the vocabulary already. The lens misses what only later layers use:
+# cut off one of the first two, and answers are lost (notebook 5). Layer 2, the last KDA, finds most of what a
 # state can keep: the value that stands after a key, to which the last layer adds nothing. The MLA layer brings what
 # needs a look at the text itself, as copying does, and the distance between two tokens, which RoPE tells: the
 # `positions`.

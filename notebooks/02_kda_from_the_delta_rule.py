@@ -30,12 +30,12 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 
 import ling3
 from ling3.cache import Span
 from ling3.layers.kda import KDA
 from ling3.ops.kda import MAX_NATS, SUB_CHUNK, chunk_kda, kda_gate, l2_normalize, recurrent_kda, unit_lower_inverse
+from ling3.runtime import plots
 from ling3.train.nano.problems import ask, problems
 
 jax.config.update("jax_enable_x64", True)  # equalities are checked in float64; float32 has its turn below

@@ -28,13 +28,13 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 
 import ling3
 from ling3.cache import CacheSpec, Span
 from ling3.interpret.ablate import no_output_gate, no_rope
 from ling3.interpret.inspect import report
 from ling3.layers.rope import rotate
+from ling3.runtime import plots
 from ling3.train.nano.problems import ask, problems
 from ling3.train.nano.skills import SKILLS
 from ling3.train.nano.skills.exam import right_answers

@@ -32,12 +32,12 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 
 import ling3
 from ling3.families.ling3 import moe_config
 from ling3.interpret.inspect import report
 from ling3.layers.moe import Router
+from ling3.runtime import plots
 from ling3.train import BalancedRouter, excess_load
 from ling3.train.nano.problems import ask, problems
 from ling3.train.nano.skills import SKILLS

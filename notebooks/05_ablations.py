@@ -33,13 +33,13 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 from IPython.display import Markdown
 
 import ling3
 from ling3.cache import Span
 from ling3.evals.skill_table import draw_losses
 from ling3.interpret import ablate
+from ling3.runtime import plots
 from ling3.train.nano.skills import SKILLS
 
 plots.use()

@@ -37,7 +37,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
-from plots import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, use
+
+from ling3.runtime.plots import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, use
 
 sys.path.insert(0, "..")  # the experiments are no part of the package
 from experiments import sweep

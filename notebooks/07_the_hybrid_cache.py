@@ -31,12 +31,12 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 
 import ling3
 from ling3.cache import Cache, CacheSpec, KDAState, Span
 from ling3.interpret.inspect import report
 from ling3.ops.kda import kda_step
+from ling3.runtime import plots
 from ling3.train.nano.problems import ask, last_integer, problems
 
 plots.use()

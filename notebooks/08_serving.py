@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 
 import ling3
+from ling3.runtime import plots
 from ling3.serve import Loop
 from ling3.train.nano.problems import ask, last_integer, problems
 

@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 from einops import rearrange
 from jaxtyping import Array, Float
 
@@ -44,6 +43,7 @@ from ling3.layers.conv import ShortConv
 from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import GatedRMSNorm, RMSNorm
+from ling3.runtime import plots
 from ling3.runtime.recorder import Recorder
 from ling3.train.nano.problems import ask, problems
 

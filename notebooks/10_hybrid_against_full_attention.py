@@ -36,11 +36,11 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 from IPython.display import Markdown
 
 import ling3
 from ling3.interpret.inspect import report
+from ling3.runtime import plots
 
 sys.path.insert(0, "..")  # the experiments are no part of the package
 from experiments import sweep

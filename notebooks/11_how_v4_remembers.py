@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 from IPython.display import Markdown
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
@@ -44,6 +43,7 @@ from ling3.layers.csa import rotate_last
 from ling3.layers.hyper import sinkhorn
 from ling3.ops import packed_kv
 from ling3.ops.compressed_attention import highest
+from ling3.runtime import plots
 from ling3.runtime.recorder import Recorder
 
 plots.use()

@@ -33,7 +33,6 @@ import itertools
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 from IPython.display import Markdown
 from matplotlib.patches import Patch
 
@@ -53,6 +52,7 @@ from ling3.afd.cost import (
     step_time,
 )
 from ling3.families.deepseek_v4_config import DeepseekV4Config
+from ling3.runtime import plots
 
 plots.use()
 DIVIDED, SYNCHRONOUS, OVERLAPPED = "divided", "undivided, synchronous", "undivided, overlapped"

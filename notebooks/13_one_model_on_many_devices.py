@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 from matplotlib.patches import Rectangle
 
 import ling3
@@ -34,6 +33,7 @@ from ling3.cache import KDAState, Paged
 from ling3.interpret.collectives import by_source, collectives
 from ling3.leaves import array_leaves
 from ling3.mesh import Rules, place, plan
+from ling3.runtime import plots
 
 jax.config.update("jax_num_cpu_devices", 8)  # before JAX looks for devices
 jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import plots
 
 import ling3
+from ling3.runtime import plots
 from ling3.train.nano.problems import OBJECTS, PEOPLE, ask, problems
 from ling3.train.nano.skills.facts import ATTRIBUTES, fact, never_first, subjects
 

@@ -36,7 +36,7 @@ from ling3.engine.sampling import Choice, choose_active
 from ling3.engine.settings import DECODE_STEPS, EngineSettings
 from ling3.execution import Execution
 from ling3.layers.hyper import Streams
-from ling3.layers.moe import NOBODY, MoE
+from ling3.layers.moe import NO_EXPERT, MoE
 from ling3.model import CausalLM, DecoderLayer
 from ling3.serve import Engine
 from ling3.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class MicroBatch(NamedTuple):
     first: Int32[Array, ""]
 
     def span(self, execution: Execution) -> Span:
-        """The layers' view of it."""
+        """The span of the micro-batch's tokens, as layers take it."""
         return Span(self.start, self.length, self.table, execution, tokens=self.tokens)
 
 
@@ -259,7 +259,7 @@ def attend(
     chosen, weights = layer.mlp.route(flat, span, seq)
     shared = None if layer.mlp.shared_experts is None else layer.mlp.shared(normed, span)
     idle = ((0, plan.tokens - rows * seq), (0, 0))
-    chosen = jnp.pad(chosen, idle, constant_values=NOBODY)
+    chosen = jnp.pad(chosen, idle, constant_values=NO_EXPERT)
     away = Away(residual, shared, jnp.pad(weights.astype(jnp.float32), idle))
     return away, (plan.packed(jnp.pad(flat, idle)), chosen), state
 

@@ -18,7 +18,7 @@ class Routed(NamedTuple):
 
     @property
     def epoch(self) -> int:
-        """The session's, as in `Computed`."""
+        """The session's epoch, counted as in `Computed`."""
         return int(np.asarray(self.header)[1])
 
 

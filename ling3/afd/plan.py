@@ -127,7 +127,7 @@ class ExpertShard(eqx.Module):
     def __call__(
         self, x: Float[Array, "rows hidden"], expert: Int32[Array, " rows"], execution: Execution
     ) -> Float32[Array, "rows hidden"]:
-        """expert_j(x_j) for each row in float32; an expert of -1 is none: its row is undefined, and costs nothing."""
+        """expert_j(x_j) for each row in float32; -1 means no expert: its row is undefined and costs nothing."""
         ones = jnp.ones((x.shape[0], 1), jnp.float32)
         total = jnp.zeros(x.shape, jnp.float32)
         for stack, places in zip(self.stacks, self.places, strict=True):

@@ -11,7 +11,7 @@ from ling3.afd.plan import AfdPlan
 
 @dataclasses.dataclass(frozen=True)
 class AfdStats:
-    """Counts of the last `generate`."""
+    """Counts of the work since the last `generate` began."""
 
     rows: Sequence[int]
     """Rows that each FFN worker has run experts on."""
@@ -33,7 +33,7 @@ class Counts:
         self.clear()
 
     def clear(self) -> None:
-        """Resets all counts."""
+        """Sets all counts back to zero."""
         self.rows = [0] * self._sizes["ffn"]
         self.in_flight = [0] * self._sizes["attention"]
         self._busy = {side: [0.0] * size for side, size in self._sizes.items()}
@@ -59,6 +59,6 @@ class Counts:
             return now
 
     def stats(self) -> AfdStats:
-        """The counts at this moment."""
+        """The counts at the time of the call."""
         busy = {side: list(seconds) for side, seconds in self._busy.items()}
         return AfdStats(list(self.rows), max(self.in_flight), busy, self._both)

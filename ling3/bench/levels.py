@@ -10,7 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ling3.bench.report import BLUE, ORANGE, BenchReport, Distribution, check_plot
+from ling3.bench.report import BenchReport, Distribution, check_plot
+from ling3.runtime.plots import BLUE, RED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Levels:
         axes.set_ylabel("output tokens/s", color=BLUE)
         times = axes.twinx()
         spreads = [(n, spread) for n, report in zip(at, self.reports) if (spread := report.latencies["tpot"])]
-        times.plot([n for n, _ in spreads], [1e3 * spread.p50 for _, spread in spreads], "s--", color=ORANGE)
-        times.set_ylabel("time per token, p50, ms (dashed)", color=ORANGE)
+        times.plot([n for n, _ in spreads], [1e3 * spread.p50 for _, spread in spreads], "s--", color=RED)
+        times.set_ylabel("time per token, p50, ms (dashed)", color=RED)
         times.set_ylim(0, None)
         about = self.reports[0].about
         figure.suptitle(f"{about.get('model')} at {about.get('base_url')}", fontsize=10)

@@ -30,7 +30,7 @@ TURNS = ("steps", "prefill_calls", "decode_calls", "preemptions")
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
-    """One request of a workload."""
+    """One request of a workload: its prompt and its output's length."""
 
     prompt: Any
     """A text, token ids, or chat messages, as for `Engine.submit`."""

@@ -32,7 +32,7 @@ IDS = 256
 
 @dataclasses.dataclass(frozen=True)
 class RemoteServer:
-    """A server of OpenAI's protocol."""
+    """A server of OpenAI's protocol that is measured over HTTP."""
 
     base_url: str
     """With its `/v1`, as OpenAI's clients take it."""
@@ -115,7 +115,7 @@ def measure_server(
 
 @dataclasses.dataclass
 class Stream:
-    """What came of one request; times in seconds from the beginning of the measurement."""
+    """The result of one request; times in seconds from the beginning of the measurement."""
 
     due: float
     blocks: list[tuple[float, bytes]] = dataclasses.field(default_factory=list)
@@ -149,7 +149,7 @@ class Stream:
 
 
 def events(blocks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
-    """The JSON of each server-sent event with its time, that of the block with its end; ValueError for what is none."""
+    """The JSON of each server-sent event with the time at which its block ended; ValueError for a malformed event."""
     held = b""
     for when, block in blocks:
         *lines, held = (held + block).split(b"\n")

@@ -19,14 +19,13 @@ from rich.text import Text
 
 from ling3.engine.outputs import FinishReason
 from ling3.runtime.cores import cores
+from ling3.runtime.plots import BLUE, RED
 from ling3.version import __version__
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
-# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes tell them apart in print.
-BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Distribution:
 
     @staticmethod
     def of(values: Sequence[float]) -> "Distribution | None":
-        """None without values."""
+        """The mean and percentiles of some values; None without values."""
         if not values:
             return None
         return Distribution(float(np.mean(values)), *map(float, np.percentile(values, (50, 90, 99))))
@@ -69,7 +68,7 @@ class ServedRequest:
 
     @property
     def output_tokens(self) -> int:
-        """New tokens."""
+        """The number of tokens in the request's answer."""
         return sum(tokens for _, tokens in self.deltas)
 
     @property
@@ -89,7 +88,7 @@ class ServedRequest:
 
     @property
     def gaps(self) -> list[float]:
-        """Times between deltas."""
+        """Seconds between one delta and the next."""
         return [later[0] - earlier[0] for earlier, later in zip(self.deltas, self.deltas[1:])]
 
     @property
@@ -117,7 +116,7 @@ class BenchReport:
 
     @property
     def completed(self) -> int:
-        """Requests that ended by themselves."""
+        """The number of requests that ended by themselves."""
         return len(self._good)
 
     @property
@@ -127,12 +126,12 @@ class BenchReport:
 
     @property
     def errors(self) -> dict[str, int]:
-        """What was wrong with failed requests, and how often."""
+        """The errors of failed requests, and how often each occurred."""
         return dict(Counter(request.error for request in self.served if request.error is not None))
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """The number of tokens in all prompts."""
         return sum(request.prompt_tokens for request in self._good)
 
     @property
@@ -147,17 +146,17 @@ class BenchReport:
 
     @property
     def output_tokens(self) -> int:
-        """Of all outputs."""
+        """The number of tokens in all answers."""
         return sum(request.output_tokens for request in self._good)
 
     @property
     def request_throughput(self) -> float:
-        """Requests per second."""
+        """Completed requests per second of the measurement."""
         return self.completed / self.duration
 
     @property
     def output_throughput(self) -> float:
-        """New tokens per second."""
+        """New tokens per second of the measurement."""
         return self.output_tokens / self.duration
 
     @property
@@ -222,7 +221,7 @@ class BenchReport:
 
     @property
     def load(self) -> str:
-        """How requests came, in words."""
+        """The way in which requests were sent, in words."""
         if (concurrency := self.about.get("concurrency")) is not None:
             return f"{concurrency} at a time"
         return "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s, Poisson"
@@ -289,8 +288,8 @@ class BenchReport:
         load.set(xlabel="time, s", ylim=(0, None))
         load.set_ylabel("requests in flight", color=BLUE)
         held = load.twinx()
-        held.step(times, tokens, where="post", color=ORANGE, linestyle="--", linewidth=1.2)
-        held.set_ylabel("tokens of running requests (dashed)", color=ORANGE)
+        held.step(times, tokens, where="post", color=RED, linestyle="--", linewidth=1.2)
+        held.set_ylabel("tokens of running requests (dashed)", color=RED)
         held.set_ylim(0, None)
         speed = f"{self.output_throughput:,.0f} output tokens/s"
         title = f"{self.about.get('model', 'engine')}: {len(self.served)} requests, {self.load}, {speed}"
@@ -369,7 +368,7 @@ def _distribution(axes: "Axes", seconds: Sequence[float], xlabel: str, ylabel: s
     axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", color=BLUE)
     median, last = np.percentile(values, (50, 99))
     axes.axvline(median, color="black", linestyle=":", linewidth=1.2, label=f"p50 {median:,.3g} ms")
-    axes.axvline(last, color=ORANGE, linestyle="--", linewidth=1.2, label=f"p99 {last:,.3g} ms")
+    axes.axvline(last, color=RED, linestyle="--", linewidth=1.2, label=f"p99 {last:,.3g} ms")
     if values[-1] > 2 * last > 0:
         axes.set_xlim(right=2 * last)
         axes.plot([], [], " ", label=f"longest {values[-1]:,.3g} ms")

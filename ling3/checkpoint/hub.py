@@ -1,4 +1,4 @@
-"""Where a checkpoint lives: the one in the package, a directory, or a repository on the Hugging Face hub."""
+"""Finds a checkpoint: the one in the package, a directory, or a repository on the Hugging Face hub."""
 
 import importlib.resources
 import os
@@ -7,16 +7,19 @@ from collections.abc import Sequence
 
 from ling3.checkpoint import replacing
 
+CONFIGS = ("tiny", "flash")
+"""Published models of which the package has the `config.json` and no weights."""
+
 
 def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revision: str | None = None) -> pathlib.Path:
     """The local directory of the checkpoint that `path` names, downloaded first when it is only on the hub.
 
     `"nano"` is always the checkpoint in the package (write `"./nano"` for a directory of that name). Otherwise an
-    existing directory is taken. What cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a
-    `pathlib.Path`) is then an error without any network access. Anything else is a hub id, `owner/name`: only its files
-    that match `allow_patterns` are fetched, into the hub's own cache, with progress on stderr, at `revision`, which is
-    a branch, a tag or a commit and `main` by default. If a `save` to the directory was killed while it moved its
-    files, it is first completed or undone.
+    existing directory is taken, or for `"tiny"` and `"flash"` the package's copy of the published `config.json`. What
+    cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a `pathlib.Path`) is then an error without any
+    network access. Anything else is a hub id, `owner/name`: only its files that match `allow_patterns` are fetched,
+    into the hub's own cache, with progress on stderr, at `revision`, which is a branch, a tag or a commit and `main` by
+    default. If a `save` to the directory was killed while it moved its files, it is first completed or undone.
 
     Raises FileNotFoundError if there is nothing of that name or the hub cannot be reached, NotADirectoryError if
     `path` is a file, PermissionError if the repository is gated, ValueError for an impossible name or for a `revision`
@@ -53,6 +56,8 @@ def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
     if os.path.isdir(directory):  # noqa: PTH112
         replacing.recover(directory)
         return directory
+    if name in CONFIGS:
+        return _packaged(name)
     if os.path.exists(directory):  # noqa: PTH110
         raise NotADirectoryError(f"{directory} is a file: give the directory that holds config.json and the weights")
     # On Windows a path has backslashes, which no hub id has.

@@ -115,7 +115,7 @@ def load(
         together.check()
         model = jax.tree.unflatten(jax.tree.structure(tree), arrays) if layout is None else layout.model(tree, arrays)
         if wrong := list(families.family_of(config).misfits(model)):
-            kind = "numbers that mean nothing; fetch the file again"
+            kind = "numbers out of range; fetch the file again"
             raise CheckpointError(shards.complaint(directory, [(kind, wrong)]))
     return model
 
@@ -206,7 +206,7 @@ def _read(
 
 
 def _version(directory: pathlib.Path) -> tuple[int, int] | None:
-    """What tells a `config.json` from its successor; `save` moves the old one away first, and the new one in last."""
+    """The identity of a `config.json`, to detect a replacement: `save` moves the old one away first."""
     try:
         status = (directory / "config.json").stat()
     except OSError:

@@ -36,7 +36,7 @@ class Weight(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of parameters."""
+        """The number of parameters in the tensor."""
         return math.prod(self.shape)
 
 

@@ -284,7 +284,7 @@ def _are_finite(stack: Shaped[Array, "..."], by_row: bool, where: NamedSharding 
 
 
 def plan_files(found: list[ArrayLeaf], max_shard_bytes: int) -> list[dict[str, tuple[ArrayLeaf, Weight]]]:
-    """Which tensors go into which file, in the tree's order."""
+    """Assigns tensors to files, in the tree's order."""
     plan: list[dict[str, tuple[ArrayLeaf, Weight]]] = [{}]
     size = 0
     for leaf in found:

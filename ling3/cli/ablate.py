@@ -44,7 +44,7 @@ class Ablate(Command):
 
 
 def run(command: Ablate) -> None:
-    """Measures, and prints the table."""
+    """Measures the ablations and prints their table."""
     from ling3.evals.ablations import ablations, compare
     from ling3.interpret.ablate import inventory
 

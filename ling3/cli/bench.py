@@ -97,7 +97,7 @@ class Bench:
 
 
 def run(command: Bench) -> None:
-    """Measures, and prints the table."""
+    """Measures the engine or server and prints the table."""
     if command.prompts is not None and command.shared_prefix is not None:
         raise ValueError("--shared-prefix is for random prompts, and --prompts gives real ones: leave out one of them")
     if command.concurrency and not math.isinf(command.request_rate):

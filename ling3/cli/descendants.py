@@ -23,7 +23,7 @@ def descendants() -> list[int]:
 
 
 def kill() -> None:
-    """Kills them."""
+    """Kills the processes that this one has started."""
     for process in descendants():
         with contextlib.suppress(OSError):
             os.kill(process, signal.SIGKILL)

@@ -41,7 +41,7 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """How many devices these are."""
+        """The number of devices that the options ask for."""
         return self._size("dp") * self._size("tp")
 
     def mesh(self, devices: Sequence[Any] | None = None) -> "tuple[Mesh, Rules] | None":
@@ -63,7 +63,7 @@ class Devices:
         return jax.make_mesh(sizes, ("data", "tensor"), devices=devices[: self.count]), rules
 
     def rules(self) -> "Rules":
-        """What is cut along which axis; ValueError if no axes have --ep devices."""
+        """The rules that say what is sharded along which axis; ValueError if no axes have --ep devices."""
         from ling3.mesh import Rules
 
         dp, tp = self._size("dp"), self._size("tp")

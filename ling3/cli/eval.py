@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking(Command):
-    """Options of both examinations."""
+    """Options that both examinations of questions have."""
 
     common: Serving
     devices: Machines
@@ -126,7 +126,7 @@ class Eval:
 
     @property
     def common(self) -> Loading:
-        """How the model is loaded."""
+        """The options for loading the model."""
         return self.task.common
 
     @property

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ling3.cli.devices import Machines
 from ling3.cli.files import prompt_from_stdin
-from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumber, prompt_ids
+from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumber, hint_at_chat, prompt_ids
 from ling3.cli.serving import Serving
 from ling3.cli.terminal import compiling, print_json, show
 
@@ -100,6 +100,7 @@ def run(command: Generate) -> None:
         check_room(row.ids, params.max_tokens, context, row.name)
 
     console = Console(stderr=True, highlight=False)
+    hint_at_chat(tokenizer, command.chat, console)
     settings = _settings(command.devices.slots(min(len(rows), MOST_SLOTS)), longest, params.max_tokens)
     own = [dataclasses.replace(params, seed=command.seed + i) for i in range(len(rows))]
     with command.common.serve(source, tokenizer, settings, console) as served:

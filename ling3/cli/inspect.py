@@ -45,11 +45,12 @@ class Planning:
 class Inspect(Command):
     """Show a checkpoint's module tree, layers and memory; reads no weights.
 
-    ling3 inspect config.json --tp 16 --plan
+    ling3 inspect tiny --tp 16 --plan
     """
 
     model: Model
-    """A checkpoint directory, a config.json, a hub id, or "nano" for the checkpoint in the package."""
+    """A checkpoint directory, a config.json, a hub id, "nano" for the checkpoint in the package, or "tiny" or "flash"
+    for the published configurations."""
     common: Common
     kernels: bool = False
     """Show which form each operator runs on here, and why a kernel does not suit; compiles the kernels in C++."""

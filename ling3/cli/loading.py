@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loading(Common):
-    """Which weights, and how errors are shown."""
+    """Options for weights, and for how errors are shown."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The matrices' type; auto is as stored, and bfloat16 for random weights."""
@@ -53,7 +53,7 @@ class Loading(Common):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precise(Loading):
-    """Which checkpoint and weights, and how errors are shown."""
+    """Options for checkpoint and weights, and for how errors are shown."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
 
@@ -144,7 +144,7 @@ class ModelSource:
         engine.follow()
 
     def introduce(self, model: "CausalLM", console: Console) -> None:
-        """Says which model runs where."""
+        """Prints which model runs on which devices."""
         import jax
 
         self.say(model.parameters, model.dtype.name, jax.default_backend(), console)

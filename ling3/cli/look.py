@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ling3.cli.files import check_directory, prompt_from_stdin
 from ling3.cli.loading import Precise
-from ling3.cli.options import Command, TextOption, Thinking, prompt_ids
+from ling3.cli.options import Command, TextOption, Thinking, hint_at_chat, prompt_ids
 from ling3.cli.terminal import compiling
 
 # ruff: noqa: PLC0415
@@ -44,7 +44,7 @@ class Look(Command):
 
 
 def run(command: Look) -> None:
-    """Writes the page."""
+    """Runs the model and writes the page."""
     from ling3.interpret.look import check_page_length, look
 
     check_directory("--out", command.out)
@@ -54,6 +54,7 @@ def run(command: Look) -> None:
     ids = prompt_ids(tokenizer, prompt, chat=command.chat, system=command.system, thinking=command.thinking)
     check_page_length(len(ids), command.new_tokens, command.longest, source.config().max_position_embeddings)
     console = Console(stderr=True, highlight=False)
+    hint_at_chat(tokenizer, command.chat, console)
     model = source.load(tokenizer)
     source.introduce(model, console)
     name, numbers = pathlib.Path(source.name).name, {"new_tokens": command.new_tokens, "longest": command.longest}

@@ -1,4 +1,4 @@
-"""What the commands share: how an option is read, how tokens are chosen, and what every command has."""
+"""Options that the commands share: how they are read, how tokens are chosen, and what every command has."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from ling3.engine.sampling_params import SamplingParams
 from ling3.runtime.parameters import meanings, parameters
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ling3.text.tokenizer import Tokenizer
 
 
@@ -28,7 +30,7 @@ def _optional(metavar: str, read: Callable[[str], Any]) -> tyro.constructors.Pri
 
 
 def whole_number(word: str) -> int:
-    """The number; ValueError, in words for a user, if it is none."""
+    """The number; ValueError, in words for a user, if it is not a number."""
     try:
         return int(word)
     except ValueError:
@@ -65,6 +67,12 @@ def prompt_ids(tokenizer: "Tokenizer", prompt: str, *, chat: bool, system: str |
     return chat_ids(tokenizer, messages, thinking)
 
 
+def hint_at_chat(tokenizer: "Tokenizer", chat: bool, console: "Console") -> None:
+    """Says on a terminal that a text is continued as it stands, where the checkpoint has a chat template."""
+    if not chat and tokenizer.chat_templates and console.is_terminal:
+        console.print("The text is continued as it stands; --chat asks it as a question.", style="dim")
+
+
 def _common() -> Any:
     """A dataclass with an option for each parameter of the engine that all commands and the server share."""
     options = []
@@ -90,7 +98,7 @@ class Sampling(_common()):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """What is common to all commands."""
+    """The options common to all commands."""
 
     model: Model
     """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
@@ -98,7 +106,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Common:
-    """Which version of the checkpoint, and how errors are shown."""
+    """Options for the version of the checkpoint, and for how errors are shown."""
 
     revision: TextOption = None
     """A branch, a tag or a commit, where MODEL is a hub id; the branch main without it."""

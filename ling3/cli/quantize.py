@@ -32,7 +32,7 @@ class Quantize(Command):
 
 
 def run(command: Quantize) -> None:
-    """Writes the checkpoint."""
+    """Quantizes the checkpoint and writes the new one."""
     from ling3.checkpoint.quantizing import quantize
 
     keep = [name for name in command.keep.split(",") if name]

@@ -72,7 +72,7 @@ def run(command: Serve) -> None:
         raise ValueError(f"--timeout is {command.timeout}, expected at least 1 second")
     if command.drain < 0:
         raise ValueError(f"--drain is {command.drain}, expected at least 0 seconds")
-    bound = bind(command.host, command.port)  # before the model is loaded: a port that is taken is told at once
+    bound = bind(command.host, command.port)  # before the model is loaded, to report a port in use at once
     # What the slots take waits for the next turn, too.
     most = command.engine.max_queue + command.engine.max_running_requests
     settings = dataclasses.replace(command.engine.settings(), max_queue=most)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving(Loading):
-    """Which weights, on how many engines, and how errors are shown."""
+    """Options for weights, the number of engines, and how errors are shown."""
 
     replicas: WholeNumber = None
     """Share the prompts among so many engines, each in a process of its own (extra: fleet), with the same answers."""
@@ -73,7 +73,7 @@ class Serving(Loading):
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What answers prompts, and how the model that it has is identified."""
+    """An engine or a fleet that answers prompts, and the identity of its model."""
 
     server: "Server"
     fingerprint: Callable[[], str]

@@ -56,7 +56,7 @@ class Reader:
         return bool(self._unfinished)
 
     def take(self, item: Any) -> tuple[int, Delta]:
-        """What has come, in the caller's thread; raises it if it is an exception."""
+        """Returns the next item in the caller's thread, or raises it if it is an exception."""
         self.taken += 1
         if isinstance(item, BaseException):
             raise item
@@ -104,11 +104,11 @@ class Actor:
 
     @property
     def alive(self) -> bool:
-        """True while the thread runs."""
+        """True as long as the engine's thread runs."""
         return self._thread.is_alive()
 
     def call(self, method: Message, *args: Any) -> Any:
-        """What a method of the loop returns; a callback for deltas is in the loop's thread already."""
+        """Calls a method of the loop and returns its result; a callback for deltas is in the loop's thread already."""
         if threading.get_ident() == self._thread.ident:
             return self._led.take(method, *args)
         return self.ask(method, *args)
@@ -120,7 +120,7 @@ class Actor:
         return _result(answers.get())
 
     async def ask_async(self, method: Message, *args: Any) -> Any:
-        """`ask` for asyncio."""
+        """Does what `ask` does, for asyncio."""
         events = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = events.create_future()
 
@@ -155,7 +155,8 @@ class Actor:
         refuse_fork()
         if threading.get_ident() == self._thread.ident:
             raise RuntimeError(
-                "a callback for deltas cannot move the loop that called it: submit there, and the loop will come to it"
+                "a callback for deltas cannot step the loop that called it: it may submit requests, which the next "
+                "turn runs"
             )
         if not self.alive:
             if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""What an engine shows of the inside of a model for a request's tokens, beside its answer."""
+"""Captures: arrays from inside the model that an engine returns beside a request's answer."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ PATHS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capture:
-    """Which arrays a request's answer brings along, as `SamplingParams(capture=…)`.
+    """The arrays that a request's answer brings along, as `SamplingParams(capture=…)`.
 
     Each field is True for all layers that have such an array, or the numbers of some layers. The answer has the same
     bits with and without: once its tokens are there, prompt and new tokens are computed again, as a prompt is, in
@@ -94,7 +94,7 @@ class Capture:
 
 
 class Routing(NamedTuple):
-    """What a MoE layer's router made of each token."""
+    """The choices of a MoE layer's router for each token."""
 
     chosen: Int32[np.ndarray, "tokens top_k"]  # best first
     weights: Float[np.ndarray, "tokens top_k"]  # with the routed scaling factor
@@ -103,7 +103,7 @@ class Routing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """What a `Capture` asked for, on the host: for each of its fields, arrays by the 0-based number of the layer.
+    """The arrays that a `Capture` asked for, on the host: for each field, arrays by the layer's 0-based number.
 
     Their first axis counts the tokens of the prompt and then those of the answer, all of them: the last one too, which
     was computed for this alone. Floats have the dtypes in which the model computes.

@@ -56,7 +56,7 @@ class Server(Protocol):
         ...
 
     def stats(self) -> Stats:
-        """The counts at this moment."""
+        """The engine's counts at the time of the call."""
         ...
 
 
@@ -274,11 +274,11 @@ class Front:
         lockstep.follow(self._loop, self._intake, self._wire)
 
     def stats(self) -> Stats:
-        """The counts at this moment."""
+        """The engine's counts at the time of the call."""
         return self._actor.call(Requests.stats)
 
     async def astats(self) -> Stats:
-        """`stats` for asyncio."""
+        """Does what `stats` does, for asyncio."""
         return await self._actor.ask_async(Requests.stats)
 
     @property

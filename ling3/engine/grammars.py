@@ -220,7 +220,7 @@ class Grammars:
         return constraint
 
     def _try(self, source: str, name: str) -> None:
-        """Compiles a grammar where that harms nobody; ValueError, with its `name`, for one that has an error."""
+        """Compiles a grammar in a process with limits; ValueError, with its `name`, for one that has an error."""
         try:
             found = self._process.ask(SECONDS, source=source)
         except LimitExceeded as error:
@@ -260,7 +260,7 @@ def _guidance() -> Any:
 
 
 def _sources(matcher: Any, structured: Structured, name: str) -> list[dict[str, Any]]:
-    """llguidance's grammar of this name and those that it refers to; ValueError for what is none."""
+    """llguidance's grammar of this name and those that it refers to; ValueError for an invalid one."""
     if isinstance(structured, Grammar):
         parts = [each for part, inner in dict(structured.parts).items() for each in _sources(matcher, inner, part)]
         if repeated := [part for part, count in collections.Counter(x["name"] for x in parts).items() if count > 1]:

@@ -1,4 +1,4 @@
-"""What memory an engine takes: of each device, or on a CPU of the machine."""
+"""The memory that an engine takes of each device, or on a CPU of the machine."""
 
 import dataclasses
 import os
@@ -88,7 +88,7 @@ def _of_a_device(model: CausalLM, states: State) -> int:
 
 
 def free_bytes(placement: Placement | None = None) -> int:
-    """What the default device has free, or on a mesh the fullest device, of whichever process.
+    """Free bytes of the default device, or on a mesh the fullest device, of whichever process.
 
     For the CPU, what the machine has, with the files that it would forget.
     """

@@ -42,7 +42,7 @@ def check_one_of(root: Any) -> None:
 
 
 def target(root: Any, reference: str) -> Any:
-    """What a reference into its own document stands for; None if that is nothing, or elsewhere."""
+    """The schema that a reference into its own document stands for; None if that is nothing, or elsewhere."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = root

@@ -1,4 +1,4 @@
-"""What an engine's snapshots belong to: its model, and the settings on which the last bits depend."""
+"""The origin of an engine's snapshots: its model, and the settings on which the last bits depend."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What an engine answers: deltas as they come, and completions when they are whole."""
+"""Answers of an engine: deltas as they come, and completions when they are whole."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One continuation of a prompt."""
+    """One continuation of a prompt, finished or growing."""
 
     index: int
     """Which of the `n` of its request."""
@@ -82,27 +82,27 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """The first completion's text."""
+        """The text of the first completion."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The first completion's token ids."""
+        """The token ids of the first completion."""
         return self.outputs[0].token_ids
 
     @property
     def logprobs(self) -> Sequence[Logprob] | None:
-        """The first completion's log-probabilities."""
+        """The log-probabilities of the first completion."""
         return self.outputs[0].logprobs
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first completion ended."""
+        """The reason why the first completion ended."""
         return self.outputs[0].finish_reason
 
     @property
     def error(self) -> str | None:
-        """What was wrong with the first completion."""
+        """The error of the first completion, or None."""
         return self.outputs[0].error
 
     @property
@@ -117,18 +117,18 @@ class RequestOutput:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """What the first completion left behind, if that was to be kept."""
+        """The snapshot of the first completion, if it was to be kept."""
         return self.outputs[0].snapshot
 
     @property
     def captured(self) -> Captured | None:
-        """What was captured of the prompt and the first completion."""
+        """The arrays captured of the prompt and the first completion."""
         return self.outputs[0].captured
 
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What is new of one completion since its last delta."""
+    """The new part of one completion since its last delta."""
 
     request_id: int
     index: int

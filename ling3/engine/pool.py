@@ -105,7 +105,7 @@ class Pool(eqx.Module):
 
     @property
     def part(self) -> "Pool":
-        """What a device has of a pool on a mesh."""
+        """A device's part of a pool on a mesh."""
         return dataclasses.replace(self, placement=None)
 
     @property
@@ -178,7 +178,7 @@ def _settled(pool: Pool) -> Pool:
 
 
 class SlotContents(eqx.Module):
-    """What a slot is filled with: a new sequence, or one that was swapped out."""
+    """The new contents of a slot: a new sequence, or one that was swapped out."""
 
     states: tuple[State, ...]  # one row of each, and nothing paged; zeros for a new sequence
     length: Int32[Array, ""]

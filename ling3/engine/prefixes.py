@@ -57,7 +57,7 @@ class Prefixes:
 
     @property
     def snapshot_bytes(self) -> int:
-        """What all snapshots take."""
+        """Bytes of all snapshots on the device."""
         return sum(self.tree.shadows) * self._states
 
     def evict(self, pages: int) -> None:

@@ -52,7 +52,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """What the tree has of a sequence.
+    """The prefix of a sequence that is in the tree.
 
     The steps up to `node` can be continued: they lie in `slots`, and `shadows` are those that continuing needs.
     `shared` is more where the sequence diverges from earlier ones at a later place, which has no shadow: a snapshot
@@ -100,7 +100,7 @@ class RadixTree:
         self._clock, self._due = 0, 16.0  # both in ends of sequences
 
     def match(self, steps: Sequence[PrefixStep]) -> Match:
-        """What the tree has of a sequence; the part that can be continued becomes the most recently used.
+        """Finds the prefix of a sequence that is in the tree, whose continuable part becomes the most recently used.
 
         Lock `Match.node` before anything is inserted or evicted.
         """

@@ -66,7 +66,7 @@ class SequenceMemory:
     looked_up: int | None = None
     """When its prefix was looked up, in prefixes kept until then."""
     branch: int = 0
-    """Prompt tokens that are those of other prompts, beyond which a prefix is worth a snapshot; 0 for none."""
+    """Tokens up to where the prompt diverges from cached ones, where a snapshot is worth taking; 0 for none."""
     states: Any = None
     """The states after a known prefix, until they are in the slot."""
     copied: list[int] = dataclasses.field(default_factory=list)
@@ -169,12 +169,12 @@ class TokenSequence:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt's ids."""
+        """The token ids of the request's prompt."""
         return self.request.prompt_ids
 
     @property
     def params(self) -> SamplingParams:
-        """The request's sampling parameters."""
+        """The sampling parameters of the request."""
         return self.request.params
 
     @property
@@ -303,7 +303,7 @@ class TokenSequence:
         return self._delta(text, len(self.token_ids) if before is None else before)
 
     def amend(self, **changes: Any) -> None:
-        """Changes fields of its completion."""
+        """Replaces some fields of the sequence's completion."""
         assert self.completion is not None, "amended at its end"
         self.completion = dataclasses.replace(self.completion, **changes)
 

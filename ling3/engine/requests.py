@@ -169,7 +169,7 @@ class Requests:
         return error
 
     def end_all(self, error: Exception) -> None:
-        """Ends every request in `error`."""
+        """Ends every request with the reason `error`."""
         requests, self.requests, self.in_flight = list(self.requests.values()), {}, []
         self._backlog.clear()
         self.scheduler = Scheduler(self.runner.shapes)
@@ -200,7 +200,7 @@ class Requests:
         self._programs.close()
 
     def stats(self) -> Stats:
-        """The counts at this moment."""
+        """The engine's counts at the time of the call."""
         scheduler = self.scheduler
         counts = ("submitted", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
         turns = ("steps", "prefill_calls", "decode_calls")

@@ -77,7 +77,7 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """An empty pool."""
+        """Replaces the pool by an empty one."""
         shapes = self.shapes
         rows = [(SamplingParams(), 0, 0, ())] * shapes.slots
         sampling = self._sampling(rows, self._adjustments(shapes.slots))
@@ -108,7 +108,7 @@ class Runner:
             self.pool = write_pages(own, read_pages(source, self.pool), self.pool)
 
     def state_of(self, sequence: TokenSequence) -> State:
-        """What the sequence holds outside its pages, copied on the device."""
+        """A copy on the device of the state that a sequence holds outside its pages."""
         return swap_out(self._int(sequence.memory.slot), self.pool)
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
@@ -118,7 +118,7 @@ class Runner:
         return Saved(states, tuple(self._fetch(read_pages(pages, self.pool)) for pages in used))
 
     def keep(self, sequence: TokenSequence) -> Snapshot:
-        """What a finished sequence leaves behind, copied to the host; waits for the device."""
+        """Copies the state and pages of a finished sequence to the host; waits for the device."""
         saved = self.swap_out(sequence)
         counts = moves(self._used(sequence))
         pages = tuple(tuple(np.array(x[:n]) for x in some) for n, some in zip(counts, saved.pages, strict=True))

@@ -34,7 +34,7 @@ COLDEST = 1e-30
 
 
 class Adjustments(eqx.Module):
-    """What is done to a row's logits before its token is chosen, where `active`; see `SamplingParams`."""
+    """Changes of a row's logits before its token is chosen, where `active`; see `SamplingParams`."""
 
     active: Bool[Array, " batch"]
     repetition: Float32[Array, " batch"]
@@ -70,7 +70,7 @@ class Sampling(eqx.Module):
     top_p: Float32[Array, " batch"]  # keep the likeliest that together reach p; 1 keeps all
     min_p: Float32[Array, " batch"]  # keep what is at least min_p times as likely as the likeliest; 0 keeps all
     seed: Int32[Array, " batch"]
-    stops: Int32[Array, "batch stops"]  # ids that end the row; -1 is none
+    stops: Int32[Array, "batch stops"]  # ids that end the row; -1 means no id
     least: Int32[Array, " batch"]  # no stop before the row has so many tokens, prompt and all
     alternatives: Bool[Array, " batch"]  # True where the likeliest tokens are reported
     adjustments: Adjustments | None  # None where no row wants any
@@ -116,7 +116,7 @@ class Choice(eqx.Module):
 
     @staticmethod
     def none(rows: tuple[int, ...], vocab: int) -> "Choice":
-        """No tokens: -1 everywhere."""
+        """A choice of no tokens: -1 in every row."""
         top = (*rows, min(MAX_LOGPROBS, vocab))
         return Choice(
             jnp.full(rows, -1, jnp.int32),

@@ -1,4 +1,4 @@
-"""How a continuation is drawn and where it ends: `SamplingParams`, checked before any work is done."""
+"""`SamplingParams`: how a continuation is drawn and where it ends, checked before any work is done."""
 
 import dataclasses
 import operator

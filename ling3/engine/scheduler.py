@@ -1,4 +1,4 @@
-"""Which sequences run, in which slots and on which pages, in plain Python."""
+"""The scheduler: which sequences run, in which slots and on which pages, in plain Python."""
 
 import heapq
 import itertools
@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def free_slots(self) -> int:
-        """How many slots are free."""
+        """The number of slots that no request has."""
         return sum(len(group.free_slots) for group in self.groups)
 
     @property
@@ -199,7 +199,7 @@ class Scheduler:
         self.running.remove(sequence)
 
     def are_free(self, pages: list[int]) -> list[int]:
-        """Those of some pages that belong to nobody."""
+        """The free pages among some, in order."""
         return sorted({page for group in self.groups for page in group.free_pages}.intersection(pages))
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""How an engine runs: `EngineSettings`, checked before any work is done."""
+"""`EngineSettings`: how an engine runs, checked before any work is done."""
 
 import dataclasses
 import math

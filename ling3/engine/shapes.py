@@ -13,7 +13,7 @@ from ling3.model import CausalLM
 WIDTHS = (16, 128, 512)
 """Tokens of a prefill call, unless `token_paddings` says otherwise; a larger `chunked_prefill_size` comes to these."""
 FINE_WIDTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""The same for a large model on a CPU, where a call takes as long as it has tokens."""
+"""The same for a large model on a CPU, where the time of a call grows with its padded tokens."""
 CPU_ROWS = 16
 """Rows of a decode call on a CPU, unless `decode_rows` says otherwise: more slow it down."""
 

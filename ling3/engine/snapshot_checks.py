@@ -1,4 +1,4 @@
-"""Which snapshots an engine goes on from: one of another engine, or a damaged one, is refused before it is queued."""
+"""Checks of snapshots: one of another engine, or a damaged one, is refused before it is queued."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ def continued(prompt: Any) -> Continued | None:
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotChecks:
-    """What an engine's snapshots belong to, their arrays' shapes and dtypes, and what their counts follow from."""
+    """Checks of an engine's snapshots: their model, their arrays' shapes and dtypes, and their counts."""
 
     origin: Callable[[], Mapping[str, Any]]
     """The model and the settings that they belong to."""

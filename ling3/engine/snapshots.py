@@ -1,4 +1,4 @@
-"""What a request leaves behind, on the host, and what later requests go on from as often as they like."""
+"""Snapshots: copies on the host of what requests remember, from which later requests go on any number of times."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the host's memory."""
+        """Bytes of its arrays in the host's memory."""
         return sum(x.nbytes for x in jax.tree.leaves((self.states, self.pages)))
 
     def then(self, more: Any) -> "Continued":

@@ -1,4 +1,4 @@
-"""What a text may be: a value for `SamplingParams(structured=…)`.
+"""Constraints of a text, the values for `SamplingParams(structured=…)`.
 
 These are plain values, checked as far as that needs no tokenizer. `ling3.engine.grammars` compiles them.
 """
@@ -135,7 +135,7 @@ def written(structured: Structured | None) -> list[Any] | None:
 
 
 def read(what: Sequence[Any] | None) -> Structured | None:
-    """What was `written`."""
+    """Reads back what `written` has made."""
     if what is None:
         return None
     kind, fields = what
@@ -145,7 +145,7 @@ def read(what: Sequence[Any] | None) -> Structured | None:
 
 
 def _text(text: Any, name: str) -> str:
-    """The text; ValueError if it is none, if it is empty or too long, or has no UTF-8 form."""
+    """The text; ValueError if it is not a string, if it is empty or too long, or has no UTF-8 form."""
     if not isinstance(text, str) or not text:
         raise ValueError(f"the {name} is {shown(text)}, expected a text that is not empty")
     if len(text) > LONGEST:

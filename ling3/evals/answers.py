@@ -197,7 +197,7 @@ def last_choice(text: str, letters: str = LETTERS) -> str | None:
 
 
 def choice(text: str) -> str | None:
-    """The parser for MMLU-Pro's choices."""
+    """Makes the parser for answers to MMLU-Pro's multiple choice."""
     return last_choice(text)
 
 

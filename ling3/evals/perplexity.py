@@ -33,12 +33,12 @@ class Likelihood:
 
     @property
     def nats_per_token(self) -> float:
-        """The mean of -ln p."""
+        """The mean of -ln p over the tokens."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """exp(nats per token)."""
+        """The perplexity, exp of the nats per token."""
         return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
 
     @property
@@ -163,6 +163,6 @@ def _step(
 def log_likelihood(
     logits: Float32[Array, "batch seq vocab"], targets: Int32[Array, "batch seq"]
 ) -> Float32[Array, "batch seq"]:
-    """ln softmax(logits) at the targets."""
+    """The log-probability ln softmax(logits) of each target."""
     chosen = jnp.take_along_axis(logits, targets[:, :, None], axis=2)[:, :, 0]
     return chosen - jax.nn.logsumexp(logits, axis=2)

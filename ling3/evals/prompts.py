@@ -48,7 +48,7 @@ class DataRow:
         return value
 
     def name(self, names: Sequence[str]) -> str:
-        """Which of `names` it has; ValueError if none."""
+        """The first of `names` that the row has; ValueError if none."""
         found = next((name for name in names if name in self.fields), None)
         if found is None:
             others = f" (or {', '.join(map(repr, names[1:]))})" if len(names) > 1 else ""

@@ -65,7 +65,7 @@ class Score:
 
     @property
     def accuracy(self) -> float:
-        """The share of right answers."""
+        """The share of answers that are right."""
         return self.right / self.total
 
     @property

@@ -1,4 +1,4 @@
-"""Which architectures there are, and which one a checkpoint is: `register_family` takes one from outside."""
+"""The registry of architectures: it finds the one of a checkpoint, and `register_family` adds one from outside."""
 
 import os
 from typing import Any

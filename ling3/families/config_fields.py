@@ -78,7 +78,7 @@ class ConfigError(QuotingError):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What one field may hold, and how it stands in a file."""
+    """The values that one field may have, and how it is written in a file."""
 
     item: Any
     """The type of the value, or of each entry of a list."""
@@ -106,7 +106,7 @@ class Rule:
     """For the family's own use."""
 
     def describe(self) -> str:
-        """What is expected, for an error message."""
+        """The expected values in words, for an error message."""
         if self.expected:
             return self.expected
         if choices := typing.get_args(self.item):
@@ -331,10 +331,7 @@ def _refused(
             if not only[name].admits(value):
                 yield f"{name}: found {shown(value)}; expected {shown(only[name].values[0])}; in ling3 {only[name].law}"
         elif name not in known and telling.search(name) and value not in (None, False, 0, "", [], {}):
-            yield (
-                f"{name}: found {shown(value)}; expected no such field; its name says that it may change the numbers "
-                "and ling3 does not know it: remove it if it does not"
-            )
+            yield (f"{name}: found {shown(value)}; unknown field, which may affect results: remove it if it does not")
 
 
 def _disagreements(raw: Mapping[str, Any], expected: Mapping[str, Any], at: str = "") -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""What the rest of the package knows of an architecture."""
+"""`Family`: the record of an architecture for the rest of the package."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence

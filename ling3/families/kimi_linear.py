@@ -134,11 +134,11 @@ class KimiLinearConfig:
         return self.model_max_length
 
     def attention_kind(self, layer: int) -> Literal["kda", "mla"]:
-        """The attention of 0-based `layer`."""
+        """The kind of attention in the 0-based `layer`."""
         return "kda" if layer + 1 in self.linear_attn_config.kda_layers else "mla"
 
     def mlp_kind(self, layer: int) -> Literal["dense", "moe"]:
-        """The feed-forward of 0-based `layer`."""
+        """The kind of feed-forward in the 0-based `layer`."""
         return "dense" if layer < self.first_k_dense_replace else "moe"
 
     @staticmethod
@@ -147,7 +147,7 @@ class KimiLinearConfig:
         return read(KimiLinearConfig, as_object(raw, source), source, only=ONLY, derived=DERIVED, harmless=UNUSED)
 
     def to_dict(self) -> dict[str, Any]:
-        """The published `config.json`."""
+        """The fields as the published `config.json` has them."""
         return {
             "architectures": ["KimiLinearForCausalLM"],
             "model_type": "kimi_linear",
@@ -256,7 +256,7 @@ _NAMES = (
 
 
 def published_name(name: str, config: KimiLinearConfig) -> str:
-    """What the checkpoint calls a tensor."""
+    """The name of a tensor in the checkpoint."""
     for pattern, replacement in _NAMES:
         name = re.sub(pattern, replacement, name)
     return transformer.published_name(name, config)

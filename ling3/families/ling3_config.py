@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ __all__ = ["ConfigError", "Ling3Config"]
 ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
 """Ling-3's own name, and the one transformers 5 writes."""
 MODEL_TYPE = "bailing_hybrid"
+PUBLISHED = pathlib.Path(__file__).parent.parent / "checkpoints"
+"""The directory with the `config.json` of published models."""
 ABLATED, ABLATED_TYPE = "Ling3AblatedForCausalLM", "ling3_ablated"
 """Architecture and model_type of a model with a variant field, which no other program should take for a Ling-3."""
 
@@ -167,6 +170,16 @@ class Ling3Config:
         check(self, lambda: [*_misfits(self)] or [*_override_problems(self)])
 
     @staticmethod
+    def tiny() -> "Ling3Config":
+        """The configuration of the published Ling-3.0-tiny."""
+        return Ling3Config.from_file(PUBLISHED / "tiny")
+
+    @staticmethod
+    def flash() -> "Ling3Config":
+        """The configuration of the published Ling-3.0-flash."""
+        return Ling3Config.from_file(PUBLISHED / "flash")
+
+    @staticmethod
     def from_file(path: str | os.PathLike[str]) -> "Ling3Config":
         """The configuration in `path`, a `config.json` or a directory that holds one. Raises ConfigError."""
         return Ling3Config.from_dict(*read_json(path))
@@ -207,7 +220,7 @@ class Ling3Config:
 
     @property
     def latent_entry_dim(self) -> int:
-        """What MLA caches of a token, kv_lora_rank + qk_rope_head_dim numbers: 576 in the published models.
+        """The numbers that MLA caches of a token, kv_lora_rank + qk_rope_head_dim numbers: 576 in the published models.
 
         It is the key head size of absorbed MLA, whose heads share one latent key.
         """

@@ -31,7 +31,7 @@ COMPRESSED: Mapping[str, type[CompressedTensors]] = {kind.FORMAT: kind for kind 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How one matrix is stored."""
+    """A format of one matrix with its options."""
 
     kind: type[QuantizedMatrix]
     options: tuple[tuple[str, Any], ...] = ()
@@ -90,7 +90,7 @@ class Quantization:
         return Quantization(json.dumps(raw), method, groups, ignore)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
-        """The published object."""
+        """The fields as a published `quantization_config` has them."""
         return json.loads(self.source)
 
     def scheme(self, module: str, kind: str = "Linear") -> Scheme | None:
@@ -159,8 +159,8 @@ def _only(
     for name in raw.keys() - values.keys() - set(free):
         if raw[name] not in (None, False, {}, []):
             yield (
-                f"{at}{name}: found {shown(raw[name])}; expected no such field, which ling3 does not know: remove it "
-                "if it does not change the numbers"
+                f"{at}{name}: found {shown(raw[name])}; unknown field, which may affect results: remove it if it "
+                "does not"
             )
 
 

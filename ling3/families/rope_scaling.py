@@ -1,4 +1,4 @@
-"""How a `config.json` scales RoPE for long contexts: default, linear, dynamic, YaRN, and Llama 3's."""
+"""RoPE scaling for long contexts as a `config.json` states it: default, linear, dynamic, YaRN, and Llama 3's."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What the families of plain transformers have in common: the config's usual fields, and the tree around the mixers."""
+"""The common part of plain transformers: the config's usual fields, and the tree around the mixers."""
 
 import dataclasses
 import functools
@@ -76,7 +76,7 @@ class TransformerConfig:
         check(self, lambda: [*self.misfits(), *self._misfits()])
 
     def misfits(self) -> Iterable[str]:
-        """Those of a family's own fields."""
+        """Problems of a family's own fields."""
         return ()
 
     def _misfits(self) -> Iterable[str]:
@@ -103,7 +103,7 @@ class TransformerConfig:
         return read(cls, raw, source, only=cls.only, derived=cls.derived)
 
     def to_dict(self) -> dict[str, Any]:
-        """The published `config.json`."""
+        """The fields as the published `config.json` has them."""
         raw = {"architectures": [self.architecture], "model_type": self.model_type, **published(self, self.only)}
         scaling = self.rope_scaling
         return raw | {"rope_scaling": None if scaling is None else scaling.to_dict()}
@@ -176,7 +176,7 @@ def dense_mlp(config: Any, key: PRNGKeyArray, dtype: DTypeLike, bias: bool = Fal
 
 
 def published_name(name: str, config: Any) -> str:
-    """transformers' names for these parts."""
+    """The name that transformers gives to a part of the tree."""
     return name.replace("model.word_embeddings.", "model.embed_tokens.").replace(".attention.", ".self_attn.")
 
 

@@ -80,7 +80,7 @@ def _knock(address: str) -> None:
 
 
 def reserved(ray: Any, replicas: int, mesh: tuple[int, int] | None, cpus: int | None) -> dict[str, Any]:
-    """What Ray reserves for a replica, and its environment."""
+    """The resources that Ray reserves for a replica, and its environment."""
     devices = math.prod(mesh or (1,))
     environment = {name: value for name, value in os.environ.items() if name.startswith(SAME)}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

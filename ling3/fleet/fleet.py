@@ -139,7 +139,7 @@ class Fleet:
         return [place.process for place in self._places.running() if place.process is not None]
 
     def close(self) -> None:
-        """Ends the replicas."""
+        """Ends all replicas and their processes."""
         self._places.close()
 
     def __enter__(self) -> "Fleet":

@@ -80,7 +80,7 @@ class Places:
         return len(self._all)
 
     def ready(self) -> list[ReplicaPlace]:
-        """Those that can answer."""
+        """The replicas that can answer prompts now."""
         return [place for place in self._all if place.card is not None]
 
     def running(self) -> list[ReplicaPlace]:
@@ -117,7 +117,7 @@ class Places:
         return found
 
     def close(self) -> None:
-        """Ends all."""
+        """Ends all replicas, those that wait included."""
         self.closed = True
         for place in self._all:
             self._drop(place)

@@ -1,4 +1,4 @@
-"""What runs in a replica's process: one engine, which may span several devices. It knows nothing of Ray."""
+"""The code of a replica's process: one engine, which may span several devices. It knows nothing of Ray."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ class Source(Protocol):
     """Where a model and its tokenizer come from. It is sent to every replica, and loads there."""
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
+        """Loads the tokenizer that belongs to the model."""
         ...
 
     def load(self, tokenizer: Tokenizer | None, mesh: Mesh | None, rules: Rules | None) -> CausalLM:
@@ -68,7 +68,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What each replica of a fleet is: the same everywhere."""
+    """The common description of all replicas of a fleet."""
 
     source: Source
     settings: EngineSettings
@@ -83,7 +83,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """Where a replica runs."""
+    """The node and the process in which a replica runs."""
 
     host: str
     pid: int
@@ -94,7 +94,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What a replica says of itself once it can answer."""
+    """The message of a replica about itself, once it can answer."""
 
     settings: EngineSettings
     """Of its engine, but for `mem_fraction`, which is the fleet's."""
@@ -130,7 +130,7 @@ class Replica:
         self._warm: set[bool] = set()
 
     def where(self) -> Process:
-        """Where it runs."""
+        """The node and the process of this replica."""
         return Process(socket.gethostname(), os.getpid())
 
     def start(self, plan: Plan) -> Card:
@@ -181,5 +181,5 @@ class Replica:
         self._left = max(self._left, run)
 
     def stats(self) -> Stats:
-        """The engine's counts."""
+        """The counts of the replica's engine."""
         return self._engine.stats()

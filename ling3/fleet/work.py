@@ -5,7 +5,7 @@ from collections import Counter, deque
 BATCH = 8
 """The most prompts of a batch: a free slot of a replica soon has the next one, and a death costs few."""
 IN_COMPANY, ALONE = 2, 3
-"""A prompt with which so many replicas have died in company is then alone with its replica, and so many may die."""
+"""After so many shared crashes a prompt runs alone; after so many crashes alone it fails."""
 
 
 class FleetError(RuntimeError):
@@ -22,7 +22,7 @@ class Work:
 
     @property
     def left(self) -> int:
-        """Prompts without an answer."""
+        """The number of prompts without an answer."""
         return len(self._waiting) + sum(map(len, self._held.values()))
 
     def hand(self, replica: int, slots: int, sharers: int) -> list[int]:

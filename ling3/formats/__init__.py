@@ -1,4 +1,4 @@
-"""How checkpoints store matrices in fewer bits: one file for each format, with a class that is the format.
+"""Formats of matrices in fewer bits: one file for each, with a class that is the format.
 
 A class is a kind of `Matrix` whose array fields are the published tensors, and a `Quantized` operand of the operators
 itself. Its file says what the bits mean (`decoded`, `rows`), what comes together (`cut`, `steps`), what random bits are

@@ -25,4 +25,4 @@ class CompressedTensors(QuantizedMatrix):
     @staticmethod
     @abstractmethod
     def weights(options: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields for such options."""
+        """The `weights` fields of a config group with such options."""

@@ -55,7 +55,7 @@ class Fp8(QuantizedMatrix):
     weight_scale_inv: BlockScale[Array, "*stack blocks columns"]
     """The scales: the numbers of a block are multiplied by them, in spite of the name."""
     bias: Float[Array, "*stack out_features"] | None = None
-    axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
+    axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
@@ -81,22 +81,22 @@ class Fp8(QuantizedMatrix):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[*stack, out, in]."""
+        """The shape [*stack, out, in] of the matrix."""
         return self.weight.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """float32."""
+        """The dtype of its decoded numbers, float32."""
         return jnp.dtype(jnp.float32)
 
     @property
     def largest(self) -> float:
-        """448."""
+        """The largest finite number of E4M3, 448."""
         return MOST
 
     @property
     def step(self) -> int:
-        """128."""
+        """Rows and columns of a block, 128."""
         return BLOCK
 
     @property
@@ -106,7 +106,7 @@ class Fp8(QuantizedMatrix):
         return self.weight, self._scale if narrow else self.weight_scale_inv
 
     def decoded(self) -> Float32[Array, "*stack outer inner"]:
-        """All its numbers in float32."""
+        """Decodes all its numbers to float32."""
         outer, inner = self.shape[-2:]
         scale = jnp.repeat(self._scale, BLOCK, axis=-2)[..., :outer, :]
         return self.weight.astype(jnp.float32) * along(scale, BLOCK, inner)

@@ -46,7 +46,7 @@ class PackedIntegers(CompressedTensors):
     As in transformers, that depends on the dtype of the model around it.
     """
     bias: Float[Array, "*stack out_features"] | None = None
-    axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
+    axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
@@ -68,7 +68,7 @@ class PackedIntegers(CompressedTensors):
 
     @staticmethod
     def weights(options: Mapping[str, Any]) -> dict[str, Any]:
-        """Integers in groups."""
+        """The `weights` fields of integers in groups."""
         return {"num_bits": options["bits"], "type": "int", "group_size": options["group"]}
 
     @staticmethod
@@ -114,7 +114,7 @@ class PackedIntegers(CompressedTensors):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[*stack, out, in]."""
+        """The shape [*stack, out, in] of the matrix."""
         return (*self.weight_packed.shape[:-1], self.weight_packed.shape[-1] * (32 // self.bits) - self.padding)
 
     @property
@@ -128,7 +128,7 @@ class PackedIntegers(CompressedTensors):
         return self.weight_packed, self.weight_scale.astype(self.dtype)
 
     def decoded(self) -> Float32[Array, "*stack outer inner"]:
-        """All its numbers in float32."""
+        """Decodes all its numbers to float32."""
         return self._numbers(self.weight_packed, self.weight_scale)
 
     def rows(self, index: Int[Array, "*batch"]) -> Float32[Array, "*batch inner"]:

@@ -51,7 +51,7 @@ class QuantizedMatrix(Matrix, Quantized):
 
     @property
     def operand(self) -> Quantized:
-        """The matrix without a bias."""
+        """The same matrix without its bias, for operators."""
         return self if self.bias is None else dataclasses.replace(self, bias=None)
 
     def dense(self) -> Float[Array, "*stack {self.out_features} {self.in_features}"]:

@@ -44,7 +44,7 @@ class FourBits(QuantizedMatrix):
     @property
     @abstractmethod
     def arrays(self) -> tuple[UInt8[Array, "*stack outer bytes"], UInt8[Array, "*stack outer groups"]]:
-        """Pairs of numbers, and exponents."""
+        """The arrays of packed pairs and of exponents."""
 
     def encode(
         self, numbers: Float32[np.ndarray, "rows columns"], dtype: np.dtype
@@ -58,12 +58,12 @@ class FourBits(QuantizedMatrix):
 
     @property
     def largest(self) -> float:
-        """6."""
+        """The largest number of E2M1, 6."""
         return MOST
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[*stack, out, in]."""
+        """The shape [*stack, out, in] of the matrix."""
         packed: tuple[int, ...] = getattr(self, next(iter(self.STORED))).shape
         return (*packed[:-1], 2 * packed[-1])
 
@@ -73,7 +73,7 @@ class FourBits(QuantizedMatrix):
         return jnp.dtype(jnp.bfloat16)
 
     def decoded(self) -> Float32[Array, "*stack outer inner"]:
-        """All its numbers in float32."""
+        """Decodes all its numbers to float32."""
         return numbers_of(*self.arrays)
 
     def rows(self, index: Int[Array, "*batch"]) -> Float32[Array, "*batch inner"]:
@@ -86,14 +86,14 @@ class FourBits(QuantizedMatrix):
 
 
 class Mxfp4(FourBits, CompressedTensors):
-    """compressed-tensors' layout."""
+    """MXFP4 in the layout of compressed-tensors."""
 
     FORMAT: ClassVar[str] = "mxfp4-pack-quantized"
     STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight_packed": ("U8",), "weight_scale": ("U8",)}
     weight_packed: UInt8[Array, "*stack out_features bytes"]
     weight_scale: UInt8[Array, "*stack out_features groups"]
     bias: Float[Array, "*stack out_features"] | None = None
-    axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
+    axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
@@ -123,7 +123,7 @@ class Mxfp4(FourBits, CompressedTensors):
 
     @property
     def arrays(self) -> tuple[UInt8[Array, "*stack outer bytes"], UInt8[Array, "*stack outer groups"]]:
-        """Pairs of numbers, and exponents."""
+        """The arrays of packed pairs and of exponents."""
         return self.weight_packed, self.weight_scale
 
 
@@ -134,7 +134,7 @@ class Fp4(FourBits):
     weight: Int8[Array, "*stack out_features bytes"]
     weight_scale_inv: PowersOfTwo[Array, "*stack out_features groups"]
     bias: Float[Array, "*stack out_features"] | None = None
-    axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
+    axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
@@ -146,7 +146,7 @@ class Fp4(FourBits):
 
     @property
     def arrays(self) -> tuple[UInt8[Array, "*stack outer bytes"], UInt8[Array, "*stack outer groups"]]:
-        """Pairs of numbers, and exponents."""
+        """The arrays of packed pairs and of exponents."""
         packed, scale = (lax.bitcast_convert_type(own, jnp.uint8) for own in (self.weight, self.weight_scale_inv))
         return packed, scale
 

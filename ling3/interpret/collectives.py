@@ -1,4 +1,4 @@
-"""What the devices of a mesh exchange in a program: every collective in its HLO text."""
+"""The collectives of a program on a mesh, read from its HLO text."""
 
 import dataclasses
 import itertools
@@ -41,7 +41,7 @@ OF_NO_MODULE = re.compile(r"shard_map|while|body|cond|branch_\d+_fun|closed_call
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program."""
+    """One collective operation of a compiled program."""
 
     kind: str
     """all-gather, all-reduce, …"""

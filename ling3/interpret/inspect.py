@@ -1,4 +1,4 @@
-"""What `ling3 inspect` shows of a model: its module tree, layers and published names, and the memory of a sequence."""
+"""The report of `ling3 inspect`: module tree, layers, published names, and the memory of a sequence."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ class ArrayRow:
 
 @dataclasses.dataclass(frozen=True)
 class PackedCache:
-    """What a token takes in packed pages (`cache_dtype="packed"`), in bytes."""
+    """Bytes of a token in packed pages (`cache_dtype="packed"`)."""
 
     per_token: float
     """Of its entries, scales included."""
@@ -64,7 +64,7 @@ class PackedCache:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a sequence takes while it is served, in bytes.
+    """Bytes of a sequence while it is served.
 
     Paged arrays grow with each token. Arrays with a row per slot do not, and are listed by their names in the states.
     """
@@ -97,7 +97,7 @@ class ModelReport:
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """The number of weights in the whole model."""
         return sum(row.parameters for row in self.arrays)
 
     @property

@@ -1,4 +1,4 @@
-"""What of a forward pass stands in the page of `ling3.look`, in plain values."""
+"""The data of the page of `ling3.look`: a forward pass in plain values."""
 
 import base64
 import dataclasses
@@ -21,7 +21,7 @@ MOST_VALUES = 64  # of another attention's array for each token; of a larger one
 
 
 class Lens(eqx.Module):
-    """What the head makes of the stream after a layer: the likeliest tokens, and how likely the text's own is."""
+    """The logit lens after a layer: the likeliest tokens, and how likely the text's own is."""
 
     tokens: Int32[Array, "batch seq top_k"]
     likely: Float32[Array, "batch seq top_k"]

@@ -1,4 +1,4 @@
-"""What `ling3 inspect --plan` shows: an engine's programs on a mesh, from the compiler, without any weights."""
+"""The report of `ling3 inspect --plan`: an engine's programs on a mesh, from the compiler, without any weights."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ PLATFORMS = ("cpu", "tpu", "cuda")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What an engine is asked to do, by the names of its settings."""
+    """The work that an engine is asked to do, by the names of its settings."""
 
     max_running_requests: int = 64
     """Over all groups of devices."""
@@ -57,7 +57,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a compiler says of a program, on each device."""
+    """A compiler's account of a program, on each device."""
 
     compiler: str
     temporaries: int
@@ -86,7 +86,7 @@ class Program:
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends."""
+        """Bytes that each device sends in the program."""
         return math.fsum(each.times * each.sent for each in self.collectives)
 
     def seconds(self, chip: Chip) -> dict[str, float]:
@@ -205,7 +205,7 @@ def report(
     compiler: str | None = FOR_CPUS,
     platforms: Sequence[str] = PLATFORMS,
 ) -> MeshReport:
-    """What an engine of a model (its structure is enough) takes and does on a mesh; allocates nothing.
+    """Reports what an engine of a model (its structure is enough) takes and does on a mesh; allocates nothing.
 
     Caches are counted in `dtype`. The programs are compiled for the devices of the mesh; `compiler` says in words by
     what, and with None they are not. Whether they can be lowered is tried for each of `platforms`. Raises MeshError for

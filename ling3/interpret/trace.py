@@ -1,4 +1,4 @@
-"""What happens inside a model, by name and in shapes for plots: gates, decays, states, attention maps, routing, norms.
+"""Traces of a forward pass: gates, decays, states, attention maps, routing, norms and hidden states.
 
 The model's own forward pass gives its intermediate arrays to a recorder; `trace` computes the rest from them.
 """
@@ -54,19 +54,32 @@ class MoETrace(eqx.Module):
 
 
 class LayerTrace(eqx.Module):
-    """One decoder layer: its parts, and the Euclidean norms of what they add to the residual stream.
+    """One decoder layer: its parts, what they add to the residual stream, and the stream after it.
 
-    Of an attention that is neither KDA nor MLA it has the arrays that `span.recorder` was given, by their names.
+    An attention that is neither KDA nor MLA is a dict of the arrays that it gave to `span.recorder`, by their names.
     """
 
     attention: KDATrace | MLATrace | dict[str, Array | None] | None
     moe: MoETrace | None
-    attention_norm: Float[Array, "batch seq"]  # of what the attention adds
-    mlp_norm: Float[Array, "batch seq"]  # of what the feed-forward adds
-    residual_norm: Float[Array, "batch seq"]  # of the stream after the layer, or of all of them together
-    logits: (
-        Float32[Array, "batch seq vocab"] | None
-    )  # the logit lens: what the head makes of the stream after the layer
+    attended: Float[Array, "batch seq hidden"]  # the attention's output, which is added to the stream
+    added: Float[Array, "batch seq hidden"]  # the feed-forward's
+    residual: Float[Array, "batch seq *streams hidden"]  # the hidden states after the layer
+    logits: Float32[Array, "batch seq vocab"] | None  # the logit lens: the head applied to `residual`
+
+    @property
+    def attention_norm(self) -> Float[Array, "batch seq"]:
+        """The Euclidean norm of each token's `attended`."""
+        return _norm(self.attended)
+
+    @property
+    def mlp_norm(self) -> Float[Array, "batch seq"]:
+        """The Euclidean norm of each token's `added`."""
+        return _norm(self.added)
+
+    @property
+    def residual_norm(self) -> Float[Array, "batch seq"]:
+        """The Euclidean norm of each token's `residual`, over all streams together."""
+        return _norm(self.residual)
 
 
 class Trace(eqx.Module):
@@ -125,9 +138,9 @@ def trace(
             LayerTrace(
                 attention=_attention(layer.attention, seen.of(f"layers.{i}.attention")),
                 moe=_moe(seen.of(f"layers.{i}.mlp"), batch, seq) if isinstance(layer.mlp, MoE) else None,
-                attention_norm=_norm(attended),
-                mlp_norm=_norm(own["added"]),
-                residual_norm=_norm(own["residual"]),
+                attended=attended,
+                added=own["added"],
+                residual=own["residual"],
                 logits=lens,
             )
         )

@@ -24,7 +24,7 @@ from ling3.ops.tails import continued
 
 @dataclasses.dataclass(frozen=True)
 class CSAConfig:
-    """What a `CSA` layer is made of. Every head has `head_dim` channels, of which RoPE turns the last."""
+    """The sizes of a `CSA` layer. Every head has `head_dim` channels, of which RoPE turns the last."""
 
     hidden: int
     heads: int
@@ -88,12 +88,12 @@ class Compressor(eqx.Module):
 
     @property
     def ratio(self) -> int:
-        """Tokens of an entry."""
+        """The number of tokens in an entry."""
         return self.ape.shape[0]
 
     @property
     def width(self) -> int:
-        """Channels of an entry."""
+        """The number of channels in an entry."""
         return self.norm.weight.shape[0]
 
     @property
@@ -107,7 +107,7 @@ class Compressor(eqx.Module):
         return self.copies * self.ratio - 1
 
     def empty_tail(self, slots: int, dtype: DTypeLike) -> Float[Array, "slots {self.tail} {2*self.ape.shape[1]}"]:
-        """Zeros."""
+        """The tail before the first token: zeros."""
         return jnp.zeros((slots, self.tail, 2 * self.ape.shape[1]), wide(dtype))
 
     def empty_state(self, spec: CacheSpec, packing: Packing) -> CompressorState:
@@ -161,7 +161,7 @@ class Indexer(eqx.Module):
 
     @staticmethod
     def init(config: CSAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Indexer":
-        """Random weights."""
+        """An indexer with random weights from N(0, std²)."""
         keys = iter(jax.random.split(key, 3))
         draw = Draw(Indexer, vars(config), keys, dtype, config.std)
         wq_b, weights_proj = draw("wq_b"), draw("weights_proj")
@@ -170,7 +170,7 @@ class Indexer(eqx.Module):
 
     @property
     def heads(self) -> int:
-        """How many there are."""
+        """The number of the indexer's query heads."""
         return self.weights_proj.out_features
 
     def queries(
@@ -246,22 +246,22 @@ class CSA(eqx.Module):
 
     @property
     def hidden(self) -> int:
-        """Channels of the residual stream."""
+        """The number of channels in the residual stream."""
         return self.wq_a.in_features
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """The number of channels in a head."""
         return self.wkv.out_features
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """The number of query heads on this device."""
         return self.wq_b.out_features // self.head_dim
 
     @property
     def kind(self) -> str:
-        """What is beside the window: SWA has nothing, CSA the entries that an indexer chooses, HCA all entries."""
+        """The entries read beside the window: none of SWA, those that an indexer chooses of CSA, all of HCA."""
         return "SWA" if self.compressor is None else "HCA" if self.indexer is None else "CSA"
 
     def empty_state(self, spec: CacheSpec) -> CSAState:
@@ -320,7 +320,7 @@ class CSA(eqx.Module):
     def entries(
         self, x: Float[Array, "batch seq {self.hidden}"], positions: Int32[Array, "batch seq"], span: Span
     ) -> Float[Array, "batch seq {self.head_dim}"]:
-        """Each token's key and value."""
+        """Each token's key, which is its value too."""
         kv = self.kv_norm(self.wkv(x, span.execution))
         return rotate_last(self.rotation, kv[:, :, None], positions)[:, :, 0]
 

@@ -43,7 +43,7 @@ class Draw:
         )
 
     def shape(self, field: str) -> tuple[int, ...]:
-        """The sizes of its dimensions."""
+        """The sizes of the dimensions of a field's matrix."""
         return tuple(self._size(dimension) for dimension in _stated(self._layer, field))
 
     def _size(self, dimension: str) -> int:

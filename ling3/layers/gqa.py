@@ -21,7 +21,7 @@ from ling3.ops.precision import Wide
 
 @dataclasses.dataclass(frozen=True)
 class GQAConfig:
-    """What a `GQA` layer is made of. `heads` is a multiple of `kv_heads`; all heads have `head_dim` channels."""
+    """The sizes of a `GQA` layer. `heads` is a multiple of `kv_heads`; all heads have `head_dim` channels."""
 
     hidden: int
     heads: int
@@ -83,17 +83,17 @@ class GQA(eqx.Module):
 
     @property
     def hidden(self) -> int:
-        """Channels of the residual stream."""
+        """The number of channels in the residual stream."""
         return self.q_proj.in_features
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """The number of query heads on this device."""
         return self.q_proj.out_features // self.head_dim
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """The number of key and value heads on this device."""
         return self.k_proj.out_features // self.head_dim
 
     @property
@@ -138,7 +138,7 @@ class GQA(eqx.Module):
         positions: Int32[Array, "batch seq"],
         execution: Execution = PLAIN,
     ) -> Float[Array, "batch seq {self.entry}"]:
-        """What is remembered of each token: [normed and rotated keys of all heads | values of all heads]."""
+        """The cache entry of each token: [normed and rotated keys of all heads | values of all heads]."""
         k = rearrange(self.k_proj(x, execution), "b s (h d) -> b s h d", h=self.kv_heads)
         k = k if self.k_norm is None else self.k_norm(k)
         k = k if self.rotation is None else self.rotation(k, positions)

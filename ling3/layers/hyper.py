@@ -15,7 +15,7 @@ from ling3.ops.precision import Wide, wide
 
 @dataclasses.dataclass(frozen=True)
 class HyperConfig:
-    """What the hyper-connections of a model are made of."""
+    """The sizes of a model's hyper-connections."""
 
     hidden: int
     streams: int
@@ -46,7 +46,7 @@ class Streams(eqx.Module):
 
 
 class HyperConnection(eqx.Module):
-    """What a sublayer reads from n residual streams X [n, hidden], and how its output comes back to them.
+    """Reads a sublayer's input from n residual streams X [n, hidden], and adds its output to them.
 
         z = fn · rms(flatten X)                                    [(2 + n)·n], rms without a weight
         pre  = sigmoid(z[:n] · scale_0 + base) + eps               what is read: h = Σ_j pre_j X_j
@@ -112,7 +112,7 @@ class HyperHead(eqx.Module):
 
     @property
     def streams(self) -> int:
-        """How many there are."""
+        """The number of residual streams that are joined."""
         return self.hc_base.shape[0]
 
     def spread(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq {self.streams} hidden"]:

@@ -22,7 +22,7 @@ from ling3.ops.precision import Wide, wide
 
 @dataclasses.dataclass(frozen=True)
 class KDAConfig:
-    """What a `KDA` layer is made of. Keys and values have `head_dim` channels a head."""
+    """The sizes of a `KDA` layer. Keys and values have `head_dim` channels a head."""
 
     hidden: int
     heads: int
@@ -137,7 +137,7 @@ class KDA(eqx.Module):
 
     @property
     def heads(self) -> int:
-        """How many there are."""
+        """The number of heads on this device."""
         return self.q_proj.out_features // self.o_norm.weight.shape[0]
 
     def empty_state(self, spec: CacheSpec) -> KDAState:
@@ -162,8 +162,8 @@ class KDA(eqx.Module):
             o, recurrent = execution.kda_step(*token, state.recurrent)
             o = o[:, None]
         else:
-            bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 keeps any
-            bound = bound if g is gates[0] else None  # what takes the place of g promises none
+            bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 satisfies any bound
+            bound = bound if g is gates[0] else None  # an intervention may break the bound
             o, recurrent = execution.chunk_kda(
                 q, k, v, g, beta, state.recurrent, lower_bound=bound, chunk_size=execution.chunk_size
             )
@@ -223,7 +223,7 @@ class KDA(eqx.Module):
     def output_gate(
         self, x: Float[Array, "batch seq hidden"], execution: Execution = PLAIN
     ) -> Wide[Array, "batch seq heads value"] | None:
-        """What the normed output is multiplied by, in float32 or wider; None for nothing."""
+        """The factor of the normed output, in float32 or wider; None without a gate."""
         if self.g_proj is None:
             return None
         return output_gate(self.gate_law, self._heads(self.g_proj(x, execution)).astype(wide(x.dtype)))

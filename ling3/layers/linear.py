@@ -22,24 +22,25 @@ class Matrix(eqx.Module):
 
     axes: eqx.AbstractVar[tuple[str, ...]]
     """What each dimension counts, in the words of the shapes: `vocab hidden heads latent experts intermediate …`. A
-    dimension of several factors (heads·key) bears the name of the first, along which it can be cut."""
+    dimension of several factors (heads·key) bears the name of the first, along which it can be cut. Empty where nothing
+    names them: such a matrix cannot lie on a mesh."""
     name: eqx.AbstractVar[str]
     """The field that holds it, which a profile shows."""
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """[*stack, out, in]."""
+        """The shape [*stack, out, in] of the matrix."""
 
     @property
     @abstractmethod
     def dtype(self) -> jnp.dtype:
-        """What its numbers are computed in."""
+        """The dtype in which its numbers are computed."""
 
     @property
     @abstractmethod
     def operand(self) -> Any:
-        """What an operator over several matrices at once (`Execution.experts`) is given of this kind."""
+        """The form in which operators over several matrices (`Execution.experts`) take this kind."""
 
     @abstractmethod
     def dense(self) -> Array:
@@ -55,12 +56,12 @@ class Matrix(eqx.Module):
 
     @property
     def out_features(self) -> int:
-        """Rows of W."""
+        """The number of outputs, the rows of W."""
         return self.shape[-2]
 
     @property
     def in_features(self) -> int:
-        """Columns of W."""
+        """The number of inputs, the columns of W."""
         return self.shape[-1]
 
     @scoped
@@ -84,7 +85,7 @@ class Linear(Matrix):
 
     weight: Float[Array, "*stack out_features in_features"]
     bias: Float[Array, "*stack out_features"] | None = None
-    axes: tuple[str, ...] = eqx.field(static=True, default=("out_features", "in_features"))
+    axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
@@ -93,7 +94,7 @@ class Linear(Matrix):
         key: PRNGKeyArray,
         dtype: DTypeLike,
         std: float,
-        axes: tuple[str, ...] = ("out_features", "in_features"),
+        axes: tuple[str, ...] = (),
         bias: bool = False,
     ) -> "Linear":
         """Random weights from N(0, std²): `Linear.init(out_features, in_features, …)`, or a stack of such."""
@@ -102,21 +103,21 @@ class Linear(Matrix):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[*stack, out, in]."""
+        """The shape [*stack, out, in] of the array."""
         return self.weight.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the array."""
+        """The dtype of the array, in which it is computed."""
         return self.weight.dtype
 
     @property
     def operand(self) -> Float[Array, "*stack {self.out_features} {self.in_features}"]:
-        """The array itself."""
+        """The array itself, which operators take as it is."""
         return self.weight
 
     def dense(self) -> Float[Array, "*stack {self.out_features} {self.in_features}"]:
-        """The array itself."""
+        """The array itself, which is dense already."""
         return self.weight
 
     def product(
@@ -154,7 +155,7 @@ class Constant(eqx.Module):
 
     @staticmethod
     def init(out_features: int) -> "Constant":
-        """Zeros, float32."""
+        """A projection whose constant output is zero, in float32."""
         return Constant(jnp.zeros(out_features, jnp.float32))
 
     def __call__(

@@ -22,7 +22,7 @@ from ling3.ops.precision import Wide, wide
 
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
-    """What an `MLA` layer is made of. Queries and keys have nope + rope channels a head, values `value`."""
+    """The sizes of an `MLA` layer. Queries and keys have nope + rope channels a head, values `value`."""
 
     hidden: int
     heads: int
@@ -73,7 +73,7 @@ class MLA(eqx.Module):
 
     @staticmethod
     def init(config: MLAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MLA":
-        """Random weights."""
+        """A layer with random weights from N(0, std²)."""
         draw, q_rank = Draw(MLA, vars(config), iter(jax.random.split(key, 6)), dtype, config.std), config.q_rank
         return MLA(
             q_a_proj=None if q_rank is None else draw("q_a_proj"),
@@ -98,12 +98,12 @@ class MLA(eqx.Module):
 
     @property
     def hidden(self) -> int:
-        """Channels of the residual stream."""
+        """The number of channels in the residual stream."""
         return self.kv_a_proj_with_mqa.in_features
 
     @property
     def heads(self) -> int:
-        """How many there are."""
+        """The number of heads on this device."""
         return self.kv_b_proj.out_features // (self.nope + self.value)
 
     @property
@@ -180,7 +180,7 @@ class MLA(eqx.Module):
         positions: Int32[Array, "batch seq"],
         execution: Execution = PLAIN,
     ) -> Float[Array, "batch seq {self.entry}"]:
-        """What is remembered of each token: [normalised latent | rotated key shared by all heads]."""
+        """The cache entry of each token: [normalised latent | rotated key shared by all heads]."""
         compressed = self.kv_a_proj_with_mqa(x, execution)
         compressed_kv, k_rope = self._compressed_kv(compressed), self._k_rope(compressed, positions)
         return jnp.concatenate([compressed_kv, k_rope[:, :, 0]], axis=-1)
@@ -260,7 +260,7 @@ class MLA(eqx.Module):
     def output_gate(
         self, x: Float[Array, "batch seq {self.hidden}"], execution: Execution = PLAIN
     ) -> Wide[Array, "batch seq {self.heads}"] | None:
-        """What each head's output is multiplied by, in float32 or wider; None for nothing."""
+        """The factor of each head's output, in float32 or wider; None without a gate."""
         return None if self.g_proj is None else output_gate(self.gate_law, self.g_proj(x, execution, wide(x.dtype)))
 
     def gated(
@@ -268,7 +268,7 @@ class MLA(eqx.Module):
         pre_o_proj: Float[Array, "batch seq {self.heads} {self.value}"],
         gate: Wide[Array, "batch seq {self.heads}"] | None,
     ) -> Float[Array, "batch seq {self.heads} {self.value}"]:
-        """What each head gives to the output projection."""
+        """Multiplies each head's output by its gate."""
         return pre_o_proj if gate is None else pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]
 
     def projected(

@@ -14,7 +14,7 @@ from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 
 class MLP(eqx.Module):
-    """y = down_proj(swiglu(gate_proj(x), up_proj(x)))."""
+    """A gated feed-forward: y = down_proj(swiglu(gate_proj(x), up_proj(x)))."""
 
     gate_proj: Annotated[Matrix, "intermediate hidden"]
     up_proj: Annotated[Matrix, "intermediate hidden"]

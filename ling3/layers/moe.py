@@ -18,15 +18,15 @@ from ling3.layers.scope import scoped
 from ling3.ops.precision import Wide, wide
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
-NOBODY = 2**31 - 1
-"""Stands for no expert, in any layer."""
+NO_EXPERT = 2**31 - 1
+"""The index that means no expert, in any layer."""
 RouterScores = Literal["sigmoid", "softmax", "sqrtsoftplus"]
 """What an expert's score is: its own sigmoid or sqrt(softplus), or its share in the softmax over all experts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """What a `MoE` layer is made of. `shared` is the intermediate size of the shared expert, 0 for none."""
+    """The sizes of a `MoE` layer. `shared` is the intermediate size of the shared expert, 0 for none."""
 
     hidden: int
     experts: int
@@ -137,13 +137,13 @@ class Experts(eqx.Module):
 
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Experts":
-        """Random weights."""
+        """Experts with random weights from N(0, std²)."""
         draw = Draw(Experts, vars(config), iter(jax.random.split(key, 3)), dtype, config.std)
         return Experts(draw("gate_proj"), draw("up_proj"), draw("down_proj"), config.swiglu)
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of experts on this device."""
         return self.gate_proj.shape[0]
 
     @scoped
@@ -171,7 +171,7 @@ class MoE(eqx.Module):
 
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MoE":
-        """Random weights."""
+        """A layer with random weights from N(0, std²)."""
         gate, experts, own = jax.random.split(key, 3)
         shared = None
         if config.shared:
@@ -194,7 +194,7 @@ class MoE(eqx.Module):
         chosen, weights = span.site("router", (chosen, weights))
         if span.watched:
             span.recorder(scores=self.gate.scores(tokens))
-        return jnp.where(span.valid(seq).reshape(-1, 1), chosen, NOBODY), weights
+        return jnp.where(span.valid(seq).reshape(-1, 1), chosen, NO_EXPERT), weights
 
     def shared(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """The shared expert's output, where there is one."""

@@ -18,7 +18,7 @@ class RMSNorm(eqx.Module):
 
     @staticmethod
     def init(features: int, eps: float) -> "RMSNorm":
-        """Weights of 1, float32."""
+        """A norm with weights of 1 in float32."""
         return RMSNorm(jnp.ones(features, jnp.float32), eps)
 
     @scoped
@@ -38,7 +38,7 @@ class GatedRMSNorm(eqx.Module):
 
     @staticmethod
     def init(value: int, eps: float) -> "GatedRMSNorm":
-        """Weights of 1, float32."""
+        """A norm with weights of 1 in float32."""
         return GatedRMSNorm(jnp.ones(value, jnp.float32), eps)
 
     @scoped

@@ -1,4 +1,4 @@
-"""What the processes of a mesh do at once, so that an error in one of them ends it in all and leaves none waiting."""
+"""Agreement between the processes of a mesh: an error in one of them ends all, and leaves none waiting."""
 
 import socket
 from types import TracebackType
@@ -58,7 +58,7 @@ class Together:
 
 
 def _told(mesh: Mesh, text: str) -> dict[int, str]:
-    """What each process of a mesh says, by its number."""
+    """The messages of all processes of a mesh, by process index."""
     own = np.zeros(BYTES, np.uint8)
     encoded = np.frombuffer(text.encode(errors="replace")[:BYTES], np.uint8)
     own[: encoded.size] = encoded

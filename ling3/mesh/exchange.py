@@ -46,7 +46,7 @@ class Exchange:
 
     def summed(self, y: Float[Array, "*batch outer"]) -> Float[Array, "*batch outer"]:
         """The product, where each device has computed a part of each sum, or where it is `fenced`."""
-        if self.fenced:  # an exchange of each device with itself, over which XLA fuses nothing; nothing is sent
+        if self.fenced:  # an all-gather of each device with itself: a fusion barrier, which sends nothing
             alone = [[device] for device in range(lax.axis_size(self.axis))]
             return lax.all_gather(y, self.axis, axis_index_groups=alone, tiled=True)
         if self.y != "summed":

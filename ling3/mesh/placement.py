@@ -1,4 +1,4 @@
-"""Where the arrays of a model lie on a mesh of devices, and how a function of the model runs on all of them."""
+"""The placement of a model's arrays on a mesh of devices, and how a function of the model runs on all of them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class Placement:
         return mapped(*_without_derivative((leaves, *inputs)))
 
     def rows(self, batch: int) -> str | None:
-        """The axis over which so many rows lie; None if each device has all of them, as they cannot be dealt evenly."""
+        """The axis over which so many rows are sharded; None if they are replicated, as it does not divide them."""
         return self.batch if self.batch is not None and batch % self.mesh.shape[self.batch] == 0 else None
 
     def states(self, states: State, rows: str | None) -> State:
@@ -87,11 +87,11 @@ class Placement:
         return self.put(tree, jax.tree.map(lambda _: PartitionSpec(), tree))
 
     def settled(self, tree: _Tree, specs: Any) -> _Tree:
-        """Arrays of a program that lie there from now on."""
+        """Constrains the sharding of arrays inside jit."""
         return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, self.sharding(spec)), tree, specs)
 
     def fetch(self, tree: _Tree) -> _Tree:
-        """What this process's devices have of some arrays, on the host, for `back`."""
+        """Copies the parts of some arrays on this process's devices to the host, for `back`."""
         return jax.tree.map(_Parts.of, tree)
 
     def back(self, tree: _Tree) -> _Tree:
@@ -148,7 +148,7 @@ def _refuse_derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> A
 def here(numbers: Int32[Array, "*shape"], count: int, axis: str | None) -> Int32[Array, "*shape"]:
     """Numbers of slots or pages in terms of this device's `count`, one part of those along an axis.
 
-    `count` stands for those of other devices, and for none.
+    Numbers of other devices, and of none, become `count`.
     """
     if axis is None:
         return numbers

@@ -1,4 +1,4 @@
-"""Which logical axes of weights are cut over a mesh, and what that means for each array: the one table."""
+"""The rules of a mesh: which logical axes of weights are cut over it, and what that means for each array."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from ling3.leaves import ArrayLeaf
 from ling3.mesh.exchange import LOCAL, Exchange
 
 WIDTH = 64
-"""Outputs that a device computes of a matrix are a multiple of this, so that XLA sums each as it would with all."""
+"""Outputs that a device computes of a matrix are a multiple of this, which keeps the order of the unsharded sums."""
 
 HEADS = ("heads", "kv_heads", "groups")
 """The logical axes that count heads, or several of them."""
@@ -92,7 +92,7 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What each device has of an array: along `axis`, the numbers from `first` to `end` and zeros up to `width`."""
+    """Each device's part of an array: along `axis`, the numbers from `first` to `end` and zeros up to `width`."""
 
     axis: int | None = None
     over: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class Share:
         return self._sized(whole, self.width * len(self.spans))
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """That of one part."""
+        """The shape of one device's part of the array."""
         return self._sized(whole, self.width)
 
     def unstored(self, stored: tuple[int, ...]) -> tuple[int, ...]:
@@ -179,10 +179,16 @@ class MeshError(ValueError):
 
 
 def share_of(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, Exchange]:
-    """What each device has of an array, and what they exchange around its product if it is a matrix's.
+    """Each device's part of an array, and the exchange around its product if it is a matrix's.
 
-    `mesh` has the size of each axis. Raises MeshError for an axis that cannot be cut so.
+    `mesh` has the size of each axis. Raises MeshError for an array whose axes have no names, and for an axis that
+    cannot be cut so.
     """
+    if leaf.value.ndim and not leaf.axes:
+        raise MeshError(
+            f"{leaf.path}: its axes have no names, by which rules say how devices share it; state them, as in "
+            "Linear.init(…, axes=('heads', 'hidden')) or x: Float[Array, 'heads key']"
+        )
     if not isinstance(leaf.module, Matrix):
         return _of_heads(leaf, mesh, rules), LOCAL
     share, exchange = _of_matrix(leaf, mesh, rules)

@@ -1,4 +1,4 @@
-"""Where each array of a model lies on a mesh: from a whole model to its parts, and back."""
+"""Sharding a model: from a whole model to its parts on a mesh, and back."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ from ling3.ops.spread import Spread
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which part of each of a model's arrays every device of a mesh has, in the order of `jax.tree.leaves`."""
+    """The parts of a model's arrays that each device of a mesh has, in the order of `jax.tree.leaves`."""
 
     placement: Placement
     shares: tuple[Share, ...]
 
     @property
     def shardings(self) -> list[NamedSharding]:
-        """Where the arrays lie."""
+        """The sharding of each array, in the same order."""
         return [self.placement.sharding(spec) for spec in self.placement.specs]
 
     def array(self, i: int, whole: tuple[int, ...], read: Callable[[Share, int], np.ndarray]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What takes a head's channels to the latents and back, so that a decode step attends to latents themselves."""
+"""Absorbed products between a head's channels and the latents, by which a decode step attends to latents themselves."""
 
 from typing import Protocol, runtime_checkable
 
@@ -42,7 +42,7 @@ class LatentValues(Protocol):
 def latent_queries(
     q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"], sums: Accumulation = "float32"
 ) -> Wide[Array, "batch heads latent"]:
-    """The plain form of `LatentQueries`."""
+    """The plain form of `LatentQueries`, which is its specification."""
     w_uk = rearrange(weight, "(h d) l -> h d l", h=q.shape[1])[:, : q.shape[2]]
     return _per_head("hbn,hnl->hbl", q, w_uk, sums)
 
@@ -53,7 +53,7 @@ def latent_values(
     value: int,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "batch heads {value}"]:
-    """The plain form of `LatentValues`."""
+    """The plain form of `LatentValues`, which is its specification."""
     w_uv = rearrange(weight, "(h d) l -> h d l", h=summed.shape[1])[:, -value:]
     return _per_head("hbl,hvl->hbv", summed, w_uv, sums)
 

@@ -46,7 +46,7 @@ class Expansion:
 
     @property
     def value(self) -> int:
-        """Channels of a head's value."""
+        """The number of channels in a head's value."""
         return self.weight.shape[0] // self.heads - self.nope
 
     def keys_and_values(
@@ -78,7 +78,7 @@ class PerHead:
         Float[Array, "batch {self.heads} positions {self.value}"],
         Float[Array, "batch {self.heads} positions {self.value}"],
     ]:
-        """Those of some entries, in `dtype`."""
+        """The keys and values of some entries, in `dtype`."""
         both = rearrange(entries.astype(dtype), "b p (two h d) -> two b h p d", two=2, h=self.heads)
         return both[0], both[1]
 
@@ -230,7 +230,7 @@ def latent_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
 ) -> Wide[Array, "batch rows entry"]:
-    """The plain form of `LatentAttention`."""
+    """The plain form of `LatentAttention`, which is its specification."""
     return paged_attention(q[:, None], row_positions, pages, table, length)[:, 0]
 
 

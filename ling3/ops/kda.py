@@ -105,7 +105,7 @@ def written(
     k: Float[Array, "batch heads key"],
     u: Float[Array, "batch heads value"],
 ) -> Float[Array, "batch heads key value"]:
-    """exp(g) S + k u^T."""
+    """The state after a write: exp(g) S + k uᵀ."""
     return decay[..., None] * state + k[..., None] * u[..., None, :]
 
 

@@ -52,7 +52,7 @@ def product(
     weight: Float[Array, "*stack outer inner"] | Quantized,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "*stack rows outer"]:
-    """The plain form of `Product`."""
+    """The plain form of `Product`, which is its specification."""
     if isinstance(weight, Quantized):
         dense = functools.partial(matmul_transposed, sums=sums)
         return decoded_product(x, weight, functools.partial(in_blocks, dense))

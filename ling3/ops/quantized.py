@@ -19,12 +19,12 @@ class Quantized(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """[*stack, out, in]."""
+        """The shape [*stack, out, in] of the matrix."""
 
     @property
     @abstractmethod
     def dtype(self) -> jnp.dtype:
-        """What has its numbers without rounding them."""
+        """The dtype that has its numbers without rounding."""
 
     @property
     def ndim(self) -> int:
@@ -43,7 +43,7 @@ class Quantized(ABC):
 
     @abstractmethod
     def decoded(self) -> Float32[Array, "*stack outer inner"]:
-        """All its numbers in float32."""
+        """Decodes all its numbers to float32."""
 
     @abstractmethod
     def rows(self, index: Int[Array, "*batch"]) -> Float32[Array, "*batch inner"]:
@@ -54,7 +54,7 @@ class Quantized(ABC):
         """`size` rows of W from `start` on."""
 
     def at(self, i: Int[Array, ""] | int) -> "Quantized":
-        """Matrix `i` of the stack."""
+        """Matrix number `i` of the stack."""
         return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, i, keepdims=False), self)
 
 

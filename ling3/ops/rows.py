@@ -28,10 +28,10 @@ class Read(Protocol):
 
 
 def take_rows(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Shaped[Array, "rows *rest"]:
-    """The plain form of `TakeRows`."""
+    """The plain form of `TakeRows`, which is its specification."""
     return x[jnp.minimum(rows, x.shape[0] - 1)]
 
 
 def read(read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""]) -> T:
-    """The plain form of `Read`."""
+    """The plain form of `Read`, which is its specification."""
     return read()

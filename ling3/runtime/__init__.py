@@ -1,1 +1,1 @@
-"""What every process needs: type checks, caches on disk, progress, strict files, messages."""
+"""Services for every process: type checks, caches on disk, progress, strict files, messages."""

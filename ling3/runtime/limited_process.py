@@ -37,7 +37,7 @@ class LimitedProcess:
         self._parent = os.getpid()
 
     def ask(self, seconds: float, **request: Any) -> dict[str, Any]:
-        """What `answer(**request)` returns in the process.
+        """Returns what `answer(**request)` returns in the process.
 
         Raises LimitExceeded if the process dies of it, or is not done after so many seconds, and RuntimeError if the
         process does not start.

@@ -3,7 +3,7 @@
 A kernel is one source file beside its operator, with the headers there, written against the headers of XLA's foreign
 function interface in jaxlib. The C++ compiler (the variable CXX, else `c++`) compiles it for this processor. Without a
 compiler, where it fails, and on Windows, operators run in their plain form; each process warns of every kernel that it
-does without, unless it was told to or runs on Windows.
+does without, unless it was set to or runs on Windows.
 
 A library's name contains a hash of everything it was made from, so a library of another machine or version is never
 loaded, and a hash of its content: a file that was cut or changed is compiled again, as calling it would end the
@@ -66,7 +66,7 @@ def target(source: pathlib.Path, handler: str, macro: str = "") -> str:
 
 @functools.cache
 def instructions() -> tuple[str, ...]:
-    """Which of `INSTRUCTIONS` the kernels are compiled with on this machine; none without a compiler."""
+    """The `INSTRUCTIONS` with which kernels are compiled on this machine; none without a compiler."""
     compiler = _compiler()
     macros = _processor(compiler).decode(errors="replace") if compiler else ""
     return tuple(name for name in INSTRUCTIONS if f"#define __{name}__ " in macros)

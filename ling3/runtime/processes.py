@@ -96,7 +96,7 @@ class Wire:
         self._name, self._count = f"ling3/{next(_wires)}", 0
 
     def tell(self, message: str) -> None:
-        """Sends a message."""
+        """Sends a message to all other processes."""
         self._client.key_value_set(self._key(self._count), message)
         if self._count >= KEPT:
             self._client.key_value_delete(self._key(self._count - KEPT))

@@ -1,4 +1,4 @@
-"""What counts as a number where a caller gives one: a bool is none, and a NumPy integer is a whole number."""
+"""Numbers that a caller gives: a bool is not one, and a NumPy integer is a whole number."""
 
 import numbers
 import operator
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def is_whole(value: Any) -> bool:
-    """True if `value` is a whole number; a bool is none."""
+    """True if `value` is a whole number; a bool is not one."""
     if type(value) is int:
         return True
     if isinstance(value, bool):
@@ -19,5 +19,5 @@ def is_whole(value: Any) -> bool:
 
 
 def is_real(value: Any) -> bool:
-    """True if `value` is a real number; a bool is none."""
+    """True if `value` is a real number; a bool is not one."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

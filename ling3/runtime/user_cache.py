@@ -1,4 +1,4 @@
-"""Where compiled programs and kernels are cached from one process to the next.
+"""The user's cache directory, which keeps compiled programs and kernels from one process to the next.
 
 They are code, so only the user may be able to write the directory. An environment variable says where it is:
 

@@ -118,7 +118,7 @@ class Health(HTTPEndpoint):
     """Whether requests may come; other methods get 405 here, and not what the app beside has to say of the path."""
 
     async def get(self, request: Request) -> Response:
-        """The endpoint."""
+        """Answers requests for `/health`, which asks the engine."""
         await request.app.state.service.check_health()
         return JSONResponse({"status": "ok"})
 

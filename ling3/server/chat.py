@@ -22,7 +22,7 @@ from ling3.text.tokenizer import thinking
 
 
 async def answer(service: Service, asked: Chat) -> Response:
-    """The endpoint."""
+    """Answers requests for `/v1/chat/completions`, whole or as a stream."""
     deltas, replies, tokens = await begin(service, asked, asked.offered)
     return await respond(_Messages(service, asked, replies, tokens), deltas, asked.stream)
 

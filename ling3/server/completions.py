@@ -19,7 +19,7 @@ MOST_PROMPTS = 128
 
 
 async def answer(service: Service, asked: Completion) -> Response:
-    """The endpoint."""
+    """Answers requests for `/v1/completions`, whole or as a stream."""
     given: Any = asked.prompt
     nested = bool(given) and not isinstance(given, str) and not isinstance(given[0], int)
     several = given if nested else [given]
@@ -39,7 +39,7 @@ async def answer(service: Service, asked: Completion) -> Response:
 
 
 def _prompts(service: Service, several: Sequence[str | list[int]], asked: Completion) -> list[list[int]]:
-    """The ids of each prompt; ApiError 400 for what is none."""
+    """The ids of each prompt; ApiError 400 for anything else."""
     if len(several) > MOST_PROMPTS:
         raise wrong("prompt", f"has {len(several)} prompts, expected at most {MOST_PROMPTS}")
     ids = []

@@ -91,7 +91,7 @@ def room() -> tuple[int, int]:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, within the bounds."""
+    """uvicorn's protocol with bounds on heads, bodies and numbers."""
 
     def __init__(self, connections: Connections, **settings: Any):
         super().__init__(**settings)
@@ -104,7 +104,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def rank(self) -> int | None:
-        """Which to end first: those without a request, those that are idle, or amid a body; None if one is asked."""
+        """The order in which connections end: without a request, idle, amid a body; None while one is answered."""
         if self.cycle is None or self.transport.is_closing() or (self._in_head and self.cycle.response_complete):
             return 0
         return 1 if self.cycle.response_complete else 2 if self.cycle.more_body else None
@@ -117,7 +117,7 @@ class Connection(HttpToolsProtocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives its place away."""
+        """Makes room for another connection when this one ends."""
         self._connections.open.pop(self, None)
         self._unwatch()
         if self._unread is not None:
@@ -137,7 +137,7 @@ class Connection(HttpToolsProtocol):
         self._watch()
 
     def on_message_begin(self) -> None:
-        """A request's first byte."""
+        """Notes the first byte of a request."""
         self._other, self._body, self._in_head = 0, 0, True
         super().on_message_begin()
 
@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begins the answer."""
+        """Begins to answer once the head is whole."""
         self._in_head = False
         self._unwatch()
         if len(self.pipeline) >= MOST_PIPELINED:
@@ -155,7 +155,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Takes the next part of the request's body."""
         self._other -= len(body)
         self._body += len(body)
         super().on_body(body)
@@ -166,7 +166,7 @@ class Connection(HttpToolsProtocol):
         self._unread = self.loop.call_later(self._connections.timeout + LAST_WORDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Lifts that limit."""
+        """Ends the limit on the time that writing waits."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

@@ -15,14 +15,14 @@ FORM = "The input has to match this {syntax} grammar:\n{definition}"
 
 
 class Syntax(Known):
-    """The grammar of an input."""
+    """The grammar of a custom tool's input."""
 
     definition: str
     syntax: Literal["lark", "regex"]
 
 
 class ChatFormat(Known):
-    """What an input may be, as chats say it."""
+    """The inputs that a tool allows, as chats say it."""
 
     type: Literal["text", "grammar"]
     grammar: Syntax | None = None
@@ -35,7 +35,7 @@ class ChatFormat(Known):
 
 
 class Custom(Known):
-    """A custom tool."""
+    """A custom tool as a chat's client describes it."""
 
     name: str = pydantic.Field(pattern=NAME)
     description: str | None = None
@@ -43,7 +43,7 @@ class Custom(Known):
 
     @property
     def callable(self) -> Callable:
-        """The function that stands for it; ApiError 400 for a grammar that is none."""
+        """The function that stands for it; ApiError 400 for an invalid grammar."""
         grammar, description = self.format and self.format.grammar, self.description or ""
         form = None
         if grammar is not None:
@@ -70,7 +70,7 @@ class CustomTool(Known):
 
 
 class ResponseFormat(Known):
-    """What an input may be, as `/v1/responses` says it."""
+    """The inputs that a tool allows, as `/v1/responses` says it."""
 
     type: Literal["text", "grammar"]
     definition: str | None = None

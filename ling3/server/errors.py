@@ -11,7 +11,7 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class ErrorObject(pydantic.BaseModel):
-    """What was wrong."""
+    """An error in the form of OpenAI's protocol."""
 
     message: str
     type: str
@@ -43,13 +43,13 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """The error as the JSON object of an answer."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = ErrorObject(message=str(self), type=kind, param=self.param, code=self.code)
         return ErrorBody(error=error).model_dump()
 
     def response(self) -> Response:
-        """The answer."""
+        """The error as an answer with its status."""
         return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
 
 

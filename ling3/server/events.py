@@ -28,7 +28,7 @@ class ProtocolAnswer(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> str:
-        """The events before any token's."""
+        """The events that come before any token's."""
 
     @abc.abstractmethod
     async def news(self, place: int, delta: Delta) -> str:
@@ -36,7 +36,7 @@ class ProtocolAnswer(abc.ABC):
 
     @abc.abstractmethod
     def end(self, outputs: list[RequestOutput]) -> str:
-        """The last events."""
+        """The events that come after all tokens'."""
 
     @abc.abstractmethod
     def failed(self, error: ApiError) -> str:
@@ -141,11 +141,11 @@ class Choices(ProtocolAnswer):
         return f'{dumped(self._head)[:-1]}, "choices": [{await self._made(choices, True)}], "usage": {usage}}}'
 
     def begin(self) -> str:
-        """The first chunks."""
+        """The chunks that come before any token's."""
         return "".join(map(self._chunk, self.opening()))
 
     async def news(self, place: int, delta: Delta) -> str:
-        """A delta's chunks."""
+        """The chunks for one delta of the engine."""
         self._new += len(delta.token_ids)
         return await self._made(lambda: "".join(map(self._chunk, self.new(place, delta))), delta.output is not None)
 
@@ -155,7 +155,7 @@ class Choices(ProtocolAnswer):
         return usage + DONE
 
     def failed(self, error: ApiError) -> str:
-        """The error object."""
+        """The error object that ends a stream."""
         return event(error.body) + DONE
 
     async def _made(self, make: Callable[[], str], answered: bool) -> str:
@@ -174,12 +174,12 @@ def head_of(prefix: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def identifier(prefix: str) -> str:
-    """A new id."""
+    """A new random id with a prefix."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def usage_of(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """The tokens of requests."""
+    """Counts the prompt and answer tokens of requests."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     cached = sum(output.cached_tokens for output in outputs)

@@ -33,7 +33,7 @@ KINDS = {"json": JSONSchema, "regex": Regex, "choice": Choice, "grammar": Gramma
 
 
 class Options(Known):
-    """How a stream reports."""
+    """Options of a stream: what it reports beside texts."""
 
     names = FieldNames({"include_obfuscation": "padding against those who see the sizes of packets"})
 
@@ -71,7 +71,7 @@ class Sampling(pydantic.create_model("Common", __base__=Known, **COMMON)):
 
 
 class Fields(Sampling):
-    """What chats and completions share: OpenAI's fields, and vLLM's extras under their names."""
+    """The fields that chats and completions share: OpenAI's fields, and vLLM's extras under their names."""
 
     model: str
     stream: bool | None = None

@@ -36,7 +36,7 @@ REQUEST = {
 
 @dataclasses.dataclass(frozen=True)
 class FieldNames:
-    """Fields that are known and not honoured, each with the reason, which a client is told of those refused."""
+    """Fields that are known and not honoured, each with the reason, which is the error message for those refused."""
 
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Fields that change no answer."""

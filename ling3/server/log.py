@@ -20,7 +20,7 @@ logger = logging.getLogger("ling3.server")
 
 @dataclasses.dataclass
 class Entry:
-    """What the log says of a request beside its answer."""
+    """The log's entry about a request."""
 
     request_id: str
     prompt_tokens: int = 0
@@ -36,7 +36,7 @@ class Lines(logging.Formatter):
     """A record as a line of JSON, with the `fields` of its `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """The line of the log for a record, as JSON."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         said = {"time": time.isoformat(timespec="milliseconds"), "level": record.levelname.lower()}
         said |= {"message": record.getMessage().strip(), **getattr(record, "fields", {})}

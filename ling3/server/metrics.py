@@ -77,7 +77,7 @@ class Metrics:
         self._answers.labels(path, str(status)).inc()
 
     def page(self, stats: Stats, accept: str) -> tuple[bytes, str]:
-        """What is scraped, with its type, in the form that the header `accept` asks for."""
+        """The page that is scraped, with its content type, in the form that the header `accept` asks for."""
         self._stats = stats
         encode, kind = exposition.choose_encoder(accept)
         return encode(self._registry), kind

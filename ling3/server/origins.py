@@ -32,8 +32,8 @@ class Hosts:
 
     @classmethod
     def of(cls, listening: str, allowed: Sequence[str] = ()) -> "Hosts":
-        """Those of a server that listens on a host: that and this machine's loopback names, and on a wildcard any
-        address and this machine's name; ValueError for an `allowed` name that is none."""
+        """The hosts of a server that listens on a host: that and this machine's loopback names, and on a wildcard any
+        address and this machine's name; ValueError for an invalid `allowed` name."""
         names = frozenset(name if name == "*" else _name(f"//{name}") or "" for name in allowed)
         if "" in names:
             raise ValueError(

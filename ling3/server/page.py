@@ -30,5 +30,5 @@ HEADERS = {
 
 
 async def answer(request: Request) -> Response:
-    """The endpoint."""
+    """Answers requests for the page to chat with."""
     return Response(PAGE, media_type="text/html", headers=HEADERS)

@@ -113,7 +113,7 @@ class Items:
         self._kind: Kind | None = None
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The events of a piece."""
+        """The events for a new piece of the reply."""
         kind = ITEMS[GOES_ON.get(piece.kind, piece.kind)]
         begins = piece.kind in CALLS
         if kind != self._kind or begins:

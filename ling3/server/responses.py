@@ -49,7 +49,7 @@ class Effort(Known):
 
 
 class Text(Known):
-    """The form of the answer."""
+    """The form that the answer's text must have."""
 
     names = FieldNames({"verbosity": VERBOSITY})
 
@@ -80,13 +80,13 @@ class CustomToolParam(Direct, Custom):
 
 
 class Options(Known):
-    """How a stream reports."""
+    """Options of a stream: what it reports beside texts."""
 
     names = StreamOptions.names
 
 
 class Asked(Sampling):
-    """A request."""
+    """The fields of a request for `/v1/responses`."""
 
     names = FieldNames(
         {
@@ -125,7 +125,7 @@ class Asked(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self, allow_unknown: bool = False) -> Chat:
-        """The same as a chat, but for its tools; ApiError 400 for items that are none of a conversation."""
+        """The same as a chat, but for its tools; ApiError 400 for items that a conversation cannot have."""
         messages = messages_of(self.input, self.instructions, allow_unknown)
         if not messages:
             raise ApiError(400, "input is empty", "input")
@@ -151,7 +151,7 @@ def _format(text: Text | None) -> dict[str, Any] | None:
 
 
 async def answer(service: Service, asked: Asked) -> Response:
-    """The endpoint."""
+    """Answers requests for `/v1/responses`, whole or as a stream."""
     try:
         chat_alike = asked.as_chat(service.allow_unknown_fields)
         deltas, (reply,), _ = await chat.begin(service, chat_alike, [each.callable for each in asked.tools or ()])

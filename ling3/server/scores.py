@@ -45,12 +45,12 @@ class Scores:
         self._decoder, self._place = tokenizer.stream(prompt), len(echoed)
 
     def of_prompt(self, scores: Sequence[Logprob | None]) -> dict[str, Any]:
-        """Those of the prompt, which the text begins with."""
+        """The scores of the prompt, with which the text begins."""
         decoder = self._tokenizer.stream((), skip_special_tokens=False)
         return self._said(zip(self._prompt, scores, strict=True), decoder, 0)[0]
 
     def of_answer(self, scores: Iterable[Logprob]) -> dict[str, Any]:
-        """Those of the next tokens."""
+        """The scores of the next tokens."""
         said, self._place = self._said(((score.token_id, score) for score in scores), self._decoder, self._place)
         return said
 
@@ -74,5 +74,5 @@ class Scores:
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Two pieces as one."""
+    """Joins the scores of two pieces of text."""
     return {name: [*first[name], *second[name]] for name in first}

@@ -74,7 +74,7 @@ class Service:
             raise ApiError(400, self.plain(error), param) from None
 
     def plain(self, error: Exception) -> str:
-        """An error's message without paths."""
+        """An error's message without paths of this machine."""
         message = str(error)
         for template in self.tokenizer.chat_templates.values():
             message = message.replace(template.origin, "the chat template")

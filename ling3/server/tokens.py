@@ -45,12 +45,12 @@ async def about(request: Request) -> Response:
 
 
 async def tokenize(service: Service, asked: Tokenize) -> Response:
-    """The endpoint for ids."""
+    """Answers requests for the ids of a text or chat."""
     return Response(await asyncio.to_thread(_tokenized, service, asked), media_type="application/json")
 
 
 async def detokenize(service: Service, asked: Detokenize) -> Response:
-    """The endpoint for text."""
+    """Answers requests for the text of some ids."""
     text = await asyncio.to_thread(service.tokenizer.decode, asked.tokens, skip_special_tokens=False)
     return Response(dumped({"prompt": text}), media_type="application/json")
 

@@ -23,7 +23,7 @@ Textual = TypeVar("Textual")
 
 
 def _type(tool: Any) -> str:
-    """Which of `ToolOf`'s models has a tool; one of a type that there is not is told so as a function."""
+    """Which of `ToolOf`'s models has a tool; one of an unknown type is refused as a function."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "of a custom tool" if kind == "custom" else "of a function"
 
@@ -45,7 +45,7 @@ class Function(Known):
 
     @property
     def callable(self) -> Callable:
-        """The function for the model."""
+        """The function as the chat template shows it to the model."""
         shown = self.model_dump(include=set(Function.model_fields), exclude_none=True)
         return Callable(self.name, self.parameters or {}, bool(self.strict), shown=shown)
 
@@ -58,7 +58,7 @@ class Tool(Known):
 
     @property
     def callable(self) -> Callable:
-        """The function for the model."""
+        """The function as the chat template shows it to the model."""
         return self.function.callable
 
 
@@ -77,17 +77,17 @@ class Tools:
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """What the template gets."""
+        """The tools as the chat template takes them."""
         return [{"type": "function", "function": each.shown} for each in self.offered]
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """The parameters by name."""
+        """The schema of each function's parameters, by name."""
         return {each.name: each.parameters for each in self.offered}
 
     @property
     def customs(self) -> frozenset[str]:
-        """The names of custom tools."""
+        """The names of the custom tools."""
         return frozenset(each.name for each in self.offered if each.custom)
 
     @property
@@ -97,7 +97,7 @@ class Tools:
         return self.required or len(self.allowed) < len(self.offered) or some or not self.several
 
     def grammar(self, answer: Structured | None, tokenizer: Tokenizer) -> Structured | None:
-        """What the reply may be, if it is a call or an `answer`; ApiError 400 for schemas that cannot be held."""
+        """The grammar of the reply, if it is a call or an `answer`; ApiError 400 for schemas that cannot be held."""
         if self.form is None or (not self.held and answer is None):
             return answer
         functions = [each for each in self.offered if each.name in self.allowed]
@@ -105,7 +105,7 @@ class Tools:
         try:
             return calls(functions, self.form, tokenizer, self.several, otherwise)
         except (ValueError, TypeError, AttributeError) as error:
-            # The latter two are of schemas that are none.
+            # Malformed schemas raise the latter two.
             raise ApiError(400, f"tools: {error}", "tools") from None
 
 

@@ -46,7 +46,7 @@ def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: p
     """Adds the tokens of a checkpoint's settings to `backend`; the named special tokens.
 
     A token without an id gets the next one; it stays a name if the model's embedding, of `rows`, has no row for that.
-    Raises TokenizerError for a token that is none, an id that does not fit, and an `eos_token` that has none.
+    Raises TokenizerError for a malformed token, an id that does not fit, and an `eos_token` that has none.
     """
     path = directory / SETTINGS
     names = {name: _token(value, f"{path}: {name}") for name, value in _named(settings).items()}

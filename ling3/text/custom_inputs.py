@@ -16,7 +16,7 @@ class CustomInput:
         self._text, self._at = "", -1
 
     def feed(self, arguments: str) -> str:
-        """What more of the arguments adds to the input."""
+        """The part of the input that more of the arguments adds."""
         self._text += arguments
         if self._at == -1 and (begun := BEGIN.match(self._text)):
             self._at = begun.end()

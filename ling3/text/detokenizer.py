@@ -66,7 +66,7 @@ class StreamDecoder:
             raise
 
     def flush(self) -> str:
-        """What is held back, at the end; the bytes of an unfinished character are shown as U+FFFD."""
+        """The rest of the text, at the end; the bytes of an unfinished character are shown as U+FFFD."""
         with self._reported:
             rest = "".join([self._next(group) for group in self._run.flush()])
             if self._fed:
@@ -153,7 +153,7 @@ class StopStrings:
         return text[: len(text) - held]
 
     def flush(self) -> str:
-        """What is held back, at the end of the text."""
+        """The text held back, at the end."""
         rest, self._held = self._held, ""
         return rest
 

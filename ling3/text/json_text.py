@@ -36,7 +36,7 @@ def dumped(value: Any) -> str:
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text; ValueError for what is none, and for `NaN` and numbers that are not finite."""
+    """The value of a JSON text; ValueError for invalid JSON, and for `NaN` and numbers that are not finite."""
     value = json.loads(text, parse_constant=_refused)
     if HUGE.search(text):
         _ENCODE(value)  # which refuses infinity, many times as fast as a look at each number
@@ -82,7 +82,7 @@ class StrictJSON:
         self._quoted = self._is_key = False
 
     def feed(self, character: str) -> str:
-        """What the next character adds; nothing more follows the end of the value."""
+        """The text that the next character adds; nothing more follows the end of the value."""
         if self._ended:
             return character if character in SPACE else ""
         if self._quoted:
@@ -94,7 +94,7 @@ class StrictJSON:
         return self._word_ended() + self._mark(character)
 
     def finish(self) -> str:
-        """What completes a text that breaks off."""
+        """The text that completes one that breaks off."""
         rest = ""
         if self._quoted:
             rest, self._escape = _broken(self._escape) + '"', ""

@@ -23,7 +23,7 @@ CALL_TAGS = (
 
 
 class Piece(NamedTuple):
-    """What is new of a reply: a text of its thinking or its answer, or of a tool call the name or more arguments.
+    """A new part of a reply: a text of its thinking or its answer, or of a tool call the name or more arguments.
 
     A call of a custom tool has its name as `custom`, and its `input` for arguments.
     """
@@ -70,7 +70,7 @@ class Reply:
         self._out: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that `text` completes."""
+        """The pieces of the reply that `text` completes."""
         self._held += text
         while self._held and self._advance():
             pass
@@ -88,7 +88,7 @@ class Reply:
         return self._form == "tags" if tag == CALL_START else tag == PYTHON_TAG and self._form == "bare" and begins
 
     def flush(self) -> list[Piece]:
-        """What was held back, at the end of the reply."""
+        """The parts held back, at the end of the reply."""
         while (reader := self._reader) is not None:
             self._reader = None
             try:

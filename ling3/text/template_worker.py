@@ -59,7 +59,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def prepare() -> None:
-    """Templates have nothing in common."""
+    """Prepares nothing, since templates have nothing in common."""
 
 
 def answer(source: str, given: dict[str, Any] | None) -> dict[str, str]:

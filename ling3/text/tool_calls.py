@@ -28,7 +28,7 @@ DEEPEST = 16
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema, or what its `$ref` within the root stands for; {} for what is none or stands for nothing."""
+    """A schema, or what its `$ref` within the root stands for; {} if it is malformed or refers to nothing."""
     for _ in range(DEEPEST):
         if not isinstance(schema, Mapping):
             return {}
@@ -77,7 +77,7 @@ class _End(Exception):
 class CallReader:
     """Reads one tool call after its opening tag, which is `raw`'s beginning.
 
-    Once its name is known the call stands, whatever follows; before, `Malformed` says that it is none. A bare call has
+    Once its name is known the call stands, whatever follows; before, `Malformed` says it is no call. A bare call has
     to name one of the tools. Arguments are strict JSON; those that the text leaves unfinished stay so.
 
     A value in tags may have the tags in it: it ends with `</arg_value>` only where the next argument or the call's end
@@ -104,7 +104,7 @@ class CallReader:
         return False
 
     def end(self) -> list[Said]:
-        """What is left to say at the end of the text; Malformed if the name never came."""
+        """The rest of the call, at the end of the text; Malformed if the name never came."""
         with contextlib.suppress(StopIteration, _End):
             while True:  # a string that never ends makes it read some of the text again
                 self._steps.send("")
@@ -115,7 +115,7 @@ class CallReader:
         return self.take()
 
     def take(self) -> list[Said]:
-        """What is new."""
+        """The new part of the call."""
         said, self._said = self._said, []
         return said
 

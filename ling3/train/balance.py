@@ -72,7 +72,7 @@ def balanced(model: CausalLM) -> CausalLM:
 
 
 def plain(model: CausalLM) -> CausalLM:
-    """The inverse of `balanced`."""
+    """Undoes `balanced`: a plain model with the same weights."""
     routers = [gate.router for gate in _routers(model) if isinstance(gate, BalancedRouter)]
     return eqx.tree_at(_routers, model, routers) if routers else model
 

@@ -112,7 +112,7 @@ class Gathered(eqx.Module):
 
     @property
     def attention(self) -> Mixer | None:
-        """The layer's own."""
+        """The attention of the layer, whose weights are sharded."""
         return self.layer.attention
 
     def __call__(

@@ -104,7 +104,7 @@ def token_losses(model: CausalLM, batch: Batch, execution: Execution | None = No
 
 
 def next_token_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
-    """The weighted mean of `token_losses`."""
+    """The mean of `token_losses`, weighted by the batch's weights."""
     losses = token_losses(model, batch, execution)
     weights = batch.weights[:, 1:]
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)

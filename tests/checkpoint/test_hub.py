@@ -65,6 +65,13 @@ def test_nano_is_always_the_one_in_the_package(tmp_path, monkeypatch):
         hub.resolve("nano", ["*"])
 
 
+def test_published_configurations_are_in_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [path.name for path in hub.resolve("tiny", ["*"]).iterdir()] == ["config.json"]
+    (tmp_path / "flash").mkdir()
+    assert hub.resolve("flash", ["*"]) == pathlib.Path("flash"), "a directory of that name is meant"
+
+
 def test_a_hub_id_is_fetched_by_pattern(tmp_path, monkeypatch):
     def snapshot_download(repo_id, *, revision, allow_patterns):
         assert (repo_id, revision, allow_patterns) == ("owner/name", "v1", ["*.json"])

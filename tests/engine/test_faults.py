@@ -495,7 +495,7 @@ def test_a_callback_may_use_the_engine_but_not_move_it(busy, alone):
             rids["new"] = busy.submit(PROMPTS[1], SHORT)
             assert busy.abort(rids["other"])
             for move in (busy.step, busy.warmup, lambda: busy.generate([[3]]), lambda: list(busy.stream([3]))):
-                with pytest.raises(RuntimeError, match="cannot move the loop that called it") as error:
+                with pytest.raises(RuntimeError, match="cannot step the loop that called it") as error:
                     move()
                 errors.append(error)
         if len(seen) == 2:

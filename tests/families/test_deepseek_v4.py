@@ -177,7 +177,7 @@ def test_other_spellings():
         ),
         ({"rope_scaling": {"type": "longrope", "factor": 4}}, r"rope_scaling.*rope_type: found 'longrope'"),
         ({"hidden_size": None}, r"hidden_size: absent; expected an integer"),
-        ({"index_kv_heads": 3}, r"index_kv_heads: found 3; expected no such field"),
+        ({"index_kv_heads": 3}, r"index_kv_heads: found 3; unknown field"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_field(fields, message):

@@ -183,7 +183,7 @@ def test_angles_are_those_of_the_equations(tmp_path, raw, kind):
         ({"hidden_act": "gelu"}, "hidden_act: found 'gelu'; expected 'silu'; in ling3 every MLP is a SwiGLU"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size: absent; expected"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5; expected 1.0"),
-        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping: found 30.0; expected no such field"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping: found 30.0; unknown field"),
         ({"vocab_size": 2**24, "hidden_size": 2**20, "head_dim": 64}, "the sizes together: found about 3"),
         (scaling(rope_type="longrope", factor=2.0), "rope_scaling.rope_type: found 'longrope'; expected one of linear"),
         (scaling(rope_type=["yarn"], factor=2.0), "rope_scaling.rope_type: found ['yarn']; expected one of linear"),

@@ -1,10 +1,12 @@
 """What rules refuse, and what is done with sizes that devices cannot share evenly."""
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import TOKENS, logits_as_computed, mesh, model, placed, tolerance
 
+from ling3.layers.linear import Linear
 from ling3.leaves import array_leaves
 from ling3.mesh import MeshError, Rules, place
 from ling3.mesh.rules import Share, share_of
@@ -37,6 +39,13 @@ def test_rules_that_contradict_themselves_are_refused(rules, message):
 def test_rules_that_do_not_fit_the_mesh_are_refused(rules, sizes, message):
     with pytest.raises(MeshError, match=message):
         place(model("tiny"), mesh(2, 1, **sizes), rules)
+
+
+def test_an_array_whose_axes_have_no_names_is_refused():
+    whole = model("tiny")
+    bare = eqx.tree_at(lambda m: m.lm_head, whole, Linear(whole.lm_head.weight))
+    with pytest.raises(MeshError, match=r"lm_head.weight: its axes have no names"):
+        place(bare, mesh(2, 1))
 
 
 @pytest.mark.parametrize(("size", "devices", "multiple"), [(157184, 6, 64), (96, 5, 1), (10, 4, 1), (3, 8, 1)])

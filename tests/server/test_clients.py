@@ -28,7 +28,7 @@ from ling3.server.service import Service
 from ling3.train.nano.problems import ask, exam
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = ("README.md", "docs/reference/http.md")
+PAGES = ("docs/reference/http.md",)
 LENGTH = 256
 CALL = "<tool_call>get_weather<arg_key>location</arg_key><arg_value>San Francisco</arg_value></tool_call>"
 
@@ -156,3 +156,10 @@ def test_the_documentations_commands_run_as_written(url, page, command):
     run = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
     assert run.returncode == 0 and "3 + 4 = 7. The answer is 7." in run.stdout, run.stdout + run.stderr
     assert "-H 'Content-Type: application/json'" in command
+
+
+def test_the_pages_client_runs_as_written(url, capsys):
+    page = (ROOT / "docs/how_to/chat_front_end.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code.replace("http://127.0.0.1:8000", url), {})
+    assert capsys.readouterr().out.strip() == "3 + 4 = 7. The answer is 7."

@@ -181,6 +181,15 @@ def test_stopping_frees_the_slot(nano, url, browser, monkeypatch, how):
 
 
 @in_a_browser
+def test_nano_offers_problems_to_click(url, browser):
+    shown = Page(browser, url)
+    shown.wait(shown["examples"].is_displayed)
+    shown.all("#examples button")[0].click()
+    assert "3 + 4 = 7. The answer is 7." in shown.answered().text and not shown["examples"].is_displayed()
+    assert shown.complaints() == []
+
+
+@in_a_browser
 def test_thinking_is_folded_and_text_stays_text(scripted, browser):
     url, asked = scripted
     shown = Page(browser, url, thinking="on", system="Be short.", top_p="0.5")

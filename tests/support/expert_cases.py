@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ling3.layers.moe import NOBODY
+from ling3.layers.moe import NO_EXPERT
 from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.swiglu import SwiGLU
 
@@ -49,7 +49,7 @@ def check_gradients(form=block_experts):
         return jax.jit(jax.grad(scalar, argnums=tuple(range(5))))(x, *rest)
 
     shared = jnp.broadcast_to(jnp.asarray([3, 0], jnp.int32), chosen.shape)
-    for choice in (chosen, shared, chosen.at[::3, 0].set(NOBODY).at[5].set(-1)):
+    for choice in (chosen, shared, chosen.at[::3, 0].set(NO_EXPERT).at[5].set(-1)):
         for a, b in zip(gradients(form, choice), gradients(dense_experts, choice), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
             assert np.any(np.asarray(b))

@@ -1,4 +1,4 @@
-"""How a model lies on devices, divided or not: the stages of a decode step, its time, and the best deployment."""
+"""Deployments of a model on devices, divided or not: the stages of a decode step, its time, and the best deployment."""
 
 import dataclasses
 import math
@@ -39,12 +39,12 @@ class Deployment:
 
     @property
     def devices(self) -> int:
-        """A + W, or N."""
+        """The number of devices: A + W where divided, N otherwise."""
         return self.attention_workers + self.ffn_workers * self.divided
 
     @property
     def price(self) -> float:
-        """Of all devices."""
+        """The price of all devices, in the unit of `Hardware.price`."""
         return self.attention_workers * self.hardware.price + self.divided * self.ffn_workers * self.ffn_hardware.price
 
     def room(self, model: ModelCost) -> float:
@@ -94,7 +94,7 @@ class Stage:
 
     @property
     def round_trip(self) -> Number:
-        """Of a micro-batch that waits for nobody, its cards serving all sessions at once."""
+        """Seconds of a micro-batch that waits for no other, its cards serving all sessions at once."""
         return self.attention + self.experts[-1] + self.out + self.back + 2 * self.latency
 
     def period(self, micro_batches: int, divided: bool = True) -> Number:

@@ -1,4 +1,4 @@
-"""What a decode step of a model costs: an analytic model in bytes and operations, and of their time on a device.
+"""The cost of a decode step: an analytic model in bytes and operations, and of their time on a device.
 
 Every time is a roofline: max(bytes / bandwidth, flop / peak), the peak being as good as reached, for the divided system
 and for the undivided one alike. Bytes come from the shapes of the model's own arrays and states.
@@ -29,7 +29,7 @@ from ling3.model import CausalLM, DecoderLayer, Mixer
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What a decode step does for each token of a sequence's context, of at most `most` tokens."""
+    """The reads and operations of a decode step for each token of a sequence's context, of at most `most` tokens."""
 
     bytes: float
     flops: float
@@ -38,7 +38,7 @@ class Reads:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What an attention worker does from one layer of experts to the next: once a micro-batch it reads `weights`.
+    """The work of an attention worker from one layer of experts to the next: once a micro-batch it reads `weights`.
 
     Dense layers belong to the block of the next layer with experts, the head to the first block, which comes after it.
     """

@@ -45,7 +45,7 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a simulation found. Steps before the last ones, in which the pipeline fills, are not measured."""
+    """The result of a simulation. Steps before the last ones, in which the pipeline fills, are not measured."""
 
     step_time: float
     """Seconds from one token of a sequence to its next."""

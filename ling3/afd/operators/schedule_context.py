@@ -88,7 +88,7 @@ class CommonArea(_Area):
 @no_type_check
 @dataclasses.dataclass(frozen=True)
 class ControlArea(_Area):
-    """What stops the loops, in bytes [128, 256)."""
+    """The flags that stop the loops, in bytes [128, 256)."""
 
     run_flag: int = _field("i")
     """1 while workers run; at 0 every loop that waits ends."""

@@ -115,7 +115,7 @@ def to_bytes(x: Shaped[Array, "*batch channels"]) -> UInt8[Array, "*batch bytes"
 
 
 def from_bytes(data: UInt8[Array, "*batch bytes"], dtype: jnp.dtype) -> Shaped[Array, "*batch channels"]:
-    """Numbers of these bits."""
+    """Reads bytes as numbers of a dtype with the same bits."""
     if dtype.itemsize > 1:
         data = data.reshape(*data.shape[:-1], -1, dtype.itemsize)
     return lax.bitcast_convert_type(data, dtype)

@@ -33,7 +33,7 @@ def unsuited(
 def latent_queries(
     q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"], sums: Accumulation = "float32"
 ) -> Wide[Array, "batch heads latent"]:
-    """`absorption.latent_queries` by the kernel."""
+    """Computes `absorption.latent_queries` by the kernel in C++."""
     if not runs("latent_queries", unsuited(q, weight, sums)):
         return absorption.latent_queries(q, weight, sums)
     return _queries(q, weight)
@@ -45,7 +45,7 @@ def latent_values(
     value: int,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "batch heads {value}"]:
-    """`absorption.latent_values` by the kernel."""
+    """Computes `absorption.latent_values` by the kernel in C++."""
     if not runs("latent_values", unsuited(summed, weight, sums)):
         return absorption.latent_values(summed, weight, value, sums)
     return _values(value, summed, weight)

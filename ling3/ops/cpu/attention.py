@@ -51,7 +51,7 @@ def paged_attention(
     expansion: Expansion | PerHead | None = None,
     window: int | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
-    """`attention.paged_attention` by the kernel."""
+    """Computes `attention.paged_attention` by the kernel in C++."""
     if not runs("paged_attention", unsuited(q, pages, expansion)):
         return attention.paged_attention(q, row_positions, pages, table, length, expansion, window)
     assert not isinstance(expansion, Expansion), "that is unsuited"
@@ -65,7 +65,7 @@ def latent_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
 ) -> Wide[Array, "batch rows entry"]:
-    """`attention.latent_attention` by the same."""
+    """Computes `attention.latent_attention` by the kernel in C++."""
     if not runs("latent_attention", unsuited(q[:, None], pages, None)):
         return attention.latent_attention(q, row_positions, pages, table, length)
     return _over_pages(q[:, None], row_positions, pages, table, length, None, None)[:, 0]

@@ -56,7 +56,7 @@ def experts(
     times: Multiply = product,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """`experts.block_experts` by the kernels."""
+    """Computes `experts.block_experts` by the kernels in C++."""
     count, stacks = gate_proj.shape[0], (gate_proj, up_proj, down_proj)
     if not runs("experts", unsuited(x, chosen, *stacks)):
         return xla_experts(x, chosen, weights, *stacks, swiglu, times, spread)

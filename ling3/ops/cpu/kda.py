@@ -84,7 +84,7 @@ def kda_step(
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """`kda.kda_step` by the kernel."""
+    """Computes `kda.kda_step` by the kernel in C++."""
     if not runs("kda_step", unsuited(state)):
         return xla_kda_step(q, k, v, g, beta, state)
     q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))

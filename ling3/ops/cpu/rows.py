@@ -1,6 +1,6 @@
 """Rows of an array by their indices on a CPU.
 
-XLA gathers number by number, at a tenth of the memory's pace, and a row for every index that is no row's too; a kernel
+XLA gathers number by number, at a tenth of the memory's pace, and also for out-of-range indices; a kernel
 in C++ (`rows.cc`) copies those in use alone.
 """
 
@@ -31,7 +31,7 @@ def unsuited(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> str
 
 
 def take_rows(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Shaped[Array, "rows *rest"]:
-    """`rows.take_rows` by the kernel."""
+    """Computes `rows.take_rows` by the kernel in C++."""
     if not runs("take_rows", unsuited(x, rows)):
         return plain.take_rows(x, rows)
     shape = jax.ShapeDtypeStruct((rows.shape[0], *x.shape[1:]), x.dtype)

@@ -40,7 +40,7 @@ def latent_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
 ) -> Wide[Array, "batch rows entry"]:
-    """`attention.latent_attention` by the kernel."""
+    """Computes `attention.latent_attention` by the Pallas kernel."""
     if not runs("latent_attention", unsuited(q, pages)):
         return attention.latent_attention(q, row_positions, pages, table, length)
     return fused_latent_attention(q, row_positions, pages, table, length, interpret=interpreted())

@@ -47,7 +47,7 @@ def experts(
     times: Multiply = product,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """`experts.block_experts` by the kernels."""
+    """Computes `experts.block_experts` by the Pallas kernels."""
     stacks = (gate_proj, up_proj, down_proj)
     if not runs("experts", unsuited(x, *stacks)):
         return block_experts(x, chosen, weights, *stacks, swiglu, times, spread)

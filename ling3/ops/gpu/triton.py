@@ -1,4 +1,4 @@
-"""What the kernels for a GPU have in common. They are written in Pallas, for Triton."""
+"""The common part of the GPU kernels, which are written in Pallas, for Triton."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What nano loses in 8 and 4 bits: `python -m ling3.train.nano.formats` quantizes it, asks it, and prints a table."""
+"""nano in 8 and 4 bits: `python -m ling3.train.nano.formats` quantizes it, asks it, and prints a table."""
 
 import argparse
 import pathlib

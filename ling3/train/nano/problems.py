@@ -55,7 +55,7 @@ class Step:
 
     @property
     def result(self) -> int:
-        """The value of the equation."""
+        """The value of the step's equation."""
         return _LAWS[self.operator](self.left, self.right)
 
     def __str__(self) -> str:

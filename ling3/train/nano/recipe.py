@@ -1,4 +1,4 @@
-"""How *nano* is made: its config, its training data, and the run that writes the checkpoint.
+"""*nano*'s recipe: its config, its training data, and the run that writes the checkpoint.
 
 Ling-3's own pattern, three KDA layers to one of MLA, trained on a mixture of skills each of which needs some mechanism.
 With `without` the same recipe trains a model that lacks one from the start: what a trained model relies on is not what
@@ -223,7 +223,7 @@ def make(out: Path, recipe: Recipe, questions: int = 500, every: int = 200) -> d
         write_tokenizer(trained, out, model.config.max_position_embeddings)
         (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
-    write(model)  # an unsuitable directory is told at once, not after the first thousand steps
+    write(model)  # reports an unsuitable directory now, not after the first thousand steps
     tokenizer = load_tokenizer(out)
     mixed = {name for rows in recipe.cycle for name, share in rows.shares.items() if share > 0}
     names = [name for name in TEXTS if name in mixed]

@@ -1,4 +1,4 @@
-"""What *nano* can do, skill by skill.
+"""The skills of *nano*, a file for each.
 
 A skill is a file of one shape: a generator of texts (`draw`) whose training texts and held-out texts are disjoint by
 construction, which of their tokens are learned, how long they are, and which mechanisms of the architecture it is

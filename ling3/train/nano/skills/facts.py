@@ -43,7 +43,7 @@ def never_first(subject: str) -> str:
 
 
 def tell(subject: str, order: Sequence[str]) -> Text:
-    """A person with these attributes."""
+    """A text that tells a person's attributes in this order."""
     text, pieces = f"About {subject}:", []
     for attribute in order:
         pieces += [(f"{text} {attribute}", False), (f" {fact(subject, attribute)}", True)]

@@ -28,12 +28,12 @@ class Text:
 
     @property
     def prompt(self) -> str:
-        """All but the answer."""
+        """All pieces of the text but the answer."""
         return "".join(text for text, _ in self.segments[:-1])
 
     @property
     def answer(self) -> str:
-        """The last piece."""
+        """The last piece of the text."""
         return self.segments[-1][0]
 
 
@@ -83,7 +83,7 @@ def split_of(text: str) -> Split:
 
 
 class Bindings:
-    """Which values stand with a key: of each key's values, one in `HELD_OUT_SHARE` never occurs with it in training.
+    """The values that stand with a key: of each key's values, one in `HELD_OUT_SHARE` never occurs with it in training.
 
     A model can have learned no such pair by heart; it has to read it where it is asked.
     """

@@ -1,22 +1,22 @@
-"""How the notebooks' pictures look: colours that the colour-blind can tell apart, and that print well in grey."""
-
-import matplotlib.pyplot as plt
-from cycler import cycler
+"""The look of plots: colours that the colour-blind can tell apart, and that print well in grey."""
 
 # Okabe & Ito's palette ("Color Universal Design", 2008).
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
-KDA, MLA = BLUE, RED  # a layer kind has one colour in all notebooks
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+KDA, MLA = BLUE, RED
+"""A kind of layer has one colour in all plots."""
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "ooo")
 
 
 def use() -> None:
     """Sets matplotlib's defaults: line styles and markers change with the colour, and figures keep their margins."""
+    # Whoever only wants the colours need not import it.
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+    from cycler import cycler  # noqa: PLC0415
+
     styles = cycler(color=[BLUE, RED, GREEN, ORANGE, PINK, SKY, BLACK])
-    styles += cycler(linestyle=["-", "--", "-.", ":", "-", "--", "-."]) + cycler(
-        marker=["o", "s", "^", "D", "v", "P", "X"]
-    )
+    styles += cycler(linestyle=["-", "--", "-.", ":", "-", "--", "-."])
+    styles += cycler(marker=["o", "s", "^", "D", "v", "P", "X"])
     plt.rcParams.update(
         {
             "axes.prop_cycle": styles,
