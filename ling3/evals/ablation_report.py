@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ling3.bench.report import BLUE, ORANGE, check_plot, machine
+from ling3.bench.report import check_plot, machine
 from ling3.evals.run import Score
+from ling3.runtime.plots import BLUE, RED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ class AblationReport:
         cost.set_yticks(places, [row.name for row in self.rows])
         series = (
             ("problems", "asked alone", BLUE, "o", 0.12),
-            ("recall", f"in {self.context:,} tokens", ORANGE, "s", -0.12),
+            ("recall", f"in {self.context:,} tokens", RED, "s", -0.12),
         )
         for name, label, colour, marker, shift in series:
             scores = {place + shift: getattr(row, name) for place, row in zip(places, self.rows, strict=True)}

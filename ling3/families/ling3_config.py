@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -220,10 +221,7 @@ class Ling3Config:
 
     @property
     def latent_entry_dim(self) -> int:
-        """The numbers that MLA caches of a token, kv_lora_rank + qk_rope_head_dim numbers: 576 in the published models.
-
-        It is the key head size of absorbed MLA, whose heads share one latent key.
-        """
+        """The size of what MLA caches of a token, kv_lora_rank + qk_rope_head_dim: 576 in the published models."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -254,8 +252,7 @@ class Ling3Config:
     def attention_kind(self, layer: int) -> Literal["kda", "mla", "none"]:
         """The attention of 0-based `layer`: MLA closes each group of `layer_group_size`, KDA fills the rest.
 
-        So layers after the last full group are KDA, as in transformers (tests/parity/test_names.py); the published
-        models have none. `attention` may say otherwise, for all layers or in `layer_overrides`.
+        So layers after the last full group are KDA, as in transformers, unless `attention` or `at` say otherwise.
         """
         attention = dict(dict(self.layer_overrides).get(layer, ())).get("attention", self.attention)
         if attention != "scheduled":
@@ -285,11 +282,10 @@ def _unscaled(rope: Any) -> bool:
 _OFF = (False, None)
 _ROPE = Only((None,), "RoPE is of the default kind, unscaled", accepts=_unscaled)
 _SIGMOID = Only(("sigmoid",), "the router's scores are sigmoids")
-_NOT_QUANTIZED = Only((None, {}), "`quantization_config` says how weights are stored; use another checkpoint")
 
 ONLY = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "use_qkv_bias"), Only(_OFF, "no linear map has a bias")),
-    "quantization": _NOT_QUANTIZED,
+    "quantization": Only((None, {}), "`quantization_config` says how weights are stored; use another checkpoint"),
     **dict.fromkeys(("moe_router_activation_func", "scoring_func"), _SIGMOID),
     "score_function": dataclasses.replace(_SIGMOID, written=True),
     "rope_parameters": _ROPE,
@@ -304,27 +300,24 @@ ONLY = {
     "rope_interleave": Only((True,), "RoPE rotates neighbouring channels", written=True),
     "router_dtype": Only(("fp32", "float32"), "the router computes in float32", written=True),
     "scale_router_input": Only(_OFF, "the router sees its input unscaled"),
-    "sliding_window": Only((None, 0), "MLA attends to the whole context"),
     "tie_word_embeddings": Only((False,), "`lm_head` is a matrix of its own", written=True),
     "topk_method": Only(("noaux_tc",), "experts are chosen in groups, by biased scores", written=True),
-    "up_proj_norm": Only(_OFF, "experts have no norm"),
+    **dict.fromkeys(("up_proj_norm", "value_norm"), Only(_OFF, "neither experts nor values are normalized")),
     "use_kda_lora": Only(_OFF, "KDA's gates are full-rank projections"),
     "use_nGPT": Only(_OFF, "the residual stream is not normalized"),
     "use_qk_norm": Only((True,), "KDA normalizes its queries and keys"),
-    "use_sliding_window": Only(_OFF, "MLA attends to the whole context"),
-    "value_norm": Only(_OFF, "values are not normalized"),
+    **dict.fromkeys(("sliding_window", "use_sliding_window"), Only((*_OFF, 0), "MLA attends to the whole context")),
 }
 
 _LAYER_TYPES = {"mla": "full_attention", "kda": "linear_attention", "none": "linear_attention"}
 _MLP_TYPES = {"dense": "dense", "moe": "sparse"}
+_heads = operator.attrgetter("num_attention_heads")
 
 DERIVED = {
     "layer_types": lambda c: [_LAYER_TYPES[c.attention_kind(i)] for i in range(c.num_hidden_layers)],
     "linear_attn_config": lambda c: c.linear_attn_config,
-    "linear_num_heads": lambda c: c.num_attention_heads,
     "mlp_layer_types": lambda c: [_MLP_TYPES[c.mlp_kind(i)] for i in range(c.num_hidden_layers)],
-    "num_key_value_heads": lambda c: c.num_attention_heads,
-    "num_kv_heads_for_linear_attn": lambda c: c.num_attention_heads,
+    **dict.fromkeys(("linear_num_heads", "num_key_value_heads", "num_kv_heads_for_linear_attn"), _heads),
     "qk_head_dim": lambda c: c.qk_head_dim,
     "rotary_dim": lambda c: c.qk_rope_head_dim,
 }
