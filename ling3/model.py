@@ -183,6 +183,16 @@ class CausalLM(eqx.Module):
         head = self.model.word_embeddings if self.lm_head is None else self.lm_head
         return head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # a head may have more rows
 
+    def __hash__(self) -> int:
+        """TypeError, as of any module with arrays, that says what to use in place of `jax.jit(model)`."""
+        try:
+            return super().__hash__()
+        except TypeError:
+            raise TypeError(
+                "a model has no hash, so that jax.jit(model) cannot take it: model(tokens) is compiled already; "
+                "to compile a function of your own, give it the model as an argument, under equinox.filter_jit"
+            ) from None
+
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype in which its matrices are computed."""
@@ -273,6 +283,10 @@ class CausalLM(eqx.Module):
         batch, seq = tokens.shape
         if 0 in (batch, seq):
             raise ValueError(f"tokens has the shape {tokens.shape}, expected at least one row and one column")
+        if batch != (rows := cache.length.shape[0]):
+            raise ValueError(
+                f"tokens has {batch} rows and the cache {rows}: give a row of tokens for each, or init_cache"
+            )
         length = jnp.full(batch, seq, jnp.int32) if lengths is None else lengths
         execution = Execution.default() if execution is None else execution
         span = Span(cache.length, length, cache.table, execution, recorder(interventions))

@@ -668,7 +668,7 @@ class TestSave:
         model = load(directory)
         (tmp_path / "app").mkdir()
         (tmp_path / "app" / "config.json").write_text('{"port": 8080}')
-        with pytest.raises(CheckpointError, match=r"app: holds no checkpoint(.|\n)*architectures: absent"):
+        with pytest.raises(CheckpointError, match=r"app: holds no checkpoint(.|\n)*architectures: not in this config"):
             save(model, tmp_path / "app", overwrite=True)
         assert (tmp_path / "app" / "config.json").read_text() == '{"port": 8080}'
 

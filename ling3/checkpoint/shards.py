@@ -122,7 +122,10 @@ def _nothing_to_read(directory: pathlib.Path) -> str:
             f"{directory}: found {', '.join(others[:_LISTED])}, and no .safetensors file; ling3 never reads pickled or "
             "foreign weights: get the safetensors files of this checkpoint, or convert it where you trust it"
         )
-    return f"{directory}: found no .safetensors file; expected {SINGLE}, or shards with {INDEX}"
+    return (
+        f"{directory}: found no .safetensors file; expected {SINGLE}, or shards with {INDEX}; for random weights use "
+        "ling3.init(config) or --random-weights"
+    )
 
 
 def _check_holders(

@@ -135,19 +135,19 @@ def _keep_stdout() -> None:
 
 
 def _failed(code: int, message: str, of_jax: bool = False) -> int:
-    """Prints an error in one line, at most a screen long, and returns the exit code.
+    """Prints an error, at most a screen long, and returns the exit code.
 
     Where several processes run the command the others hear of it. An error of JAX's may be that another process has
     ended: then that one's is printed.
     """
-    from ling3.runtime.quoting import printable
+    from ling3.runtime import quoting
 
     if (processes := sys.modules.get("ling3.runtime.processes")) is not None:
         if of_jax and (errors := processes.failed()):
             message = "; ".join(errors)
         else:
             processes.say_failed(message)
-    print(f"ling3: error: {printable(' '.join(message.splitlines()), LONGEST_ERROR)}", file=sys.stderr)
+    print(f"ling3: error: {quoting.message(message, LONGEST_ERROR)}", file=sys.stderr)
     return code
 
 

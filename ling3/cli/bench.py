@@ -114,12 +114,7 @@ def run(command: Bench) -> None:
 
     source = _source(command)
     _check_sizes(command, source.config().max_position_embeddings, *lengths)
-    try:
-        tokenizer = source.tokenizer()
-    except FileNotFoundError:
-        if command.prompts is not None:
-            raise
-        tokenizer = None
+    tokenizer = source.tokenizer_if_any() if command.prompts is None else source.tokenizer()
     model = source.load(tokenizer)
     engine = Engine(model, tokenizer, settings)
     about = {

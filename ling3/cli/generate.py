@@ -66,13 +66,15 @@ class _Row:
     name: str
     prompt: str
     ids: list[int]
+    has_text: bool
+    """False without a tokenizer: token ids take the place of the text."""
     text: str = ""
     shown: int = 0
     completion: "Completion | None" = None
 
     def take(self, delta: "Delta") -> None:
         """Adds what is new."""
-        self.text += delta.text
+        self.text += delta.text if self.has_text else "".join(f"{token} " for token in delta.token_ids)
         if delta.output is not None:
             self.completion = delta.output.outputs[0]
 
@@ -87,10 +89,13 @@ def run(command: Generate) -> None:
     params = command.sampling.params(max_tokens=most, seed=command.seed, logprobs=command.logprobs)
     prompts = command.prompt or (prompt_from_stdin(),)
     source = command.common.source(command.model, command.devices)
-    tokenizer = source.tokenizer()
+    tokenizer = source.tokenizer_if_any() if command.common.random_weights else source.tokenizer()
     names = [f"prompt {i + 1}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
     template = {name: getattr(command, name) for name in ("chat", "system", "thinking")}
-    rows = [_Row(name, prompt, prompt_ids(tokenizer, prompt, **template)) for name, prompt in zip(names, prompts)]
+    has_text = tokenizer is not None
+    rows = [
+        _Row(name, prompt, prompt_ids(tokenizer, prompt, **template), has_text) for name, prompt in zip(names, prompts)
+    ]
     config = source.config()
     context, longest = config.max_position_embeddings, max(len(row.ids) for row in rows)
     if command.max_tokens is None:
@@ -163,7 +168,7 @@ def _head(rows: list[_Row], index: int, console: Console, command: Generate) -> 
 def _result(row: _Row, completion: "Completion") -> dict[str, Any]:
     result = {
         "prompt": row.prompt,
-        "text": row.text,
+        "text": row.text if row.has_text else None,
         "finish_reason": completion.finish_reason,
         "prompt_tokens": len(row.ids),
         "token_ids": list(completion.token_ids),

@@ -31,7 +31,8 @@ class Loading(Common):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The matrices' type; auto is as stored, and bfloat16 for random weights."""
     random_weights: bool = False
-    """Draw weights at random. MODEL may then be a directory without weights, or a config.json."""
+    """Draw weights at random. MODEL may then be a directory without weights, or a config.json; where it has no
+    tokenizer, prompts of `ling3 generate` are token ids, as in -p "5 17 3"."""
     weights_seed: WholeNumber = None
     """With --random-weights: what they are drawn from; 0 without it."""
 
@@ -88,6 +89,13 @@ class ModelSource:
 
         return load_tokenizer(self.path, revision=self.revision)
 
+    def tokenizer_if_any(self) -> "Tokenizer | None":
+        """The tokenizer, or None if there is none."""
+        try:
+            return self.tokenizer()
+        except FileNotFoundError:
+            return None
+
     def load(
         self, tokenizer: "Tokenizer | None", mesh: "Mesh | None" = None, rules: "Rules | None" = None
     ) -> "CausalLM":
@@ -133,10 +141,7 @@ class ModelSource:
         """This process's part in what the first one does with the model, `before` it asks the engine anything."""
         from ling3.serve import Engine
 
-        try:
-            tokenizer = self.tokenizer()
-        except FileNotFoundError:
-            tokenizer = None
+        tokenizer = self.tokenizer_if_any()
         model = self.load(tokenizer)
         engine = Engine(model, tokenizer)
         if before is not None:

@@ -8,6 +8,7 @@ import tyro
 
 from ling3.engine.sampling_params import SamplingParams
 from ling3.runtime.parameters import meanings, parameters
+from ling3.runtime.quoting import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,11 +56,24 @@ def chat_ids(tokenizer: "Tokenizer", messages: list[dict[str, str]], thinking: T
     return tokenizer.apply_chat_template(messages, enable_thinking=thinking == "on")
 
 
-def prompt_ids(tokenizer: "Tokenizer", prompt: str, *, chat: bool, system: str | None, thinking: Thinking) -> list[int]:
-    """The ids of a text, or with `chat` of a user's message in the chat template; ValueError for options without it."""
+def prompt_ids(
+    tokenizer: "Tokenizer | None", prompt: str, *, chat: bool, system: str | None, thinking: Thinking
+) -> list[int]:
+    """The ids of a text, or with `chat` of a user's message in the chat template; ValueError for options without it.
+
+    Without a tokenizer the text has to be token ids, with blanks between them.
+    """
+    if not chat and (system is not None or thinking != "auto"):
+        raise ValueError("--system and --thinking are for --chat")
+    if tokenizer is None:
+        words = prompt.split()
+        if chat or not all(word.isascii() and word.isdecimal() for word in words):
+            raise ValueError(
+                f"the model has no tokenizer, and {shown(prompt)} has to be token ids: give them as in -p '5 17 3', "
+                "without --chat, or put the files of a tokenizer beside config.json"
+            )
+        return [int(word) for word in words]
     if not chat:
-        if system is not None or thinking != "auto":
-            raise ValueError("--system and --thinking are for --chat")
         return tokenizer.encode(prompt)
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
@@ -67,9 +81,9 @@ def prompt_ids(tokenizer: "Tokenizer", prompt: str, *, chat: bool, system: str |
     return chat_ids(tokenizer, messages, thinking)
 
 
-def hint_at_chat(tokenizer: "Tokenizer", chat: bool, console: "Console") -> None:
+def hint_at_chat(tokenizer: "Tokenizer | None", chat: bool, console: "Console") -> None:
     """Says on a terminal that a text is continued as it stands, where the checkpoint has a chat template."""
-    if not chat and tokenizer.chat_templates and console.is_terminal:
+    if not chat and tokenizer is not None and tokenizer.chat_templates and console.is_terminal:
         console.print("The text is continued as it stands; --chat asks it as a question.", style="dim")
 
 

@@ -43,7 +43,7 @@ class Serving(Loading):
 
     @contextlib.contextmanager
     def serve(
-        self, source: ModelSource, tokenizer: "Tokenizer", settings: "EngineSettings", console: Console
+        self, source: ModelSource, tokenizer: "Tokenizer | None", settings: "EngineSettings", console: Console
     ) -> "Iterator[Served]":
         """Loads the model, says which it is, and serves it."""
         from ling3.evals.predictions import fingerprint

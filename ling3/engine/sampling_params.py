@@ -1,6 +1,7 @@
 """`SamplingParams`: how a continuation is drawn and where it ends, checked before any work is done."""
 
 import dataclasses
+import difflib
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
@@ -192,7 +193,12 @@ def of_generate(params: SamplingParams | None, fields: Mapping[str, Any]) -> Sam
     """`params` with some `fields` changed. ParameterError for those of NOT_IN_GENERATE, TypeError for unknown names."""
     if "stop_token_ids" in fields:
         fields = {**fields, "stop_token_ids": tuple(fields["stop_token_ids"])}
-    default = SamplingParams()
+    default, names = SamplingParams(), [field.name for field in dataclasses.fields(SamplingParams)]
+    for name in fields:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(names)}"
+            raise TypeError(f"ling3.generate has no parameter {shown(name)}; {hint}")
     params = dataclasses.replace(params or default, **fields)
     for name in NOT_IN_GENERATE:
         if (value := getattr(params, name)) != getattr(default, name):

@@ -312,7 +312,9 @@ def too_large(parameters: int) -> Iterable[str]:
 
 def found(value: object) -> str:
     """A field's value, for a message."""
-    return "absent" if value is None else f"found {shown(list(value) if isinstance(value, tuple) else value)}"
+    return (
+        "not in this config" if value is None else f"found {shown(list(value) if isinstance(value, tuple) else value)}"
+    )
 
 
 def _without_mtp(values: Mapping[str, Any], entries: Any) -> Any:

@@ -55,7 +55,7 @@ def _lower_bound(raw: Mapping[str, Any], problems: list[str]) -> Any:
         problems.append(f"kda_safe_gate: {found(safe)}; expected true or false; it says which law KDA's decay follows")
     elif safe and bound is None:
         problems.append(
-            "kda_lower_bound: absent; expected a finite number below 0; add it, or set kda_safe_gate to false"
+            "kda_lower_bound: not in this config; expected a number below 0; add it, or set kda_safe_gate to false"
         )
     return bound if safe else None
 
@@ -337,7 +337,7 @@ def _not_ling3(raw: Mapping[str, Any]) -> str | None:
         return None
     if isinstance(architectures, list) and architectures and all(name in ARCHITECTURES for name in architectures):
         return None
-    said = "absent, and no KDA field either" if architectures is None else found(architectures)
+    said = "not in this config, nor is a KDA field" if architectures is None else found(architectures)
     return (
         f"architectures: {said}; expected {' or '.join(ARCHITECTURES)} (Ling 2.6, of the same model_type, "
         "has Lightning attention instead of KDA, which ling3 does not compute)"

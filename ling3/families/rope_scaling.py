@@ -45,7 +45,7 @@ class RopeScaling:
         needed = {"llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")}
         for name in needed.get(self.rope_type, ()):
             if getattr(self, name) is None:
-                yield f"{name}: absent; expected a number, as rope_type is {self.rope_type}; add it"
+                yield f"{name}: not in this config; expected a number, as rope_type is {self.rope_type}; add it"
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.rope_type == "llama3" and low is not None and high is not None and low >= high:
             yield f"high_freq_factor: found {high}; expected more than low_freq_factor, {low}; correct one of them"

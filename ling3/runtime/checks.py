@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import os
 import re
 import reprlib
 import zlib
@@ -72,8 +73,24 @@ def _problem(error: Exception, function: Callable[..., Any], args: tuple[Any, ..
         values = _arguments(signature, bound)
     for what, value, hint in values:
         if not beartype.door.is_bearable(value, hint, conf=CONF):
-            return f"{where}: {what} is {_shown(value)}; expected {_expected(hint, bound.arguments)}"
+            expected = _expected(hint, bound.arguments)
+            return f"{where}: {what} is {_shown(value)}; expected {expected}{_advice(value, expected)}"
     return f"{where}: {error}"  # of a list, beartype looks at one item, and each time at another
+
+
+def _advice(value: Any, expected: str) -> str:
+    """What to do about a newcomer's likeliest mistakes; nothing for others."""
+    if expected == "CausalLM" and isinstance(value, str | os.PathLike):
+        return f"; load it: ling3.load({str(value)!r})"
+    if "Key[Array" in expected:
+        return "; give a key: jax.random.key(0)"
+    if "Int[Array, 'batch seq']" not in expected:
+        return ""
+    if isinstance(value, str):
+        return "; give the ids of the text: jnp.array([tokenizer.encode(text)])"
+    if not hasattr(value, "dtype"):
+        return "; give ids as an array: jnp.array([[1, 2, 3]])"
+    return "; a single sequence is a batch of one: tokens[None]" if value.ndim == 1 else ""
 
 
 def _arguments(signature: inspect.Signature, bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, Any]]:

@@ -1,8 +1,9 @@
 """A progress bar for work that takes long."""
 
 import contextlib
-import time
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 # ruff: noqa: PLC0415
 # Rich is imported when there is a bar to show, so that importing ling3 does not wait for it.
@@ -12,26 +13,38 @@ PATIENCE = 2.0
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr for work of `total` parts (bytes, requests), shown on a terminal once it has taken `PATIENCE`."""
-    begin, done, bar = time.monotonic(), 0, None
+def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """A bar on stderr for work of `total` parts (bytes, requests), shown on a terminal once it has taken `PATIENCE`.
 
-    def advance(parts: int) -> None:
-        nonlocal done, bar
-        done += parts
-        if bar is None and time.monotonic() - begin > PATIENCE:
-            from rich.console import Console
-            from rich.progress import Progress
+    Yields `advance(parts, what=None)`, which counts parts that are done, and may say anew what is going on.
+    """
+    state: dict[str, Any] = {"completed": 0, "description": what}
+    bars = []
 
-            console = Console(stderr=True)
-            bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-            bar.add_task(what, total=total)
-            bar.start()
-        if bar is not None:
-            bar.update(bar.task_ids[0], completed=done)
+    def show() -> None:
+        from rich.console import Console
+        from rich.progress import Progress
 
+        console = Console(stderr=True)
+        bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        bar.add_task(total=total, **state)
+        bar.start()
+        bars.append(bar)
+
+    def advance(parts: int, what: str | None = None) -> None:
+        state["completed"] += parts
+        state["description"] = what or state["description"]
+        for bar in bars:
+            bar.update(bar.task_ids[0], **state)
+
+    # A timer shows the bar even while the first part is still being done.
+    timer = threading.Timer(PATIENCE, show)
+    timer.daemon = True
+    timer.start()
     try:
         yield advance
     finally:
-        if bar is not None:
+        timer.cancel()
+        timer.join()
+        for bar in bars:
             bar.stop()

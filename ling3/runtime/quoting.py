@@ -22,11 +22,11 @@ def printable(text: object, longest: int = LONGEST_LINE) -> str:
     return written if len(written) <= longest else f"{written[: longest - 3]}..."
 
 
-def message(text: str) -> str:
-    """An error's message with its lines made printable, cut to the number that fits on a screen."""
+def message(text: str, longest: int = LONGEST_LINE) -> str:
+    """An error's message with its lines made printable, cut to the length and the number that fit on a screen."""
     lines = text.split("\n")
     more = [f"  ... and {len(lines) - MOST_LINES + 1:,} more"] if len(lines) > MOST_LINES else []
-    return "\n".join([printable(line) for line in lines[: MOST_LINES - len(more)]] + more)
+    return "\n".join([printable(line, longest) for line in lines[: MOST_LINES - len(more)]] + more)
 
 
 class QuotingError(ValueError):

@@ -93,7 +93,7 @@ def _validate_messages(messages: Any) -> list[dict[str, Any]]:
         required = ("role",) if message.get("tool_calls") else ("role", "content")
         for field in required:
             if field not in message:
-                raise ValueError(f"{where}: {field!r} is missing")
+                raise ValueError(f"{where}: {field!r} is missing; a message has a 'role' and its 'content'")
         for field in ("role", "content"):
             value = message.get(field, "")
             if not isinstance(value, str):

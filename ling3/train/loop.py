@@ -8,15 +8,20 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
-import optax.contrib
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree, Scalar
 
 from ling3.execution import Execution
 from ling3.model import CausalLM
+from ling3.runtime.progress import progress
 from ling3.train.balance import balanced, expert_biases, plain
 from ling3.train.fsdp import DIVISIBLE, Fsdp
+
+try:
+    import optax
+    import optax.contrib
+except ImportError as error:
+    raise ImportError("training needs optax, which is not installed: pip install 'ling3[train]'") from error
 
 
 class Batch(eqx.Module):
@@ -160,9 +165,10 @@ def train(
     With a `mesh`, weights, the optimizer's state and the rows of each batch are cut along its axis `data` (see `fsdp`),
     and so is the result, which `save` and `ling3.mesh.place` take.
 
-    `report` is called every `every` steps and after the last, with a `Progress` and the model so far, whose buffers
-    the next step donates. Each new batch shape compiles a step. Raises ValueError if `batches` runs out or if the rows
-    of one cannot be dealt to the devices, and FloatingPointError if the loss is not finite at a report.
+    On a terminal a bar shows the steps and the loss. `report` is called every `every` steps and after the last, with a
+    `Progress` and the model so far, whose buffers the next step donates. Each new batch shape compiles a step. Raises
+    ValueError if `batches` runs out or if the rows of one cannot be dealt to the devices, and FloatingPointError if the
+    loss is not finite at a report.
     """
     fsdp = None if mesh is None else Fsdp(mesh)
     # The steps donate their arguments.
@@ -170,18 +176,20 @@ def train(
     optimizer = optimization.transformation(model)
     state = first_state(optimizer, model, fsdp)
     stream, losses, tokens, start, imbalance = iter(batches), [], 0, time.monotonic(), jnp.zeros(())
-    for step in range(1, optimization.steps + 1):
-        batch = next(stream, None)
-        if batch is None:
-            raise ValueError(f"the batches ran out after {step - 1} of {optimization.steps} steps")
-        batch = batch if fsdp is None else fsdp.rows(batch)
-        model, state, loss, imbalance = _step((optimizer, batch, fsdp), model, state)
-        losses.append(loss)
-        tokens += batch.tokens.size
-        if step % every == 0 or step == optimization.steps:
-            mean = float(jnp.mean(jnp.stack(losses)))
-            if not jnp.isfinite(mean):
-                raise FloatingPointError(f"the loss is {mean} by step {step}: lower the learning rate")
-            losses.clear()
-            report(Progress(step, tokens, time.monotonic() - start, mean, float(imbalance)), plain(model))
+    with progress("training (the first step compiles)", optimization.steps) as advance:
+        for step in range(1, optimization.steps + 1):
+            batch = next(stream, None)
+            if batch is None:
+                raise ValueError(f"the batches ran out after {step - 1} of {optimization.steps} steps")
+            batch = batch if fsdp is None else fsdp.rows(batch)
+            model, state, loss, imbalance = _step((optimizer, batch, fsdp), model, state)
+            losses.append(loss)
+            tokens += batch.tokens.size
+            if step % every == 0 or step == optimization.steps:
+                mean = float(jnp.mean(jnp.stack(losses)))
+                if not jnp.isfinite(mean):
+                    raise FloatingPointError(f"the loss is {mean} by step {step}: lower the learning rate")
+                advance(len(losses), f"training, loss {mean:.4f}")
+                losses.clear()
+                report(Progress(step, tokens, time.monotonic() - start, mean, float(imbalance)), plain(model))
     return plain(model)

@@ -259,7 +259,7 @@ def test_a_block_that_a_mesh_would_cut_is_refused(name, message):
     ("raw", "message"),
     [
         ({"quant_method": "gptq"}, "quant_method: found 'gptq'; expected fp8 or compressed-tensors"),
-        ({"quant_method": "fp8"}, "weight_block_size: absent; expected"),
+        ({"quant_method": "fp8"}, "weight_block_size: not in this config; expected"),
         (CONFIGS["fp8"] | {"activation_scheme": "static"}, "activation_scheme: found 'static'; expected 'dynamic'"),
         (CONFIGS["fp8"] | {"weight_block_size": [64, 64]}, r"found \[64, 64\]; expected \[128, 128\]"),
         (CONFIGS["fp8"] | {"strange": 1}, "strange: found 1; unknown field"),

@@ -220,12 +220,25 @@ def test_random_weights(bare, scripted, capsys):
     run(capsys, bare / "config.json", *options, "--weights-seed", 1, "--dtype", "float32")
     (bare / "tokenizer.json").unlink()
     code, _, err = run(capsys, bare / "config.json", *options)
-    assert code == 2 and "tokenizer.json is missing" in err
+    assert (
+        code == 2 and "the model has no tokenizer, and 'hello' has to be token ids: give them as in -p '5 17 3'" in err
+    )
     config = ling3.Ling3Config.from_file(bare)
     wanted = [(0, jnp.bfloat16), (1, jnp.bfloat16), (1, jnp.float32)]
     for engine, (seed, dtype) in zip(script.engines, wanted, strict=True):
         expected = ling3.init(config, key=jax.random.key(seed), dtype=dtype)
         assert eqx.tree_equal(engine.model, expected)
+
+
+@pytest.mark.slow
+def test_without_a_tokenizer_ids_take_the_place_of_text(bare, capsys):
+    (bare / "tokenizer.json").unlink()
+    options = ["--random-weights", "--max-tokens", 3, "-p", "5 17 3"]
+    code, out, _ = run(capsys, bare / "config.json", *options)
+    ids = [int(word) for word in out.split()]
+    assert code == 0 and len(ids) == 3
+    code, out, _ = run(capsys, bare / "config.json", *options, "--json")
+    assert code == 0 and (json.loads(out)["token_ids"], json.loads(out)["text"]) == (ids, None)
 
 
 def test_random_weights_that_do_not_fit(bare, tmp_path, capsys, monkeypatch):
@@ -361,10 +374,10 @@ class Panic(BaseException):
         (Panic("index out of bounds\nnote: …"), 1, "Panic: index out of bounds (--debug shows the traceback)"),
         (KeyError("weight"), 1, "KeyError: 'weight' (--debug shows the traceback)"),
         (MemoryError(), 1, "MemoryError (--debug shows the traceback)"),
-        (ValueError("two\nlines"), 2, "two lines"),
+        (ValueError("two\nlines"), 2, "two\nlines"),
     ],
 )
-def test_any_exception_is_one_line(directory, capsys, monkeypatch, error, code, message):
+def test_any_exception_is_a_message(directory, capsys, monkeypatch, error, code, message):
     def fail(*arguments, **settings):
         raise error
 

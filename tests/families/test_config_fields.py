@@ -94,7 +94,7 @@ def test_it_is_written_as_it_is_read():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"hidden_size": None}, "hidden_size: absent; expected an integer from 1; add it"),
+        ({"hidden_size": None}, "hidden_size: not in this config; expected an integer from 1; add it"),
         ({"num_attention_heads": 0}, "num_attention_heads: found 0; expected an integer from 1; correct it"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads"),
         ({"rope_theta": 10**400}, "rope_theta: found 1000"),
@@ -109,7 +109,10 @@ def test_it_is_written_as_it_is_read():
         ({"layer_types": "full"}, "layer_types: found 'full'; expected a list of"),
         ({"eos_token_id": [1, -1]}, "eos_token_id: found [1, -1]; expected a list of integers from 0; correct it"),
         ({"rope_scaling": {"type": "ntk", "factor": 2}}, "rope_scaling.rope_type: found 'ntk'; expected one of linear"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: absent; expected a finite number from 1; add it"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_scaling.factor: not in this config; expected a finite number from 1; add it",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling.beta_fast: absent; YaRN has it"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "rope_scaling.mscale: found 1; unknown field"),
         ({"rope_scaling": "linear"}, "rope_scaling: found 'linear'; expected an object or null; correct it"),

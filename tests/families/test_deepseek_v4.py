@@ -176,7 +176,7 @@ def test_other_spellings():
             r"attention_factor: found 2.0; expected 1",
         ),
         ({"rope_scaling": {"type": "longrope", "factor": 4}}, r"rope_scaling.*rope_type: found 'longrope'"),
-        ({"hidden_size": None}, r"hidden_size: absent; expected an integer"),
+        ({"hidden_size": None}, r"hidden_size: not in this config; expected an integer"),
         ({"index_kv_heads": 3}, r"index_kv_heads: found 3; unknown field"),
     ],
 )

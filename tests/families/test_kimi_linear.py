@@ -89,7 +89,7 @@ def test_transformers_spelling():
     assert KimiLinearConfig.from_dict(raw) == CONFIG
     with pytest.raises(ling3.ConfigError, match=r"mlp_layer_types: found .*expected .*dense.*sparse"):
         KimiLinearConfig.from_dict(raw | {"mlp_layer_types": ["sparse", "dense", "sparse"]})
-    with pytest.raises(ling3.ConfigError, match="linear_attn_config: absent; expected an object"):
+    with pytest.raises(ling3.ConfigError, match="linear_attn_config: not in this config; expected an object"):
         KimiLinearConfig.from_dict(raw | {"layer_types": 3})
 
 
@@ -110,7 +110,7 @@ RENAMED = {
         ({"linear_attn_config": {"kda_layers": [0, 2]}}, r"linear_attn_config.*kda_layers: found \[0, 2\]; expected"),
         ({"linear_attn_config": {"full_attn_layers": []}}, r"found layers \[2\] in neither"),
         ({"linear_attn_config": {"kda_layers": [1, 3, 4]}}, r"found layers \[4\] in neither"),
-        ({"linear_attn_config": {"num_heads": None}}, r"linear_attn_config.*num_heads: absent"),
+        ({"linear_attn_config": {"num_heads": None}}, r"linear_attn_config.*num_heads: not in this config"),
         ({"linear_attn_config": {"gate_lower_bound": -5.0}}, r"gate_lower_bound: found -5.0; unknown field"),
         ({"linear_attn_config": {"use_full_rank_gate": True}}, r"use_full_rank_gate: found True"),
         ({"num_experts_per_token": 5}, r"num_experts_per_token: found 5; expected at most 4"),
@@ -129,7 +129,7 @@ RENAMED = {
         ({"num_nextn_predict_layers": 1}, r"num_nextn_predict_layers: found 1"),
         ({"hidden_act": "situ"}, r"hidden_act: found 'situ'"),
         ({"routed_expert_hidden_size": 8}, r"routed_expert_hidden_size: found 8; unknown field"),
-        ({"hidden_size": None}, r"hidden_size: absent; expected an integer"),
+        ({"hidden_size": None}, r"hidden_size: not in this config; expected an integer"),
         ({"num_local_experts": 4}, r"num_experts: found num_experts 8, num_local_experts 4; expected one value"),
     ],
 )

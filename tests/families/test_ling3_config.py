@@ -136,8 +136,8 @@ def test_values_come_in_their_own_types():
 def test_the_safe_gate_off_means_no_bound():
     assert Ling3Config.from_dict(changed(TINY, kda_safe_gate=False)).kda_lower_bound is None
     assert Ling3Config.from_dict(changed(TINY, kda_safe_gate=False, kda_lower_bound=None)).kda_lower_bound is None
-    assert "kda_lower_bound: absent" in refusal(changed(TINY, kda_lower_bound=None))
-    assert "kda_safe_gate: absent" in refusal(changed(TINY, kda_safe_gate=ABSENT))
+    assert "kda_lower_bound: not in this config" in refusal(changed(TINY, kda_lower_bound=None))
+    assert "kda_safe_gate: not in this config" in refusal(changed(TINY, kda_safe_gate=ABSENT))
     assert "kda_safe_gate: found 1" in refusal(changed(TINY, kda_safe_gate=1))
 
 
@@ -333,8 +333,8 @@ def test_an_integer_too_long_to_print_is_told_by_its_bits():
 
 
 def test_sizes_that_are_left_out_are_not_guessed():
-    assert "hidden_size: absent; expected an integer from 1" in refusal(changed(TINY, hidden_size=ABSENT))
-    assert "head_dim: absent" in refusal(changed(TINY, head_dim=None))
+    assert "hidden_size: not in this config; expected an integer from 1" in refusal(changed(TINY, hidden_size=ABSENT))
+    assert "head_dim: not in this config" in refusal(changed(TINY, head_dim=None))
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_a_variant_survives_its_file_and_no_published_file_has_one():
     ("fields", "message"),
     [
         ({"kda_output_gate": "tanh"}, "found 'tanh'; expected one of sigmoid, swish, constant, none"),
-        ({"attention": None}, "attention: absent; expected one of scheduled, kda, mla, none"),
+        ({"attention": None}, "attention: not in this config; expected one of scheduled, kda, mla, none"),
         ({"kda_beta": 3.0}, "kda_beta: found 3.0; expected a finite number from 0 to 2 or null"),
         ({"mla_rope": 1}, "mla_rope: found 1; expected true or false"),
         ({"layer_overrides": {24: {"mla_rope": False}}}, "expected a layer from 0 to 23"),

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from ling3.runtime import progress
@@ -9,17 +11,28 @@ def terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
 
-def work(steps: int) -> None:
+def work(steps: int, seconds: float = 0.0) -> None:
     with progress.progress("loading x", 10 * steps) as advance:
+        time.sleep(seconds)
         for _ in range(steps):
             advance(10)
 
 
 def test_long_work_is_shown_on_stderr_alone(terminal, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "PATIENCE", -1.0)
-    work(3)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    work(3, seconds=0.5)
     written = capsys.readouterr()
     assert "loading x" in written.err and written.out == ""
+
+
+def test_a_bar_is_shown_before_the_first_part_is_done(terminal, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    with progress.progress("loading x", 10) as advance:
+        time.sleep(0.5)
+        assert "loading x" in capsys.readouterr().err
+        advance(5, "loading y")
+        time.sleep(0.5)
+        assert "loading y" in capsys.readouterr().err
 
 
 def test_short_work_is_not_shown(terminal, capsys):
@@ -30,6 +43,6 @@ def test_short_work_is_not_shown(terminal, capsys):
 
 def test_nothing_is_drawn_into_a_file(monkeypatch, capsys):
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
-    monkeypatch.setattr(progress, "PATIENCE", -1.0)
-    work(3)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    work(3, seconds=0.5)
     assert capsys.readouterr().err == ""
