@@ -69,7 +69,7 @@ Parts = list[tuple[ArrayLeaf, tuple[Weight, ...]]]
 """Arrays of a model, and the tensors that each is made of."""
 
 EXCEPTIONS: tuple[tuple[Callable[[ArrayLeaf], bool], Callable[[ArrayLeaf], Iterator[Weight]]], ...] = (
-    (lambda leaf: isinstance(leaf.module, Matrix) and leaf.axes[0] == "experts", _one_by_one),
+    (lambda leaf: isinstance(leaf.module, Matrix) and leaf.axes[:1] == ("experts",), _one_by_one),
     (lambda leaf: isinstance(leaf.module, ShortConv), _with_an_axis_of_one),
     (lambda leaf: isinstance(leaf.module, KDA) and leaf.field == "A_log", _also_four_dimensional),
 )

@@ -90,7 +90,7 @@ class ModelSource:
         return load_tokenizer(self.path, revision=self.revision)
 
     def tokenizer_if_any(self) -> "Tokenizer | None":
-        """The tokenizer, or None if there is none."""
+        """The tokenizer, or None for a checkpoint without one."""
         try:
             return self.tokenizer()
         except FileNotFoundError:

@@ -257,7 +257,7 @@ def quantized(
         return dataclasses.replace(node, **changed) if any(changed[n] is not getattr(node, n) for n in fields) else node
 
     def replaced(linear: Linear, path: str) -> Matrix:
-        embeds, modules = linear.axes[0] == "vocab" and path != "lm_head", _modules(linear, path, published)
+        embeds, modules = linear.axes[:1] == ("vocab",) and path != "lm_head", _modules(linear, path, published)
         schemes = {quantization.scheme(module, "Embedding" if embeds else "Linear") for module in modules}
         if schemes == {None}:
             return linear
@@ -284,7 +284,7 @@ def quantized(
 
 def _modules(matrix: Matrix, path: str, published: Callable[[str], str]) -> list[str]:
     """The published modules that are a matrix of the tree: for a stack of experts one each."""
-    if matrix.axes[0] != "experts":
+    if matrix.axes[:1] != ("experts",):
         return [published(f"{path}.weight").removesuffix(".weight")]
     experts, projection = path.rsplit(".", 1)
     names = (f"{experts}.{expert}.{projection}.weight" for expert in range(matrix.shape[0]))

@@ -275,24 +275,21 @@ def variant(
     """The model with other values of its config's `fields`, in all layers or in some.
 
     The module tree of the new config is filled with the old model's arrays, path by path; what has no place there is
-    left out. `fill` has arrays for paths that the old model lacks. Raises ValueError where one is still lacking, or
-    has another shape: such a model has to be trained, not cut.
+    left out. `fill` has arrays for paths that the old model lacks, or has in another shape. Raises ValueError where an
+    array is still lacking: such a model has to be trained, not cut.
     """
     config = family_of(model.config).vary(model.config, layers, fields)
-    have = {**(fill or {}), **{leaf.path: leaf.value for leaf in array_leaves(model)}}
     target = structure(config, model.dtype)
-    wanted = list(array_leaves(target))
-    lacking = [
-        f"{leaf.path} {list(leaf.value.shape)}"
-        for leaf in wanted
-        if leaf.path not in have or have[leaf.path].shape != leaf.value.shape
-    ]
+    wanted = {leaf.path: leaf.value.shape for leaf in array_leaves(target)}
+    given = [*(fill or {}).items(), *((leaf.path, leaf.value) for leaf in array_leaves(model))]
+    have = {path: value for path, value in given if value.shape == wanted.get(path)}
+    lacking = [f"{path} {list(shape)}" for path, shape in wanted.items() if path not in have]
     if lacking:
         raise ValueError(
             f"{fields}: the model has no {', '.join(lacking[:4])}{' …' if len(lacking) > 4 else ''}: a variant can "
             "leave weights out, not invent them; train it from `ling3.init(config)`"
         )
-    return jax.tree.unflatten(jax.tree.structure(target), [have[leaf.path] for leaf in wanted])
+    return jax.tree.unflatten(jax.tree.structure(target), [have[path] for path in wanted])
 
 
 def _chosen(model: CausalLM, mechanism: str, layers: Layers, kind: str | None = None) -> dict[int, Any]:

@@ -199,7 +199,7 @@ def test_angles_are_those_of_the_equations(tmp_path, raw, kind):
             scaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64, low_freq_factor=1.0),
             "rope_scaling.high_freq_factor: not in this config",
         ),
-        (scaling(type="linear", factor=2.0, long_factor=[1.0]), "rope_scaling.long_factor: found [1.0]; expected no"),
+        (scaling(type="linear", factor=2.0, long_factor=[1.0]), "rope_scaling.long_factor: found [1.0]; unknown field"),
         ({"rope_scaling": "linear"}, "rope_scaling: found 'linear'; expected an object or null"),
         (
             scaling(type="linear", factor=2.0) | {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
