@@ -28,20 +28,20 @@ class Mixer(Protocol):
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: State | None, span: Span
     ) -> tuple[Float[Array, "batch seq hidden"], State | None]:
-        """Its output for each token, and its memory after the span. No state means whole sequences and no memory."""
+        """Its output for each token, and its memory after the span. Without a state nothing is cached."""
         ...
 
     def empty_state(self, spec: CacheSpec) -> State:
         """Its memory before the first token: arrays with a row per slot, and `Paged` ones of so many pages.
 
-        ValueError, which says why, if its memory cannot be so.
+        Raises ValueError, with the reason, if `spec` does not suit this mixer.
         """
         ...
 
 
 @runtime_checkable
 class FeedForward(Protocol):
-    """A layer that computes each token for itself."""
+    """A layer that processes each token independently."""
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """Its output for each token; padding may get anything."""
@@ -52,7 +52,7 @@ class DecoderLayer(eqx.Module):
     """h = x + attention(input_layernorm(x));   y = h + mlp(post_attention_layernorm(h)).
 
     Without attention h = x: the layer has no memory, and input_layernorm is unused. With hyper-connections x has
-    several streams, and they say what a sublayer reads of these and how its output is added to them.
+    several streams, and they decide what a sublayer reads from these and how its output is added back.
     """
 
     input_layernorm: RMSNorm
@@ -121,7 +121,7 @@ class Decoder(eqx.Module):
         return hidden, tuple(after)
 
     def spread(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq *streams hidden"]:
-        """The residual stream before the first layer, or all of several."""
+        """The initial residual stream, or all streams with hyper-connections."""
         return x if self.hc_head is None else self.hc_head.spread(x)
 
     def normed(self, x: Float[Array, "batch seq *streams hidden"]) -> Float[Array, "batch seq hidden"]:
@@ -160,8 +160,8 @@ class CausalLM(eqx.Module):
 
         `execution` is how it runs, by default as suits the platform. `interventions` hold for every row.
 
-        ValueError for no tokens, for interventions that do not hold of the model, and for ids outside [0, vocab).
-        Inside `jax.jit` and other transformations ids are not checked, and JAX reads another row.
+        Raises ValueError for empty `tokens`, interventions that do not fit the model, and ids outside [0, vocab).
+        Inside `jax.jit` and other transformations ids are not checked, and a bad id silently reads another row.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):
@@ -172,7 +172,7 @@ class CausalLM(eqx.Module):
     def watched(
         self, tokens: Int[Array, "batch seq"], span: Span
     ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
-        """The same over a span of whole sequences, whose recorder sees what passes."""
+        """`__call__` without its checks, over a span whose recorder can capture or change activations."""
         hidden, _ = self.model(tokens, (None,) * len(self.model.attentions), span)
         return self.logits(hidden, span.execution)
 
@@ -184,7 +184,7 @@ class CausalLM(eqx.Module):
         return head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # a head may have more rows
 
     def __hash__(self) -> int:
-        """TypeError, as of any module with arrays, that says what to use in place of `jax.jit(model)`."""
+        """Raises TypeError, like any module with arrays, saying what to use instead of `jax.jit(model)`."""
         try:
             return super().__hash__()
         except TypeError:
@@ -205,13 +205,13 @@ class CausalLM(eqx.Module):
 
     @property
     def parameters(self) -> int:
-        """How many weights it has; of quantized matrices as many as they have numbers, and no scales."""
+        """The number of weights. Quantized matrices count their unpacked weights, not their scales."""
         counts = weights_per_element(self)
         return int(sum(math.prod(shape) * count for shape, count in zip(self.shapes, counts, strict=True)))
 
     @property
     def page_multiple(self) -> int:
-        """A page's number of tokens is a multiple of this: as many as each compressed entry stands for."""
+        """Page sizes must be multiples of this: the lcm of the tokens per cache entry over all paged arrays."""
         spec = CacheSpec(0, 0, 0, self.dtype)
         states = eqx.filter_eval_shape(lambda: [mixer.empty_state(spec) for mixer in self.model.attentions])
         return math.lcm(*(paged.tokens for paged in pages_of(states)))
@@ -223,7 +223,7 @@ class CausalLM(eqx.Module):
 
     @property
     def unpackable(self) -> str | None:
-        """Why the model's paged caches cannot be packed, by the first layer for which they cannot; None if they can.
+        """Why the paged caches cannot be packed, for the first layer where they cannot; None if they can.
 
         The packed formats are those of `ling3.ops.packed_kv`.
         """
@@ -277,8 +277,9 @@ class CausalLM(eqx.Module):
         Row b brings `lengths[b]` tokens (all `seq` without `lengths`, 0 leaves the row untouched) and right padding
         after them, whose logits mean nothing. `last=True` computes the logits after each row's last token alone
         (`out` = 1) and not of all (`out` = seq). A row that the cache has no room for gets NaN logits, and so does one
-        whose length is not in [0, seq]. `interventions` hold for every row, at absolute positions. ValueError for no
-        tokens at all, and for ids and interventions as in `__call__`.
+        whose length is not in [0, seq]. `interventions` hold for every row, at absolute positions. Raises
+        ValueError for empty `tokens`, for a batch other than the cache's, and for ids (but not those of padding) and
+        interventions as in `__call__`.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):

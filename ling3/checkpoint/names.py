@@ -1,6 +1,6 @@
-"""The published name and shape of each of a model's arrays: the path in the module tree, but for the exceptions.
+"""The published name and shape of each array of a model: the path in the module tree, with exceptions.
 
-The exceptions of the layers stand in EXCEPTIONS and nowhere else; names that are a family's own, in `Family.published`.
+EXCEPTIONS lists those that depend on the layer; `Family.published` and `Family.published_shape` are those of a family.
 """
 
 import math
@@ -21,7 +21,7 @@ from ling3.model import CausalLM
 
 
 class Weight(NamedTuple):
-    """One published tensor: its name and shape, and the leaf of the module tree (its row `expert`) that it is."""
+    """One published weight: its tensor's name, its own shape, and the leaf (at `path`, row `expert`) that it fills."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,13 +30,13 @@ class Weight(NamedTuple):
     also: tuple[tuple[int, ...], ...] = ()
     """Other shapes in which checkpoints have it."""
     whole: tuple[int, ...] | None = None
-    """The shape of the tensor of this name, where that has other weights too."""
+    """The shape of the whole tensor, if it holds other weights too."""
     start: int = 0
-    """Numbers before this weight in that tensor."""
+    """The element of the flattened tensor at which this weight begins."""
 
     @property
     def size(self) -> int:
-        """The number of parameters in the tensor."""
+        """The number of elements of this weight."""
         return math.prod(self.shape)
 
 
@@ -73,7 +73,7 @@ EXCEPTIONS: tuple[tuple[Callable[[ArrayLeaf], bool], Callable[[ArrayLeaf], Itera
     (lambda leaf: isinstance(leaf.module, ShortConv), _with_an_axis_of_one),
     (lambda leaf: isinstance(leaf.module, KDA) and leaf.field == "A_log", _also_four_dimensional),
 )
-"""Which leaves the checkpoint has otherwise than the tree, and how."""
+"""Leaves that checkpoints store differently from the tree, and how. The first match applies."""
 
 
 def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
@@ -95,8 +95,8 @@ def weights_of(leaf: ArrayLeaf) -> Iterator[Weight]:
 def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
     """Each array of `model`, and the tensors that it is made of, as a checkpoint with tensors of these names has them.
 
-    Of its family's layouts, that is the one of which most names are there, and of several such the first. One tensor of
-    each array tells.
+    Takes the layout, the published one or one of the family's, with the most names present; ties go to the first. Only
+    the first tensor of each array is looked up, and missing tensors are no error.
     """
     config = model.config
     published = [(leaf, tuple(weights_of(leaf))) for leaf in array_leaves(model)]

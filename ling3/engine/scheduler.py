@@ -14,8 +14,8 @@ class Group:
     """Slots and pages that lie on the same devices: a sequence has all its memory in one group.
 
     A page holds `page_size` tokens; it is free, belongs to one sequence, or has a known prefix and belongs to
-    `prefixes`. Those of known prefixes that no sequence uses are as good as free. With a window, a sequence needs only
-    the pages of its last tokens, and holds at most `most_pages` at once.
+    `prefixes`. Prefix pages that no sequence uses count as available: they are evicted when needed. With a window, a
+    sequence needs only the pages of its last tokens, and holds at most `most_pages` at once.
     """
 
     def __init__(self, shapes: Shapes, number: int):
@@ -26,13 +26,13 @@ class Group:
 
     @property
     def available(self) -> int:
-        """How many pages are free, or would be on demand."""
+        """The number of pages that are free or can be evicted."""
         return len(self.free_pages) + self.prefixes.evictable
 
     def admit(self, sequence: TokenSequence, tokens: int) -> bool:
-        """Gives a sequence a slot and pages for so many tokens; False, and nothing given, if they lack.
+        """Gives a sequence a slot and pages for `tokens` tokens; returns False and gives nothing if there are too few.
 
-        One that begins goes on from the longest known prefix.
+        If nothing of it is prefilled yet, it starts from the longest known prefix, or without one if that does not fit.
         """
         if not self.free_slots:
             return False
@@ -51,10 +51,10 @@ class Group:
         return given
 
     def reserve(self, sequence: TokenSequence, tokens: int) -> bool:
-        """Gives a sequence pages for so many tokens in all; False, and none given, if there are too few.
+        """Gives a sequence pages for `tokens` tokens in all; returns False and gives none if there are too few.
 
-        With a window it first frees the pages behind it, and gives at most `most_pages`. These are enough for the next
-        chunk of a prompt, and each chunk frees as many pages as the next one can lack.
+        With a window, first frees the pages behind it (even if it then returns False), and never lets the sequence hold
+        more than `most_pages`, which is enough for any one call.
         """
         self.free_behind(sequence)
         memory = sequence.memory
@@ -68,7 +68,7 @@ class Group:
         return True
 
     def free_behind(self, sequence: TokenSequence) -> None:
-        """Frees the pages that lie wholly behind the window of the sequence's next token.
+        """Gives up the pages wholly behind the window of the sequence's next token; `prefixes` may keep some.
 
         Calls in flight may still read them: programs run in the order of their dispatch, and whatever the next owner
         writes into these pages is dispatched later.
@@ -82,7 +82,7 @@ class Group:
         memory.first_page = first
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
-        """Frees a sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
+        """Gives back a sequence's slot and pages. If it failed (`spoiled`), prefixes that only it used are dropped."""
         assert sequence.memory.slot is not None, "only a running sequence has a slot and pages"
         self.free_slots.append(sequence.memory.slot)
         sequence.memory.slot = None
@@ -127,11 +127,11 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        """How many pages are free, or would be on demand."""
+        """The number of pages that are free or can be evicted."""
         return sum(group.available for group in self.groups)
 
     def alike(self, sequences: Sequence[TokenSequence], rows: int) -> Iterator[list[TokenSequence]]:
-        """Sequences that may share a call, as many of each group as it has rows."""
+        """Batches of sequences with the same `key`, with at most `rows` of each group."""
         kinds: dict[Any, list[TokenSequence]] = {}
         for sequence in sequences:
             kinds.setdefault(sequence.key, []).append(sequence)
@@ -158,7 +158,7 @@ class Scheduler:
         heapq.heapify(self._waiting)
 
     def admit(self, tokens: int) -> TokenSequence | None:
-        """Gives the head of the queue a slot and pages for so many tokens; None, and nothing given, if they lack."""
+        """Gives the head of the queue a slot and pages for `tokens` tokens, or returns None if there are too few."""
         sequence = self.head()
         if sequence is None or not any(group.admit(sequence, tokens) for group in self._for(sequence)):
             return None
@@ -168,7 +168,7 @@ class Scheduler:
         return sequence
 
     def _for(self, sequence: TokenSequence) -> list[Group]:
-        """The groups in which a sequence is to begin: that with the longest known prefix first, then the emptiest."""
+        """The groups in the order to try: by the longest known prefix, then by free slots, then by available pages."""
         if len(self.groups) == 1:
             return self.groups
 
@@ -182,28 +182,28 @@ class Scheduler:
         return self.groups[sequence.memory.group]
 
     def prefixes_of(self, sequence: TokenSequence) -> Prefixes:
-        """The known prefixes that a sequence can go on from."""
+        """The prefix cache of the sequence's group."""
         return self.group_of(sequence).prefixes
 
     def youngest(self, group: Group) -> TokenSequence:
-        """The sequence of a group that is preempted first."""
+        """The group's running sequence that arrived last, which is preempted first."""
         return next(sequence for sequence in reversed(self.running) if self.group_of(sequence) is group)
 
     def reserve(self, sequence: TokenSequence, tokens: int) -> bool:
-        """Gives a running sequence pages for so many tokens in all; False, and none given, if there are too few."""
+        """Gives a running sequence pages for `tokens` tokens in all, or returns False if there are too few."""
         return self.group_of(sequence).reserve(sequence, tokens)
 
     def release(self, sequence: TokenSequence, spoiled: bool = False) -> None:
-        """Frees a running sequence's slot and pages. Of a `spoiled` one no prefix is kept that only it used."""
+        """Gives back a running sequence's slot and pages, and drops prefixes that only it used if it is `spoiled`."""
         self.group_of(sequence).release(sequence, spoiled)
         self.running.remove(sequence)
 
     def are_free(self, pages: list[int]) -> list[int]:
-        """The free pages among some, in order."""
+        """Those of `pages` that are free, sorted by number; evictable pages do not count."""
         return sorted({page for group in self.groups for page in group.free_pages}.intersection(pages))
 
     def check(self) -> None:
-        """Raises AssertionError unless each slot and page is free, or belongs to one sequence or known prefix."""
+        """Raises AssertionError as `Group.check` does, and if a waiting sequence holds memory."""
         for group in self.groups:
             group.check([sequence for sequence in self.running if self.group_of(sequence) is group])
         assert all(sequence.memory.slot is None and not sequence.memory.pages for sequence in self.queued()), (
@@ -212,5 +212,5 @@ class Scheduler:
 
 
 def _dealt(count: int, number: int, groups: int) -> range:
-    """The part of one group of the numbers from 0 on, of which all groups have equally many."""
+    """Group `number`'s equal share of range(count)."""
     return range(number * count // groups, (number + 1) * count // groups)

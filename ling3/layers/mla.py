@@ -27,7 +27,7 @@ class MLAConfig:
     hidden: int
     heads: int
     q_rank: int | None
-    """Of the queries' low rank; None projects them at once."""
+    """The rank of the query projection (`q_lora_rank`); None: a single full matrix."""
     latent: int
     nope: int
     rope: int
@@ -47,13 +47,14 @@ class MLA(eqx.Module):
         latent, k_rope = kv_a_proj_with_mqa(x);   latent = RMSNorm(latent)
         k_nope, v = kv_b_proj(latent)                                 [heads, nope], [heads, value]
         o = softmax((q_nope·k_nope + rope(q_rope)·rope(k_rope)) / sqrt(nope + rope)) v
-        y = dense(sigmoid(g_proj(x)) · o)                             the gate in float32, one number per head
+        y = dense(sigmoid(g_proj(x)) · o)                             a gate per head, computed in float32
 
-    Only `[latent | rope(k_rope)]` is remembered. Many tokens at once expand keys and values from it; a single token
-    over a cache absorbs `kv_b_proj` into query and output instead (q_nope W_uk, then W_uv), the same numbers without
-    the expansion.
+    Only `[latent | rope(k_rope)]` is cached. With several tokens, keys and values are expanded from it; with one token
+    and a cache, `kv_b_proj` is absorbed into query and output instead (q_nope W_uk, then W_uv), which is mathematically
+    the same.
 
-    Without `g_proj` there is no output gate; with `rope_theta` None nothing is rotated, and positions do not matter.
+    Without `g_proj` there is no output gate; with `rope_theta` None nothing is rotated, and positions only set the
+    causal mask.
     """
 
     q_a_proj: Annotated[Matrix | None, "q_rank hidden"]  # these three with a q_lora_rank,
@@ -113,7 +114,7 @@ class MLA(eqx.Module):
 
     @property
     def entry(self) -> int:
-        """How many numbers a token leaves behind: latent + rope."""
+        """The size of a token's cache entry: latent + rope."""
         return self.latent + self.rope
 
     def __call__(
@@ -121,7 +122,7 @@ class MLA(eqx.Module):
     ) -> tuple[Float[Array, "batch seq {self.hidden}"], Paged | None]:
         """The layer's output for each token, and the cache with the span's tokens in it.
 
-        Without a cache the span's tokens see each other alone, in a form that can be differentiated.
+        Without a cache, tokens attend causally within the span only, and the result is differentiable.
         """
         seq = x.shape[1]
         positions = span.positions(seq)
@@ -230,7 +231,7 @@ class MLA(eqx.Module):
         state: Paged,
         span: Span,
     ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
-        """Attention over the latents themselves: every head's query shares the one key and value of a token."""
+        """Attention over the latents themselves: all heads share each token's single key and value."""
         weight, execution = self.kv_b_proj.dense().astype(q_nope.dtype), span.execution
         q = self._absorbed_queries(q_nope, q_rope, weight, execution)
         assert span.table is not None, "a span over a paged array has a table"
@@ -247,14 +248,14 @@ class MLA(eqx.Module):
         weight: Float[Array, "{self.heads*(self.nope+self.value)} {self.latent}"],
         execution: Execution = PLAIN,
     ) -> Float[Array, "batch {self.heads} {self.entry}"]:
-        """[q_nope W_uk | q_rope] of each head, which meet the entries as they lie in the cache."""
+        """[q_nope W_uk | q_rope] of each head, to be scored directly against the cache entries."""
         q_latent = execution.latent_queries(q_nope[:, 0], weight, execution.sums).astype(q_nope.dtype)
         return jnp.concatenate([q_latent, q_rope[:, 0]], axis=-1)
 
     def _summed_latents(
         self, summed: Wide[Array, "batch {self.heads} {self.entry}"]
     ) -> Wide[Array, "batch {self.heads} {self.latent}"]:
-        """Each head's weighted sum of latents, without that of the keys' rotated part."""
+        """Each head's weighted sum of latents: the weighted sum of entries without its last `rope` channels."""
         return summed[..., : -self.rope]
 
     def output_gate(
@@ -268,7 +269,7 @@ class MLA(eqx.Module):
         pre_o_proj: Float[Array, "batch seq {self.heads} {self.value}"],
         gate: Wide[Array, "batch seq {self.heads}"] | None,
     ) -> Float[Array, "batch seq {self.heads} {self.value}"]:
-        """Multiplies each head's output by its gate."""
+        """Multiplies each head's output by its gate, cast to the output's dtype; unchanged without a gate."""
         return pre_o_proj if gate is None else pre_o_proj * gate.astype(pre_o_proj.dtype)[..., None]
 
     def projected(

@@ -1,4 +1,4 @@
-"""Exchanges between devices around the product with a matrix that they share, inside `jax.shard_map`."""
+"""The collectives around a matmul with a sharded weight, inside `jax.shard_map`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,41 +11,41 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """How the devices along an `axis` of the mesh share the product y = x Wᵀ in `parts`; by default they share nothing.
+    """How y = x Wᵀ is sharded in `parts` along an `axis` of the mesh; by default not at all.
 
-    Each has the whole of W [out, in], or some of its rows, or some of its columns. Where there are fewer parts than
-    devices, `repeats` neighbours have the same one. The last parts may be filled up with zeros.
+    A device has all of W [out, in], some of its rows, or some of its columns. Each part is on `repeats` neighbouring
+    devices. The last parts may be padded with zeros; gathered outputs keep that padding.
     """
 
     axis: str = ""
     parts: int = 1
     repeats: int = 1
     x: Literal["here", "gathered"] = "here"
-    """gathered: the inputs are cut and W has all columns, so the devices' inputs are put together first."""
+    """gathered: the inputs are sharded and W has all columns, so the devices' inputs are gathered first."""
     y: Literal["here", "gathered", "summed", "sliced"] = "here"
     """What becomes of the outputs that a device has computed.
 
-    here: they stay, since whatever reads them (the heads of attention, the channels of a feed-forward) is cut likewise;
-    gathered: W has some rows, and everybody needs all outputs; summed: inputs and columns are cut alike, and each
-    device has a part of every sum; sliced: W is whole, and each device keeps its own part of the outputs.
+    here: they stay, as their reader (the heads of attention, the channels of a feed-forward) is sharded the same way;
+    gathered: W has some rows, and every device needs all outputs; summed: inputs and columns are sharded alike, so the
+    partial products are added (psum); sliced: W is complete, and each device keeps its part of the outputs.
     """
     fenced: bool = False
-    """The product is a result of its own in the program, however W is cut: what XLA fuses, it may round otherwise."""
+    """Put a fusion barrier after the product: XLA may round fused operations differently."""
 
     def inputs_of(self, columns: int) -> int:
-        """Inputs that a device has before the exchange, where its W has so many columns."""
+        """The width of a device's input before the exchange, given its W's columns."""
         return -(-columns // self.parts) if self.x == "gathered" else columns
 
     def outputs_of(self, rows: int) -> int:
-        """Outputs that a device has after the exchange, where its W has so many rows."""
+        """The width of a device's output after the exchange, given its W's rows."""
         return {"gathered": rows * self.parts, "sliced": -(-rows // self.parts)}.get(self.y, rows)
 
     def before(self, x: Float[Array, "*batch part"], columns: int) -> Float[Array, "*batch {columns}"]:
-        """The inputs of the product with a W of so many columns."""
+        """The inputs of the product with a W of `columns` columns."""
         return self._together(x)[..., :columns] if self.x == "gathered" else x
 
     def summed(self, y: Float[Array, "*batch outer"]) -> Float[Array, "*batch outer"]:
-        """The product, where each device has computed a part of each sum, or where it is `fenced`."""
+        """The psum of `y` if it is "summed"; if `fenced`, `y` behind a fusion barrier and not summed; else `y`."""
         if self.fenced:  # an all-gather of each device with itself: a fusion barrier, which sends nothing
             alone = [[device] for device in range(lax.axis_size(self.axis))]
             return lax.all_gather(y, self.axis, axis_index_groups=alone, tiled=True)
@@ -75,7 +75,10 @@ class Exchange:
         index: Int[Array, "*batch"],
         rows: int,
     ) -> Float[Array, "*batch inner"]:
-        """`read(index)` of a matrix of which each device has `rows` rows. A sum with zeros changes no number."""
+        """Rows `index` of W, which `read` reads on this device.
+
+        With gathered outputs each device has `rows` rows, and the others add zeros in a psum, which is exact.
+        """
         if self.y != "gathered":
             return self.summed(read(index)) if self.fenced else read(index)
         own = index - lax.axis_index(self.axis) * rows
