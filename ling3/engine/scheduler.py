@@ -199,7 +199,7 @@ class Scheduler:
         self.running.remove(sequence)
 
     def are_free(self, pages: list[int]) -> list[int]:
-        """Those of `pages` that are free, sorted by number; evictable pages do not count."""
+        """The free ones among `pages`, sorted by number; evictable pages do not count."""
         return sorted({page for group in self.groups for page in group.free_pages}.intersection(pages))
 
     def check(self) -> None:
