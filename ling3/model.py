@@ -134,6 +134,25 @@ class Decoder(eqx.Module):
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+    """The checkpoint that a model was loaded from: its path or hub id, and the revision there.
+
+    All are equal: where a model came from makes no other tree of it, and no other programs.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """True for any other origin."""
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        """One number for all of them."""
+        return hash(Origin)
+
+
 class CausalLM(eqx.Module):
     """A causal language model: the published tree of a decoder, with `lm_head` on top.
 
@@ -143,6 +162,7 @@ class CausalLM(eqx.Module):
     model: Decoder
     lm_head: Matrix | None  # [vocab, hidden]; None: the word embeddings serve as head too
     config: Any = eqx.field(static=True)  # the family's own
+    origin: Origin = eqx.field(static=True, default=Origin())
 
     @checks_ids
     @takes_interventions

@@ -214,7 +214,7 @@ def sharded(module):
     real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
     mesh = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])
     placed = plan(real, mesh).model(real, jax.tree.leaves(real))
-    scored(module.Sharded(placed.model, placed.lm_head, SHORT, placed.placement))
+    scored(module.Sharded(placed.model, placed.lm_head, SHORT, placement=placed.placement))
 
 
 def pool(module):

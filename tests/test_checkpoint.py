@@ -594,12 +594,18 @@ class TestSave:
     def test_with_a_tokenizer(self, directory, tmp_path):
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "pytorch_model.bin"):
             (directory / name).write_text(name)
-        save(load(directory), tmp_path / "out", tokenizer_from=directory)
+        model = load(directory)
+        save(model, tmp_path / "out")
+        save(ling3.ablate.no_output_gate(model, "kda"), tmp_path / "cut")
+        save(model, tmp_path / "bare", tokenizer_from=None)
         assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
+        assert (tmp_path / "cut" / "tokenizer.json").exists() and not (tmp_path / "bare" / "tokenizer.json").exists()
         assert (tmp_path / "out" / "chat_template.jinja").read_text() == "chat_template.jinja"
         assert not (tmp_path / "out" / "pytorch_model.bin").exists()
 
-    def test_a_tokenizer_that_is_not_there(self, directory, tmp_path):
+    def test_a_tokenizer_that_is_not_there(self, directory, tmp_path, caplog):
+        save(load(directory), tmp_path / "bare")
+        assert "a model is saved without a tokenizer, which serving needs: give tokenizer_from" in caplog.text
         with pytest.raises(CheckpointError, match=r"found no tokenizer\.json"):
             save(load(directory), tmp_path / "out", tokenizer_from=directory)
         assert not (tmp_path / "out").exists()

@@ -43,6 +43,12 @@ def pin(path: str | os.PathLike[str], revision: str | None = None) -> str | None
     return None if _local(path) is not None else directory.name
 
 
+def lasting(path: str | os.PathLike[str]) -> str:
+    """The name of a checkpoint that holds in every working directory: an absolute path, or its hub id."""
+    directory = _local(path)
+    return os.fspath(path) if directory is None else str(directory.absolute())
+
+
 def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
     """The directory that `path` names; None for a hub id."""
     name = os.fspath(path)

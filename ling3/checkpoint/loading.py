@@ -36,7 +36,7 @@ from ling3.leaves import ArrayLeaf
 from ling3.mesh.agreement import Together
 from ling3.mesh.rules import WHOLE, Rules, Share
 from ling3.mesh.sharding import Layout, check, place, plan
-from ling3.model import CausalLM
+from ling3.model import CausalLM, Origin
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.progress import progress
 
@@ -102,7 +102,7 @@ def load(
         if _version(directory) != version:
             raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
         config = with_stored_formats(config, source)
-        tree = structure(config)
+        tree = dataclasses.replace(structure(config), origin=Origin(hub.lasting(path), revision))
         parts = stored_parts(tree, source)
         account(directory, config, parts, source, wanted, mesh)
         dtypes = [_target_dtype(leaf, weights, source, wanted) for leaf, weights in parts]

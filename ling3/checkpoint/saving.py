@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import json
+import logging
 import os
 import pathlib
 import re
@@ -33,10 +34,12 @@ from ling3.mesh.placement import Placement
 from ling3.mesh.rules import WHOLE, Share
 from ling3.mesh.sharded import placement_of
 from ling3.mesh.sharding import check, processes
-from ling3.model import CausalLM
+from ling3.model import CausalLM, Origin
 from ling3.runtime import regular_file
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -71,7 +74,7 @@ def save(
     model: CausalLM,
     path: str | os.PathLike[str],
     *,
-    tokenizer_from: str | os.PathLike[str] | None = None,
+    tokenizer_from: str | os.PathLike[str] | bool | None = True,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     check_finite: bool = True,
@@ -81,11 +84,11 @@ def save(
     `export(load(x)) == x`, tensor by tensor; but multi-token-prediction layers, which `load` skips, are not there,
     `num_nextn_predict_layers` is 0, and `A_log` has the shape that its family publishes ([heads] for Ling-3), whichever
     was loaded. More than `max_shard_bytes` goes into several files with an index. The files of a tokenizer come from
-    the checkpoint `tokenizer_from`, if one is given. `check_finite` refuses weights that are NaN or infinite, as `load`
-    does.
+    the checkpoint `tokenizer_from`: by default the one that the model was loaded from, if that has them, and none with
+    None. `check_finite` refuses weights that are NaN or infinite, as `load` does.
 
     An existing directory must be empty, or with `overwrite` a checkpoint: its configuration and weights are
-    replaced, with `tokenizer_from` its tokenizer too, and every other file stays.
+    replaced, where there is a tokenizer to save its tokenizer too, and every other file stays.
 
     Atomic: everything is written to a hidden directory, in `path` or beside it, and takes its place at the end; on an
     error all is as it was. If the process is killed just then, the next `load` or `save` completes or undoes it.
@@ -109,7 +112,7 @@ def save(
                 replacing.recover(target)
             replaced(target, overwrite, ())
         found = _checked_arrays(model)
-        tokenizer = {} if tokenizer_from is None or not writes else tokenizer_files(tokenizer_from)
+        tokenizer = _tokenizer(model.origin, tokenizer_from) if writes else {}
         together.check()
         if check_finite:
             _check_finite(found)
@@ -311,9 +314,9 @@ def _dtypes(leaf: ArrayLeaf) -> tuple[np.dtype, ...]:
     return tuple(DTYPES[name] for name in stored)
 
 
-def tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
+def tokenizer_files(source: str | os.PathLike[str], revision: str | None = None) -> dict[str, bytes]:
     """The files of a checkpoint's tokenizer. CheckpointError without any."""
-    directory = hub.resolve(source, (*TOKENIZER_FILES, f"{TEMPLATES}/*.jinja"))
+    directory = hub.resolve(source, (*TOKENIZER_FILES, f"{TEMPLATES}/*.jinja"), revision)
     names = [*TOKENIZER_FILES, *(f"{TEMPLATES}/{path.name}" for path in (directory / TEMPLATES).glob("*.jinja"))]
     try:
         files = {
@@ -326,6 +329,19 @@ def tokenizer_files(source: str | os.PathLike[str]) -> dict[str, bytes]:
     if not {"tokenizer.json", "tiktoken.model"} & set(files):
         raise CheckpointError(f"{directory}: found no tokenizer.json; give tokenizer_from a checkpoint that has one")
     return files
+
+
+def _tokenizer(origin: Origin, source: str | os.PathLike[str] | bool | None) -> dict[str, bytes]:
+    """The files of the tokenizer that `save` is asked for; without any, a warning where the model's own is meant."""
+    if source is not True:
+        return tokenizer_files(source) if source else {}
+    if origin.path is None:
+        return {}
+    try:
+        return tokenizer_files(origin.path, origin.revision)
+    except (CheckpointError, OSError) as error:
+        logger.warning("a model is saved without a tokenizer, which serving needs: give tokenizer_from (%s)", error)
+        return {}
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:

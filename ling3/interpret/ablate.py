@@ -279,7 +279,7 @@ def variant(
     array is still lacking: such a model has to be trained, not cut.
     """
     config = family_of(model.config).vary(model.config, layers, fields)
-    target = structure(config, model.dtype)
+    target = dataclasses.replace(structure(config, model.dtype), origin=model.origin)
     wanted = {leaf.path: leaf.value.shape for leaf in array_leaves(target)}
     given = [*(fill or {}).items(), *((leaf.path, leaf.value) for leaf in array_leaves(model))]
     have = {path: value for path, value in given if value.shape == wanted.get(path)}

@@ -105,7 +105,7 @@ class Sharded(CausalLM):
     It has the same methods and results. On each device the modules are those of `part`, with smaller arrays.
     """
 
-    placement: Placement = eqx.field(static=True)
+    placement: Placement = eqx.field(static=True, kw_only=True)
 
     @property
     def part(self) -> CausalLM:

@@ -64,7 +64,7 @@ class Layout:
     def model(self, tree: CausalLM, arrays: Sequence[jax.Array]) -> Sharded:
         """The model of such arrays; `tree` has its structure."""
         placed = jax.tree.unflatten(jax.tree.structure(tree), arrays)
-        return Sharded(placed.model, placed.lm_head, placed.config, self.placement)
+        return Sharded(placed.model, placed.lm_head, placed.config, placed.origin, placement=self.placement)
 
 
 def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:

@@ -170,7 +170,7 @@ def train(
     ValueError if `batches` runs out or if the rows of one cannot be dealt to the devices, and FloatingPointError if the
     loss is not finite at a report.
     """
-    fsdp = None if mesh is None else Fsdp(mesh)
+    fsdp, origin = None if mesh is None else Fsdp(mesh), model.origin
     # The steps donate their arguments.
     model = balanced(jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model))
     optimizer = optimization.transformation(model)
@@ -192,4 +192,4 @@ def train(
                 advance(len(losses), f"training, loss {mean:.4f}")
                 losses.clear()
                 report(Progress(step, tokens, time.monotonic() - start, mean, float(imbalance)), plain(model))
-    return plain(model)
+    return dataclasses.replace(plain(model), origin=origin)  # a compiled step may be one of another model
