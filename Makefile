@@ -54,6 +54,7 @@ notebooks: .venv/installed-notebooks
 docs: .venv/installed-docs notebooks
 	mkdir -p docs/notebooks
 	cp notebooks/[0-9]*.ipynb docs/notebooks/
+	$(BIN)/ruff format --quiet --line-length 88 docs/notebooks/*.ipynb  # as much as fits the site's column
 	$(BIN)/ling3 look nano --chat --new-tokens 24 --out docs/look.html \
 		-p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

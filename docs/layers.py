@@ -45,4 +45,5 @@ handles = [
 axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=4, frameon=False, fontsize=8)
 axes.set(xlim=(-3.6, 42.2), ylim=(-3.6, 2.6))
 axes.axis("off")
-figure.savefig(pathlib.Path(__file__).with_suffix(".png"), bbox_inches="tight", facecolor="white")
+for suffix in (".png", ".svg"):
+    figure.savefig(pathlib.Path(__file__).with_suffix(suffix), bbox_inches="tight", facecolor="white")

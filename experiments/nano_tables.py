@@ -7,8 +7,8 @@
     python -m experiments.nano_tables
 
 A cell is the share of right answers that is lost: on the left where the mechanism is cut from nano, on the right in
-small models trained without it, the median of seeds. The picture goes to `docs/which_part.png`, the two tables in
-Markdown, with the least and the most over seeds, to standard output.
+small models trained without it, the median of seeds with the least and the most. The pictures go to `docs/relied_on`
+and `docs/needed`, as PNG and SVG, the tables in Markdown to standard output.
 """
 
 import itertools
@@ -60,6 +60,9 @@ MECHANISMS = (
 )
 """In the order of the rows. Fewer experts: one instead of two."""
 
+LEARNED = 0.5
+"""The least share of right answers of the whole model in a skill that it has learned. Others are left empty."""
+
 Losses = Mapping[str, Mapping[str, Sequence[float]]]
 """The losses in each skill, by mechanism: one, or one for each seed."""
 
@@ -71,7 +74,10 @@ def relied_on(*reports: Mapping[str, Any]) -> Losses:
         shares.setdefault(row["name"], {}).update({name: s["accuracy"] for name, s in row["scores"].items()})
     whole = shares["whole"]
     return {
-        mechanism.name: {skill: [whole[skill] - share] for skill, share in shares[mechanism.cut].items()}
+        mechanism.name: {
+            skill: [whole[skill] - share] if whole[skill] >= LEARNED else []
+            for skill, share in shares[mechanism.cut].items()
+        }
         for mechanism in MECHANISMS
         if mechanism.cut in shares
     }
@@ -115,42 +121,47 @@ def _cell(lost: Sequence[float]) -> str:
     return shown if len(lost) == 1 else f"{shown} ({least} to {most})"
 
 
-def draw(tables: Mapping[str, Losses], path: Path) -> None:
-    """Maps of the losses side by side, with the same rows."""
+def draw(title: str, losses: Losses, path: Path) -> None:
+    """Draws a map of the losses, with the least and the most over seeds, as PNG and SVG."""
     from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
 
-    rows = [m.name for m in MECHANISMS if any(m.name in losses for losses in tables.values())]
-    columns = [len(_skills(losses)) for losses in tables.values()]
-    figure = Figure(figsize=(3 + 0.52 * sum(columns), 1.8 + 0.28 * len(rows)), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, len(tables), sharey=True, width_ratios=columns))
-    images = []
-    for axes, (title, losses) in zip(panels, tables.items(), strict=True):
-        skills = _skills(losses)
-        cells = np.array([[median(losses.get(row, {}).get(skill, [np.nan])) for skill in skills] for row in rows])
-        images.append(draw_losses(axes, rows, skills, cells))
-        axes.set_title(title, fontsize=10)
-    figure.colorbar(images[0], ax=list(panels), label="answers lost, as a share of all")
-    figure.savefig(path, dpi=160)
+    rows, skills = list(losses), _skills(losses)
+    seeds = [[losses[row].get(skill, ()) for skill in skills] for row in rows]
+    cells = np.array([[median(cell or [np.nan]) for cell in row] for row in seeds])
+    notes = {
+        (i, j): f"{100 * min(cell):.0f} … {100 * max(cell):.0f}"
+        for i, row in enumerate(seeds)
+        for j, cell in enumerate(row)
+        if len(cell) > 1
+    }
+    figure = Figure(
+        figsize=(2.6 + 0.6 * len(skills), 1.7 + (0.36 if notes else 0.26) * len(rows)), layout="constrained"
+    )
+    axes = figure.subplots()
+    figure.colorbar(draw_losses(axes, rows, skills, cells, notes), label="right answers lost, of 100")
+    axes.set_title(title, fontsize=10)
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=160)
 
 
 def main(
     relied: tuple[Path, ...] = (RESULTS / "nano_relied_on.json", RESULTS / "nano_relied_on_long.json"),
     probes: Path = RESULTS / "nano_probes.jsonl",
-    out: Path = DOCS / "which_part.png",
+    out: Path = DOCS,
 ) -> None:
     """Draw both tables and print them.
 
     Args:
         relied: what `ling3 ablate MODEL --skills … --json` wrote, of different skills.
         probes: the runs of `experiments.nano_probes`.
-        out: the picture.
+        out: the directory of the pictures.
     """
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in relied]
-    tables = {"cut from the trained model": relied_on(*reports)}
+    tables = {"relied_on": ("Cut from nano (2.4 M parameters)", relied_on(*reports))}
     if losses := needed([run for probe in NEEDED for run in finished(probes, probe)]):
-        tables["trained without"] = losses
-    draw(tables, out)
-    for title, losses in tables.items():
+        tables["needed"] = ("Small models trained without it:\nthe median of three seeds, and their range", losses)
+    for name, (title, losses) in tables.items():
+        draw(title, losses, out / name)
         print(f"{title}\n\n{markdown(losses)}\n")
 
 

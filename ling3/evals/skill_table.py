@@ -7,6 +7,7 @@ answers minus the cut one's.
 import dataclasses
 import os
 import pathlib
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,17 +81,29 @@ class SkillTable:
         losses = losses.reshape(len(cuts), len(skills))
         figure = Figure(figsize=(3.2 + 0.75 * len(skills), 1.6 + 0.27 * len(cuts)), layout="constrained")
         image = draw_losses(figure.subplots(), [row.name for row in cuts], skills, losses)
-        figure.colorbar(image, label="answers lost, as a share of all")
+        figure.colorbar(image, label="right answers lost, of 100")
         figure.savefig(pathlib.Path(path), dpi=160)
 
 
-def draw_losses(axes: Any, rows: Sequence[str], skills: Sequence[str], losses: Float[np.ndarray, "rows skills"]) -> Any:
-    """Draws losses as a map, in points of a hundred, into matplotlib's `axes`; NaN is left grey. Returns the image."""
-    image = axes.imshow(np.ma.masked_invalid(losses), vmin=0, vmax=1, cmap="Blues", aspect="auto")
+def draw_losses(
+    axes: Any,
+    rows: Sequence[str],
+    skills: Sequence[str],
+    losses: Float[np.ndarray, "rows skills"],
+    notes: Mapping[tuple[int, int], str] = types.MappingProxyType({}),
+) -> Any:
+    """Draws losses as a map, in points of a hundred, into matplotlib's `axes`; NaN is left grey. Returns the image.
+
+    `notes` are small words beneath a cell's number, by row and column.
+    """
+    image = axes.imshow(100 * np.ma.masked_invalid(losses), vmin=0, vmax=100, cmap="Blues", aspect="auto")
     axes.set_facecolor("0.93")
     for (i, j), loss in np.ndenumerate(losses):
         if np.isfinite(loss):
-            axes.text(j, i, round(100 * loss), ha="center", va="center", color="white" if loss > 0.5 else "black")
+            look = {"ha": "center", "color": "white" if loss > 0.5 else "black"}
+            note = notes.get((i, j))
+            axes.text(j, i, round(100 * loss), va="bottom" if note else "center", **look)
+            axes.text(j, i, note or "", va="top", fontsize=6.5, **look)
     axes.set_xticks(range(len(skills)), skills, rotation=45, ha="right")
     axes.set_yticks(range(len(rows)), rows)
     return image

@@ -79,14 +79,24 @@ def test_a_median_of_ten_points_is_bold_and_what_was_not_run_is_empty():
 
 
 def test_the_command_draws_both(tmp_path, capsys):
-    relied, probes, out = tmp_path / "relied.json", tmp_path / "probes.jsonl", tmp_path / "tables.png"
+    relied, probes = tmp_path / "relied.json", tmp_path / "probes.jsonl"
     relied.write_text(json.dumps(REPORT))
     changed = ({"steps": 5}, {"learning_rate": 0.02}, {"quiet": not NANO.quiet}, {"weight_decay": 0.0})
     others = [trained("nothing", 0, 0.0, 0.0, **change) for change in changed]
     others.append({**RUNS[0], "probe": "short"})
     probes.write_text("".join(json.dumps(run) + "\n" for run in [*RUNS, *others]))
-    nano_tables.main((relied,), probes, out)
+    nano_tables.main((relied,), probes, tmp_path)
     printed = capsys.readouterr().out
-    assert printed.index("cut from the trained model") < printed.index("trained without")
+    assert printed.index("Cut from nano") < printed.index("Small models trained without")
     assert "| decay | **50** | 5 |" in printed and "| decay | **35** (30 to 40) | -5 (-10 to 0) |" in printed
-    assert out.read_bytes().startswith(b"\x89PNG")
+    for name in ("relied_on", "needed"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def test_a_skill_that_was_not_learned_is_left_empty():
+    rows = [
+        {"name": name, "scores": {"long_recall": {"accuracy": share}}}
+        for name, share in (("whole", 0.13), ("KDA: no decay", 0.0))
+    ]
+    assert relied_on({"rows": rows}) == {"decay": {"long_recall": []}}
