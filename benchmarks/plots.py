@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from ling3.runtime.plots import BLACK, BLUE, GREEN, RED, SKY
 
@@ -34,7 +36,19 @@ def draw(records: Sequence[Record]) -> Figure:
         panel(one, *arguments)
     if any(record["scale"] == "toy" and record["outcome"] == "measured" for record in records):
         figure.suptitle("toy sizes: that it runs, and nothing about speed", fontsize=9, color=RED)
+    else:
+        figure.suptitle(_title(records), fontsize=10)
     return figure
+
+
+def _title(records: Sequence[Record]) -> str:
+    """The group, and the machines that it was measured on."""
+    machines = dict.fromkeys(_machine(record["machine"]) for record in records if record["sides"])
+    return f"{records[0]['name'].partition('/')[0]}, on {'; '.join(machines)}"
+
+
+def _machine(machine: Record) -> str:
+    return machine["device"] if machine["backend"] != "cpu" else f"{machine['cpu']}, {machine['cores']} cores"
 
 
 def _first(record: Record) -> dict[str, Any] | None:
@@ -49,17 +63,21 @@ def times_faster(record: Record) -> dict[str, float]:
 
 
 def _ratios(axes: Axes, records: Sequence[Record]) -> None:
-    """Bars: how many times the first side's value each other side's is; dots are rounds, a mark what is wanted."""
+    """How many times the first side's value each other's is: the median, the rounds, and a mark for what is wanted.
+
+    Points and no bars: on a logarithmic scale a bar's length means nothing.
+    """
     names, row = [], 0
     for record in records:
         wanted = times_faster(record)
         for i, (name, ratio) in enumerate(record["times_faster_than"].items()):
-            axes.barh(row, ratio["median"], height=0.6, color=BLUE if i == 0 else SKY)
-            axes.plot(ratio["all"], [row] * len(ratio["all"]), "o", color=BLACK, markersize=2.5)
+            axes.plot(ratio["all"], [row] * len(ratio["all"]), "-o", color="0.6", markersize=2.5, linewidth=1)
+            axes.plot(ratio["median"], row, "o", color=BLUE if i == 0 else SKY, markersize=6)
             axes.text(max(ratio["all"]), row, f"  {ratio['median']:.2f} ×", va="center", fontsize=8)
             if name in wanted:
                 axes.plot([wanted[name]] * 2, [row - 0.4, row + 0.4], color=RED, linewidth=2)
-            names.append(f"{record['name']}: {name}")
+            unit = "" if _is_time(record) else f", {record['unit']}"
+            names.append(f"{record['name']} against {name}{unit}")
             row += 1
     most = max(ratio["most"] for record in records for ratio in record["times_faster_than"].values())
     most = max(most, *(least for record in records for least in times_faster(record).values()), 0)
@@ -70,27 +88,32 @@ def _ratios(axes: Axes, records: Sequence[Record]) -> None:
     else:
         axes.set_xlim(0, 1.15 * most)
     axes.axvline(1, color=BLACK, linestyle="--", linewidth=0.8)
+    axes.grid(axis="x", alpha=0.3)
     axes.set_yticks(range(row), names, fontsize=7.5)
     axes.invert_yaxis()
-    axes.set_xlabel("times faster than (median; dots are rounds; orange: wanted)", fontsize=8)
+    what = "time" if all(map(_is_time, records)) else "time, or what is named,"
+    axes.set_xlabel(f"the other's {what} over ling3's: more is better (grey: rounds; red: wanted)", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _values(axes: Axes, records: Sequence[Record]) -> None:
-    """Bars: each value as a share of its limit, or of itself where there is none."""
-    shares = []
+    """Bars of the values that have a limit, as shares of it; of others the value alone."""
+    shares = [0.0]
     for row, record in enumerate(records):
         values, limit = _first(record) or {}, record.get("wanted", {}).get("at_most")
-        share = values["median"] / limit if limit else 1.0
+        share = 100 * values["median"] / limit if limit else 0.0
         shares.append(share)
-        axes.barh(row, share, height=0.6, color=BLUE if limit else SKY)
+        axes.barh(row, share, height=0.6, color=BLUE)
         told = f"  {values['median']:,.4g} {record['unit']}" + (f", at most {limit:g} wanted" if limit else "")
         axes.text(share, row, told, va="center", fontsize=8, backgroundcolor="white", zorder=0.9)
-    axes.axvline(1, color=RED, linestyle="--", linewidth=1, zorder=0.5)
-    axes.set_xlim(0, 1.6 * max(1.0, *shares))
+    if any(shares):
+        axes.axvline(100, color=RED, linestyle="--", linewidth=1, zorder=0.5)
+        axes.set_xlabel("% of the limit", fontsize=8)
+    else:
+        axes.set_xticks([])
+    axes.set_xlim(0, 1.6 * max(100.0, *shares))
     axes.set_yticks(range(len(records)), [record["name"] for record in records], fontsize=7.5)
     axes.invert_yaxis()
-    axes.set_xlabel("share of the limit (dark), where there is one", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -108,7 +131,9 @@ def _sweep(axes: Axes, record: Record) -> None:
         label, y = name, medians
         if "predicted" in line:
             predicted = line["predicted"]
-            label += f": {line['at_0']:.3g} + {line['slope']:.3g} x (predicted slope {predicted['slope']:.3g})"
+            start = line["at_0"] if line["at_0"] > 0.01 * medians.min() else 0.0
+            label += f": {_plain(start)} {record['unit']}, {_slope(line['slope'], x, line['at_0'])}"
+            label += f" (predicted: {_slope(predicted['slope'], x, line['at_0'])})"
             start = line["at_0"] if predicted["at_0"] is None else predicted["at_0"]
             axes.plot(x, start + predicted["slope"] * x, color="0.8", linewidth=4, zorder=0)
             y = line["at_0"] + line["slope"] * x
@@ -126,6 +151,7 @@ def _sweep(axes: Axes, record: Record) -> None:
         axes.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
     axes.xaxis.set_major_formatter(_plain)
     axes.yaxis.set_major_formatter(_plain)
+    axes.yaxis.set_minor_formatter(NullFormatter() if np.ptp(np.log10(axes.get_ylim())) > 1 else _plain)
     axes.set_xlabel(record["axis"], fontsize=8)
     axes.set_ylabel(record["unit"], fontsize=8)
     told = "" if shares else " (dots: median, least and most; grey: predicted)"
@@ -134,6 +160,18 @@ def _sweep(axes: Axes, record: Record) -> None:
     axes.legend(fontsize=7.5, loc="lower right" if shares else "upper left")
 
 
-def _plain(value: float, _: int | None) -> str:
+def _is_time(record: Record) -> bool:
+    """True if a record's values are times, of which less is faster."""
+    return record["unit"].split(" ")[0].split("/")[0] in ("s", "ms", "µs", "ns")
+
+
+def _slope(slope: float, x: Float[np.ndarray, " points"], at_0: float) -> str:
+    """A line's growth over all points, in words and per thousand of the axis."""
+    if abs(slope) * (x.max() - x.min()) < 0.01 * abs(at_0):
+        return "flat"
+    return f"{'-' if slope < 0 else '+'}{_plain(1000 * abs(slope))} for each 1,000"
+
+
+def _plain(value: float, _: int | None = None) -> str:
     """A tick's number as it is written."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
