@@ -20,7 +20,10 @@ import ling3
 ROOT = pathlib.Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 RUN = ["README.md", *(f"docs/{name}.md" for name in ("start", "engine", "apart", "how_to/hidden_states"))]
-RUN += [f"docs/how_to/{name}.md" for name in ("ablate_and_serve", "fine_tune", "swap_a_mixer", "web_handler")]
+RUN += [
+    f"docs/how_to/{name}.md"
+    for name in ("ablate_and_serve", "fine_tune", "inspect", "quantize", "swap_a_mixer", "web_handler")
+]
 ELSEWHERE = {"docs/how_to/chat_front_end.md", "docs/reference/fleet.md"}
 """Pages whose Python needs a server or Ray, which other tests have."""
 SHOWN = re.compile(r"^(?:\s*print\(.*\)  )?# (.*)$", re.MULTILINE)
