@@ -39,7 +39,7 @@ plots.use()
 model = ling3.load("nano", dtype=jnp.float32)
 tokenizer = ling3.load_tokenizer("nano")
 config = model.config
-print(f"{sum(leaf.size for leaf in jax.tree.leaves(model)):,} parameters in {config.num_hidden_layers} layers")
+print(f"{sum(leaf.size for leaf in jax.tree.leaves(model)):,} parameters", f"in {config.num_hidden_layers} layers")
 
 # %% [markdown]
 # ## A prompt becomes numbers
@@ -48,7 +48,8 @@ print(f"{sum(leaf.size for leaf in jax.tree.leaves(model)):,} parameters in {con
 # numbers.
 
 # %%
-prompt = "Question: Kate has 16 eggs. Then she gives away 12. How many eggs does Kate have?\nAnswer:"
+story = "Kate has 16 eggs. Then she gives away 12. How many eggs does Kate have?"
+prompt = f"Question: {story}\nAnswer:"
 ids = tokenizer.encode(prompt)
 tokens = jnp.asarray([ids])  # [batch, seq]
 pieces = [tokenizer.decode([i]) for i in ids]
@@ -197,7 +198,7 @@ for name in ("recall", "copying", "positions", "facts"):
 
 
 def rows(name, count, width=256):
-    """Texts of a skill, padded: tokens, and which of them are to be known from those before."""
+    """Texts of a skill, padded: tokens, and which of them follow from those before."""
     tokens, learned = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
     for row, text in enumerate(SKILLS[name].exam(count)):
         encoded = [(tokenizer.encode(piece, add_special_tokens=False), known) for piece, known in text.segments]
@@ -329,7 +330,7 @@ states = [s for s in shapes[0].layers if isinstance(s, ling3.KDAState)]
 recurrent = sum(s.recurrent.size * 4 for s in states)
 tails = sum(s.conv.size * 2 for s in states)
 per_token = (latents[1] - latents[0]) // 1024
-print(f"per sequence {recurrent / 1e6:.1f} MB of states (float32) and {tails / 1e6:.2f} MB of tails")
+print(f"per sequence {recurrent / 1e6:.1f} MB of states (float32)", f"and {tails / 1e6:.2f} MB of tails")
 print(f"per token {per_token:,} bytes")
 assert (round(recurrent / 1e6, 1), round(tails / 1e6, 2), per_token) == (18.9, 0.66, 6912)
 

@@ -149,7 +149,7 @@ ax.set(xlabel="pairs written, n", ylabel="squared error of recall, relative", ti
 ax.legend(loc="upper left")
 plt.show()
 
-# 64 heads of up to 96 pairs: the mean over them stays within a fifth of its expectation.
+# 64 heads of up to 96 pairs: their mean stays within a fifth of its expectation.
 np.testing.assert_allclose(errors["linear attention: add"][5:], (counts[5:] - 1) / K, rtol=0.2)
 assert np.all(errors["delta rule: correct"][1:] < errors["linear attention: add"][1:])
 assert np.all(errors["least squares"][counts < K] < 1e-20)
@@ -277,7 +277,7 @@ for i, rate in decays.items():
     assert np.mean(lasting < 1) > 0.95 and np.mean(local > 1) > 0.95
     spread = [np.percentile(half, (5, 50, 95)) for half in (lasting, local)]
     slow, fast = (", ".join(f"{x:.4f}" for x in percentiles) for percentiles in spread)
-    print(f"layer {i}: {slow} nats in heads 0 and 1, {fast} in heads 2 and 3 (5th, 50th and 95th percentile)")
+    print(f"layer {i}: {slow} nats in heads 0 and 1,", f"{fast} in heads 2 and 3 (5th, 50th and 95th percentile)")
     slowest.append(spread[0][0])
 assert slowest[1] < slowest[0] / 3 and slowest[2] < slowest[1] / 30
 
@@ -323,7 +323,7 @@ assert slowest[1] < slowest[0] / 3 and slowest[2] < slowest[1] / 30
 
 # %%
 def decayed_products(left, right, G):
-    """Σ_c left_ic right_jc e^{G_ic - G_jc} for i >= j, written out: three indices, no exponent above 0."""
+    """Σ_c left_ic right_jc e^{G_ic - G_jc}, i >= j: three indices, no exponent > 0."""
     span = jnp.where(jnp.tril(jnp.ones((len(G), len(G)), bool))[..., None], G[:, None] - G[None], -jnp.inf)
     return jnp.einsum("ic,jc,ijc->ij", left, right, jnp.exp(span))
 
@@ -444,7 +444,7 @@ for ax in (left, right):
     ax.minorticks_off()
 plt.show()
 ratio = chunked[0] / recurrence
-print(f"C = 16: {ratio:.2f} × the operations of the recurrence, {16 * ratio:.0f} × as many per byte of state")
+print(f"C = 16: {ratio:.2f} × the operations of the recurrence,", f"{16 * ratio:.0f} × as many per byte of state")
 assert chunked[0] < 1.05 * recurrence and chunked[2] < 2 * recurrence
 
 # %% [markdown]
@@ -476,7 +476,8 @@ assert jnp.any(jnp.isnan(wrong)), "0 · inf"
 assert jnp.all(jnp.isfinite(right)) and jnp.max(jnp.abs(right)) <= 1.0 + 1e-6
 first_nan = int(jnp.argmax(jnp.any(jnp.isnan(wrong), axis=1)))
 limit = np.log(np.finfo(np.float32).max)
-print(f"float32 ends at e^{limit:.1f}; the first NaN is at token {first_nan + 1}: 5 · {first_nan + 1} > {limit:.1f}")
+print(f"float32 ends at e^{limit:.1f}", end="; ")
+print(f"the first NaN is at token {first_nan + 1}: 5 · {first_nan + 1} > {limit:.1f}")
 assert 5 * first_nan < limit < 5 * (first_nan + 1)
 
 # %% [markdown]
@@ -557,7 +558,7 @@ for ours, law in zip(unbounded(*inputs), recurrent_kda(*inputs), strict=True):
 
 # %%
 def sequence(rate, seq=512, heads=8, key=64):
-    """Float32 inputs whose decays lie around `rate` nats; both precisions get the same numbers."""
+    """Float32 inputs, the same for both precisions; decays lie around `rate` nats."""
     q, k = (l2_normalize(normal(60 + i, 1, seq, heads, key)) for i in range(2))
     g = -jnp.minimum(rate * jnp.exp(0.3 * normal(62, 1, seq, heads, key)), 5.0)
     beta = jax.nn.sigmoid(normal(63, 1, seq, heads))
@@ -587,7 +588,8 @@ ax.annotate("half a unit in the last place of 1", (0.0011, 2.0**-24 * 1.15), fon
 ax.set(xscale="log", yscale="log", xlabel="typical decay, nats per token", ylabel="largest error / rms output")
 ax.legend()
 plt.show()
-# The largest of 262,144 outputs, each a sum of 64 products over a chain of contractions: tens of roundings of 6e-8.
+# The largest of 262,144 outputs, each a sum of 64 products over a chain of
+# contractions: tens of roundings of 6e-8.
 assert max(max(error) for error in found.values()) < 1e-5
 for name in ("chunks of 16", "chunks of 64"):
     assert np.all(np.asarray(found[name]) < 2 * np.asarray(found["recurrence"]))

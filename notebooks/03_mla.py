@@ -113,7 +113,7 @@ def attention_inputs(model, tokens):
 
 
 def mla_inputs(ids):
-    """What the MLA layer is given for a text of at most T tokens; zeros after it change nothing before them."""
+    """What the MLA layer gets for at most T tokens; zeros after them change nothing."""
     padded = jnp.asarray([ids + [0] * (T - len(ids))], jnp.int32)
     return attention_inputs(nano, padded)[3][0, : len(ids)]
 
@@ -126,7 +126,7 @@ causal = jnp.tril(jnp.ones((T, T), bool))
 
 # %%
 def queries_and_entries(mla, x):
-    """q_nope [seq, heads, N], q_rope [seq, heads, P], and what is cached: c [seq, R], k_rope [seq, P]."""
+    """q_nope [T, H, N], q_rope [T, H, P], and to be cached: c [T, R], k_rope [T, P]."""
     q = mla.q_b_proj(mla.q_a_layernorm(mla.q_a_proj(x))).reshape(T, H, N + P)
     compressed = mla.kv_a_proj_with_mqa(x)
     k_rope = rotate(compressed[None, :, None, R:], positions, mla.rope_theta)[0, :, 0]
@@ -277,9 +277,9 @@ plt.show()
 
 assert (change_sides, pair_expanded, pair_absorbed) == (262_144, 640, 2176) and pair_absorbed == 3.4 * pair_expanded
 one, other = operations(1, 4096)
-print(f"one new token at L = 4,096: absorbed takes 1/{one / other:.0f} of the operations of expanded")
+print("one new token at L = 4,096:", f"absorbed takes 1/{one / other:.0f} of the operations of expanded")
 one, other = operations(512, 131_072)
-print(f"a chunk of 512 at L = 131,072: expanded takes 1/{other / one:.1f} of the operations of absorbed")
+print("a chunk of 512 at L = 131,072:", f"expanded takes 1/{other / one:.1f} of the operations of absorbed")
 one, other = operations(np.asarray([157, 171]), 10**9)
 assert one[0] > other[0] and one[1] < other[1] and 157 < crossing < 171
 
@@ -292,7 +292,7 @@ assert one[0] > other[0] and one[1] < other[1] and 157 < crossing < 171
 H = 16
 mha = H * pair_expanded / (2 * H * (N + P + V))
 mla_intensity = H * pair_absorbed / (2 * (R + P))
-print(f"operations per byte of cache: {mha:.0f} for MHA, {mla_intensity:.0f} for MLA with 16 heads")
+print(f"operations per byte of cache: {mha:.0f} for MHA,", f"{mla_intensity:.0f} for MLA with 16 heads")
 assert (round(mha), round(mla_intensity)) == (1, 30)
 
 # %% [markdown]
@@ -412,8 +412,8 @@ np.testing.assert_allclose(jnp.sum(gate[..., None] * said, axis=1), y, rtol=1e-9
 
 t, h = np.unravel_index(int(jnp.argmin(gate)), gate.shape)
 loud, heard = (float(jnp.linalg.norm(z[t, h]) / jnp.linalg.norm(y[t])) for z in (said, gate[..., None] * said))
-print(f"token {t} ({tok.decode([int(tokens[0, t])])!r}), head {h}: the gate is {gate[t, h]:.1e}")
-print(f"its part of the layer's output, which has length 1: {loud:.0f} without the gate, {heard:.3f} with it")
+print(f"token {t} ({tok.decode([int(tokens[0, t])])!r}), head {h}:", f"the gate is {gate[t, h]:.1e}")
+print(f"its part of the layer's output, which has length 1: {loud:.0f} without the gate,", f"{heard:.3f} with it")
 assert loud > 10 and heard < 0.1  # without its gate it would drown the others, with it it is not heard among them
 
 # %% [markdown]
@@ -438,7 +438,8 @@ for name, gates in opened.items():
     print(f"{name}: {gates.min():.3f} to {gates.max():.3f}, on average {gates.mean():.2f}")
 attributes = np.isin([tok.decode([t]).strip() for t in tok.encode(texts["facts"])], ATTRIBUTES)
 known, found = opened["facts"][attributes].mean(), opened["positions"][-2 * period - 1 : -1].mean()
-print(f"where a fact is due: {known:.2f} on average; in the string, where the next word is to be found: {found:.2f}")
+print(f"where a fact is due: {known:.2f} on average", end="; ")
+print(f"in the string, where the next word is to be found: {found:.2f}")
 assert known < found / 3
 
 # %% [markdown]

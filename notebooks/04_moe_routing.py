@@ -47,7 +47,8 @@ from ling3.train.nano.skills.facts import ATTRIBUTES, fact, never_first, subject
 plots.use()
 tiny, nano, tok = ling3.Ling3Config(), ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
 size = report(tiny)
-print(f"Ling-3.0-tiny: {size.parameters / 1e9:.2f} billion weights, {size.activated / 1e9:.2f} of them for one token")
+print(f"Ling-3.0-tiny: {size.parameters / 1e9:.2f} billion weights", end=", ")
+print(f"{size.activated / 1e9:.2f} of them for one token")
 assert size.parameters == 7_893_392_800 and 5 < size.parameters / size.activated < 6
 
 # %% [markdown]
@@ -63,7 +64,7 @@ assert size.parameters == 7_893_392_800 and 5 < size.parameters / size.activated
 
 # %%
 def route(s, b, groups, top_groups, top_k, scaling, struck=-np.inf):
-    """One token: its scores and the biases, [experts]; the chosen experts, best first, and their weights."""
+    """One token's experts, best first, and their weights; s and b are [experts]."""
     c = s + b
     grouped = c.reshape(groups, -1)
     group_score = np.sort(grouped, axis=1)[:, -2:].sum(axis=1)
@@ -149,7 +150,7 @@ shifted = with_bias(moe, moe.gate.expert_bias + 0.5)  # all biases by the same: 
 for name, other in {"nudged": nudged, "shifted": shifted}.items():
     chosen_now, y_now = run(other, x)
     same = jnp.all(chosen_now == chosen, axis=1)
-    print(f"biases {name}: {100 * same.mean():.0f} % of the tokens keep their experts, in the same order")
+    print(f"biases {name}: {100 * same.mean():.0f} % of the tokens", "keep their experts, in the same order")
     assert jnp.array_equal(y_now[same], y[same]) and same.mean() > {"nudged": 0.5, "shifted": 0.98}[name]
 gradient = jax.grad(lambda bias: jnp.sum(with_bias(moe, bias)(x[None], TOKENS) ** 2))(moe.gate.expert_bias)
 assert jnp.array_equal(gradient, jnp.zeros(32))
@@ -168,7 +169,7 @@ assert jnp.array_equal(gradient, jnp.zeros(32))
 s, b = np.asarray([0.30, 0.20, 0.10, 0.15]), np.asarray([-0.4, -0.4, -0.4, -0.4])
 right, _ = route(s, b, groups=2, top_groups=1, top_k=2, scaling=1.0)
 wrong, _ = route(s, b, groups=2, top_groups=1, top_k=2, scaling=1.0, struck=0.0)
-print(f"scores {s}: the best group holds experts 0 and 1; with -inf chosen {right}, with 0 chosen {wrong}")
+print(f"scores {s}: the best group holds experts 0 and 1;", f"with -inf chosen {right}, with 0 chosen {wrong}")
 assert right.tolist() == [0, 1] and wrong.tolist() == [2, 3]
 
 # %% [markdown]
@@ -224,7 +225,7 @@ skewed = eqx.tree_at(lambda r: r.weight, skewed, skewed.weight.at[:, 0].set(attr
 
 @jax.jit
 def balance(key, router, rate):
-    """300 batches of 512 tokens; the imbalance before each step, and the router after the last."""
+    """300 batches of 512 tokens: the imbalance before each, and the final router."""
 
     def step(router, key):
         x = jax.random.normal(key, (512, 32)).at[:, 0].set(1.0)
@@ -282,7 +283,7 @@ skills = ("problems", "facts", "recall", "resets", "copying", "tracking", "posit
 
 
 def row(skill, seed, length=128):
-    """Tokens of texts of one skill, each closed by the control token that ends a text."""
+    """Tokens of texts of one skill, each closed by the control token for its end."""
     tokens, texts = [], SKILLS[skill].texts(seed, "train")
     while len(tokens) < length:
         text = next(texts)
@@ -325,7 +326,7 @@ for i in range(layers):
     first, second = (np.sort(np.asarray(traced[i].chosen), axis=-1) for traced in seen.values())
     moved = np.mean(np.any(first != second, axis=-1))
     sizes.append(np.mean(np.linalg.norm(run(nano.model.layers[i].mlp, inputs[i][:200])[1], axis=-1)))
-    print(f"layer {i}: the bias changes at least one expert of {100 * moved:.0f} % of the tokens", end="; ")
+    print(f"layer {i}: the bias changes at least", f"one expert of {100 * moved:.0f} % of the tokens", end="; ")
     print(f"the mean norm of what the mixture adds is {sizes[-1]:.2f}")
     assert effective(seen["as trained"][i].load) > 1.2 * effective(seen["biases zeroed"][i].load) and moved > 0.5
     np.testing.assert_allclose(np.sum(seen["as trained"][i].load), 1.0, rtol=1e-6)
@@ -348,7 +349,7 @@ exam = SKILLS["problems"].exam(96)
 
 
 def output(part):
-    """The matrix by which the routed experts, or the shared one, add to the residual stream."""
+    """The matrix by which the routed experts, or the shared one, add to the stream."""
     return lambda moe: getattr(moe, part).down_proj.weight
 
 

@@ -57,7 +57,7 @@ MEASURED, COUNT = ("problems", "resets"), 32
 
 
 def padded(texts):
-    """The texts as rows of tokens, which of these are real, and which of them are the answer's."""
+    """The texts as rows of tokens; which are real, and which of these the answer's."""
     pairs = [(tokenizer.encode(t.prompt), tokenizer.encode(t.answer, add_special_tokens=False)) for t in texts]
     tokens = np.zeros((len(pairs), max(len(prompt) + len(answer) for prompt, answer in pairs)), np.int32)
     real, answers = np.zeros_like(tokens, bool), np.zeros_like(tokens, bool)
@@ -147,10 +147,10 @@ for layer, kda in seen.kda.items():
     g, beta = np.asarray(kda.decay)[there], np.asarray(kda.beta)[there]
     half_life[layer] = np.log(2) / -np.median(g, axis=(0, 2))
     heads, near = ", ".join(f"{tokens:.2g}" for tokens in half_life[layer]), np.mean(g < -4.5)
-    print(f"layer {layer}: median half-lives of the heads {heads} tokens, {near:.1%} of g within 10 % of the bound,")
-    print(f"         mean beta {beta.mean():.2f}, mean output gate {np.asarray(kda.gate)[there].mean():.2f}")
+    print(f"layer {layer}: median half-lives of the heads {heads} tokens, {near:.1%}", "of g within 10 % of the bound,")
+    print(f"         mean beta {beta.mean():.2f},", f"mean output gate {np.asarray(kda.gate)[there].mean():.2f}")
 for layer, mla in seen.mla.items():
-    print(f"layer {layer}: MLA's heads let out {np.round(np.asarray(mla.gate)[there].mean(axis=0), 2)} on average")
+    print(f"layer {layer}: MLA's heads let out", f"{np.round(np.asarray(mla.gate)[there].mean(axis=0), 2)} on average")
 assert all(heads.min() < np.log(2) / 2.5 and heads.max() > 5 * heads.min() for heads in half_life.values())
 
 # %% [markdown]
@@ -268,7 +268,7 @@ assert max(whole[s][1] - no_decay[s][1] for s in MEASURED) > 0.3
 
 hit = np.asarray(scored(ablate.no_decay(model))[2])[COUNT:]
 none = np.array([text.answer == " none" for text in exam[COUNT:]])
-print(f"resets without decay: right are {hit[none].sum()} of {none.sum()} answers 'none', ", end="")
+print(f"resets without decay: right are {hit[none].sum()} of {none.sum()}", "answers 'none'", end=", ")
 print(f"{hit[~none].sum()} of {(~none).sum()} values")
 assert hit[none].mean() > 0.8 and hit[~none].mean() < 0.2
 
@@ -369,7 +369,8 @@ published = {
     "no short convolution": ("9.29 / 5.70", "KDA: no short convolution"),
     "all MLA": ("9.45 / 5.77", "layer 0: no KDA"),
 }
-lines = ["| trained from scratch, Kimi Linear | perplexity | cut from nano | problems right |", "|---" * 4 + "|"]
+titles = ("trained from scratch, Kimi Linear", "perplexity", "cut from nano", "problems right")
+lines = ["| " + " | ".join(titles) + " |", "|---" * 4 + "|"]
 lines += [f"| {name} | {cost} | {cut} | {right[cut]['problems']:.2f} |" for name, (cost, cut) in published.items()]
 assert right["whole"]["problems"] > 0.95
 assert all(right[cut]["problems"] < 0.6 for _, cut in published.values() if cut != "whole")

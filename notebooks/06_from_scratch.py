@@ -89,7 +89,7 @@ class Results:
         return float(np.exp(np.mean([np.log(run.final.loss) for run in self.reported[variant]])))
 
     def steps_to_90(self, variant):
-        """Per seed, the first measured step with at most 10 % errors; None if there was none."""
+        """Per seed, the first measured step with at most 10 % errors, or None."""
         return [run.steps_to_90 for run in self.reported[variant]]
 
 
@@ -100,7 +100,7 @@ def predicted(name):
 
 
 def table(results):
-    """Parameters, the rate that won the sweep, final errors and steps to 90 %, per variant."""
+    """Per variant: parameters, the sweep's best rate, final errors, steps to 90 %."""
     titles = ("variant", "parameters", "best rate", "error, seeds 1, 2, 3", "mean", "loss, mean", "steps to 90 %")
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for v in results.variants:
@@ -113,7 +113,7 @@ def table(results):
 
 
 def picture(results):
-    """Final errors, every seed a point; errors on the way; and the sweep of the learning rate."""
+    """Final errors, a point per seed; errors on the way; sweep of learning rates."""
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.6), width_ratios=(1.1, 1.2, 1))
     for i, (variant, (colour, marker, dashes)) in enumerate(zip(results.variants, LOOKS)):
         errors, runs = results.errors(variant), results.reported[variant]
@@ -168,7 +168,7 @@ def picture(results):
 
 
 def tokens(rows, title):
-    """Tokens in boxes, a line each: (symbol, colour) above, and beneath in bold what is asked for after it."""
+    """Rows of (symbol, colour, answer): boxes, with the answer after each beneath."""
     width = max(len(row) for row in rows)
     _, ax = plt.subplots(figsize=(0.27 * width + 0.3, 0.62 * len(rows) + 0.35))
     for y, row in enumerate(rows):
@@ -189,7 +189,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
 TASKS = ("segment_reset", "mqar", "parity", "palindrome")  # notebook 10 has the fifth
 everything = [run for name in TASKS for run in sweep.read(RESULTS / f"{name}.jsonl")]
 minutes = sum(run.seconds for run in everything) / 60
-print(f"{len(everything)} runs, {minutes:.0f} minutes, {min(r.parameters for r in everything):,} parameters and more")
+print(f"{len(everything)} runs, {minutes:.0f} minutes", end=", ")
+print(f"{min(r.parameters for r in everything):,} parameters and more")
 assert len(everything) == 134 and 59 < minutes < 61
 
 # %% [markdown]
@@ -295,8 +296,8 @@ plt.show()
 # %%
 at_resets, elsewhere = g[:, ::17], np.delete(g, [0, 17, 34], axis=1)
 sharp = at_resets.mean((0, 1)) < -2.0  # channels that keep less than 14 % over a reset
-print(f"all channels: {at_resets.mean():.2f} nats at a reset, {elsewhere.mean():.2f} elsewhere")
-print(f"{sharp.sum()} channels: {at_resets[..., sharp].mean():.2f} and {elsewhere[..., sharp].mean():.2f}")
+print(f"all channels: {at_resets.mean():.2f} nats at a reset,", f"{elsewhere.mean():.2f} elsewhere")
+print(f"{sharp.sum()} channels: {at_resets[..., sharp].mean():.2f}", f"and {elsewhere[..., sharp].mean():.2f}")
 assert point.error < 0.02
 assert at_resets.mean() < 3 * elsewhere.mean()
 assert sharp.mean() > 0.2 and elsewhere[..., sharp].mean() > -0.15
@@ -448,7 +449,7 @@ tokens([line], "a string, the separator, the string backwards")
 
 # %%
 def lookup_error(strings, n):
-    """The expected error of the rule that goes by the last n letters shown (the separator is one of them)."""
+    """Expected error of going by the last n letters shown (the separator is one)."""
     length = strings.shape[1]
     padded = np.pad(strings, ((0, 0), (0, n)))
     shown = np.stack([padded[:, 1 + i : 1 + i + length] for i in range(n)], axis=-1)

@@ -60,7 +60,7 @@ assert (kda_layers, mla_layers) == (18, 6)
 assert states == memory.state_per_sequence["recurrent"] == 18_874_368
 assert tails == memory.state_per_sequence["conv"] == 663_552
 assert per_token == memory.cache_per_token == 6_912
-print(f"{(states + tails) / 1e6:.1f} MB once per sequence, and {per_token:,} bytes per token")
+print(f"{(states + tails) / 1e6:.1f} MB once per sequence,", f"and {per_token:,} bytes per token")
 
 # %% [markdown]
 # The same model with MLA in all 24 layers would need no states and $24\cdot1152 = 27{,}648$ bytes a token; with plain
@@ -268,7 +268,8 @@ plt.show()
 lost = [int(np.argmax(error > 1)) + 1 if np.any(error > 1) else len(longest) for error in errors.T]
 forgets = np.asarray(jnp.median(-g[0].reshape(-1, *k.shape[2:]), axis=(0, 2)))  # nats per token, of half the channels
 for head, (nats, tokens_undone) in enumerate(zip(forgets, lost, strict=True)):
-    print(f"head {head} forgets {nats:.2f} nats a token, and is lost after {tokens_undone} of {len(longest)} tokens")
+    print(f"head {head} forgets {nats:.2f} nats a token", end=", ")
+    print(f"and is lost after {tokens_undone} of {len(longest)} tokens")
 lasting, local = np.split(np.asarray(lost)[np.argsort(forgets)], 2)
 assert local.max() < 10 and local.max() < lasting.min()
 
@@ -298,7 +299,7 @@ def greedy(cache, rows, new=56):
 
 
 def cleared(cache, *parts):
-    """Length 0, and zeros in the KDA layers' `recurrent` states or `conv` tails or the MLA layers' `entries`."""
+    """Length 0, and zeros in `parts`: KDA's `recurrent` or `conv`, MLA's `entries`."""
 
     def zero(layer, part):
         return eqx.tree_at(lambda x: getattr(x, part), layer, replace_fn=jnp.zeros_like)
@@ -355,7 +356,7 @@ plt.show()
 whole = [tok.encode(ask(p)) for p in stories]
 fresh, stale = greedy(memories["fresh cache"], whole), greedy(memories["all stale"], whole)
 scores = [sum(last_integer(text) == p.answer for text, p in zip(texts, stories)) for texts in (fresh, stale)]
-print(f"complete questions right: {scores[0]} of {BATCH} in a fresh cache, {scores[1]} in a stale one")
+print(f"complete questions right: {scores[0]} of {BATCH} in a fresh cache,", f"{scores[1]} in a stale one")
 assert min(scores) > 0.9 * BATCH
 
 # %% [markdown]
@@ -365,8 +366,9 @@ assert min(scores) > 0.9 * BATCH
 # sequence ends:
 
 # %%
-engine = ling3.Engine(nano, tok, max_running_requests=1, num_pages=2, decode_rows=1, token_paddings=(64,),
-                      chunked_prefill_size=64, max_model_len=256)  # fmt: skip
+engine = ling3.Engine(nano, tok, max_running_requests=1, num_pages=2, decode_rows=1,
+                      token_paddings=(64,), chunked_prefill_size=64,
+                      max_model_len=256)  # fmt: skip
 for i in (shown, shown + 1):  # the one slot is used by both users, in turn
     told, answer = engine.generate([f"Question: {facts[i]}.", questions[i]], ling3.SamplingParams(max_tokens=40))
     assert told.finish_reason in ("stop", "length") and answer.text == found["fresh cache"][i]

@@ -93,11 +93,11 @@ arrivals = {
     4: [(ask(some[3]), talk), (few_shot, greedy), (ask(some[5]), greedy), (ask(some[6]), greedy)],
     12: [(ask(some[7]), talk), (ask(some[8]), greedy), (ask(some[9]), greedy), (ask(some[10]), talk)],
 }
-print(f"the worked examples take {len(tok.encode(few_shot))} tokens, a problem {len(tok.encode(ask(some[0])))}")
+print(f"the worked examples take {len(tok.encode(few_shot))} tokens,", f"a problem {len(tok.encode(ask(some[0])))}")
 
 
 def watch(engine, arrivals):
-    """Steps until all is done; what each turn looked like from the host, and the answers by request id."""
+    """Steps until all is done: turns as the host saw them, answers by request id."""
     log, outputs, prefilled, first_id = [], {}, {}, None
     while engine.has_work or len(log) <= max(arrivals):
         for prompt, params in arrivals.get(len(log), ()):
@@ -122,11 +122,11 @@ log, crowded = watch(engine, arrivals)
 print("turn  waiting  free slots  free pages  prompt tokens  output tokens read")
 for turn, (now, b) in enumerate((entry["stats"], entry["before"]) for entry in log[:12]):
     new = (now.prompt_tokens - b.prompt_tokens, now.output_tokens - b.output_tokens)
-    print(f"{turn:4} {now.waiting:8} {now.free_slots:11} {now.free_pages:11} {new[0]:14} {new[1]:19}")
+    print(f"{turn:4} {now.waiting:8} {now.free_slots:11} {now.free_pages:11}", f"{new[0]:14} {new[1]:19}")
 stats = engine.stats()
 assert stats.submitted == sum(stats.finished.values()) == 11 and stats.free_slots == 4 and stats.free_pages == 26
 assert stats.preemptions >= 1
-print(f"\n{stats.steps} turns, {stats.prefill_calls} prefill and {stats.decode_calls} decode calls", end=", ")
+print(f"\n{stats.steps} turns, {stats.prefill_calls} prefill", f"and {stats.decode_calls} decode calls", end=", ")
 print(f"{stats.output_tokens} tokens, {stats.preemptions} preemptions")
 
 # %% [markdown]
@@ -206,7 +206,7 @@ for number, (prompt, params) in enumerate(asked):
     assert alone.token_ids == crowded[number].token_ids
     assert [x.logprob for x in alone.logprobs] == [x.logprob for x in crowded[number].logprobs]
 moved = [number for number, output in crowded.items() if output.outputs[0].timings.preemptions]
-print(f"{len(asked)} answers equal to the last bit, among them those of request {moved}, which had been preempted")
+print(f"{len(asked)} answers equal to the last bit,", f"among them those of request {moved}, which had been preempted")
 assert moved
 
 # %% [markdown]
@@ -246,7 +246,7 @@ for prompt, output in zip(alike, known, strict=True):
     (cold,) = without.generate(prompt, greedy)
     assert output.token_ids == cold.token_ids
     assert [x.logprob for x in output.logprobs] == [x.logprob for x in cold.logprobs] and cold.cached_tokens == 0
-    print(f"{output.cached_tokens:3} of {len(output.prompt_token_ids)} prompt tokens were known")
+    print(f"{output.cached_tokens:3} of {len(output.prompt_token_ids)}", "prompt tokens were known")
 same = min(
     next(i for i, (a, b) in enumerate(zip(x, y)) if a != b)
     for x, y in itertools.combinations([output.prompt_token_ids for output in known], 2)
@@ -254,7 +254,7 @@ same = min(
 assert known[0].cached_tokens == 0
 assert all(output.cached_tokens >= same // 32 * 32 for output in known[1:])
 assert after.cached_tokens - before.cached_tokens == sum(output.cached_tokens for output in known)
-print(f"kept: {after.cached_pages} of {after.pages} pages, and {after.snapshot_bytes:,} bytes of snapshots")
+print(f"kept: {after.cached_pages} of {after.pages} pages,", f"and {after.snapshot_bytes:,} bytes of snapshots")
 assert after.free_pages == after.pages, "pages that no running request uses are as good as free"
 
 # %% [markdown]
@@ -279,7 +279,7 @@ def decode_calls(groups):
 
 
 def list_schedule(lengths, slots, per_call):
-    """Calls if each free slot takes the next request at once, and every call brings `per_call` tokens."""
+    """Calls if free slots take the next request at once, at `per_call` tokens each."""
     free = [0] * slots
     for n in lengths:
         slot = int(np.argmin(free))
@@ -308,7 +308,7 @@ ax.invert_yaxis()
 ax.grid(axis="y", visible=False)
 plt.show()
 by_hand = sum(-(-max(lengths[i : i + 4]) // 4) for i in range(0, 24, 4))
-print(f"static, by hand: {by_hand} calls if all four began at once; {static} counted, as prompts go in one by one")
+print(f"static, by hand: {by_hand} calls if all four began at once;", f"{static} counted, as prompts go in one by one")
 assert counted["continuous, ideal"] <= continuous < static and by_hand <= static
 
 # %% [markdown]

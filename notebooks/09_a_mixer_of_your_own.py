@@ -360,16 +360,17 @@ def batches(seed, rows=16):
 curve = []
 recipe = train.Optimization(steps=300, learning_rate=1e-2, warmup=30)
 trained = train.train(model, batches(1), recipe, every=10, report=lambda point, _: curve.append(point))
-print(f"{curve[-1].seconds:.0f} seconds, {curve[-1].tokens:,} tokens, loss {curve[-1].loss:.4f} nats")
+print(f"{curve[-1].seconds:.0f} seconds, {curve[-1].tokens:,} tokens,", f"loss {curve[-1].loss:.4f} nats")
 
 # %%
 fig, ax = plt.subplots(figsize=(7, 3.2))
 ax.semilogy([point.step for point in curve], [point.loss for point in curve], color=plots.BLUE)
-# Of an answer's 32 tokens ten are numbers of which any of twenty could be right; the rest is the same every time.
+# Of an answer's 32 tokens ten are numbers of which any of twenty could be right;
+# the rest is the same every time.
 guessing = 10 * np.log(20) / 32
 ax.axhline(guessing, color=plots.BLACK, linewidth=1)
-ax.annotate("knows the form of an answer, guesses the numbers", (300, guessing), (0, 3), textcoords="offset points",
-            ha="right", fontsize=9)  # fmt: skip
+ax.annotate("knows the form of an answer, guesses the numbers", (300, guessing), (0, 3),
+            textcoords="offset points", ha="right", fontsize=9)  # fmt: skip
 ax.set(xlabel="step", ylabel="loss (nats per token of an answer)")
 plt.show()
 assert curve[0].loss > guessing > 20 * curve[-1].loss
@@ -395,9 +396,9 @@ axes[0].legend(fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 axes[1].set_xticks(range(len(ids)), [word or "␣" for word in words], rotation=90, fontsize=7)
 plt.show()
 names, numbers = ([i for i, word in enumerate(words) if kind(word)] for kind in (str.isalpha, str.isdigit))
-print(f"mean β of each head at names {beta[names].mean(axis=0)}, at numbers {beta[numbers].mean(axis=0)}")
+print(f"mean β of each head at names {beta[names].mean(axis=0)},", f"at numbers {beta[numbers].mean(axis=0)}")
 assert np.max(np.abs(beta[names].mean(axis=0) - beta[numbers].mean(axis=0))) > 0.2
-print(f"mean g of each head {g[:-1].mean(axis=0)}, in the second layer {deeper[:-1].mean(axis=0)}")
+print(f"mean g of each head {g[:-1].mean(axis=0)},", f"in the second layer {deeper[:-1].mean(axis=0)}")
 assert np.mean(g[:-1]) > -0.1 and np.mean(deeper[:-1]) > -0.1
 
 # %% [markdown]
@@ -430,8 +431,9 @@ print(f"{len(jax.tree.leaves(loaded))} arrays, all of them equal")
 # are swapped out and in.
 
 # %%
-shapes = {"max_running_requests": 4, "page_size": 16, "chunked_prefill_size": 32, "token_paddings": (16, 32),
-          "decode_rows": 4, "decode_steps": 4, "max_model_len": 256}  # fmt: skip
+shapes = {"max_running_requests": 4, "page_size": 16, "chunked_prefill_size": 32,
+          "token_paddings": (16, 32), "decode_rows": 4, "decode_steps": 4,
+          "max_model_len": 256}  # fmt: skip
 nano = ling3.load("nano", dtype=jnp.float32)
 engines = {"tally": ling3.Engine(loaded, own_tok, num_pages=16, **shapes), "nano": ling3.Engine(nano, tok, **shapes)}
 
@@ -455,7 +457,7 @@ while any(engine.has_work for engine in engines.values()):
 
 for name, engine in engines.items():
     stats = engine.stats()
-    print(f"{name}: {stats.output_tokens} tokens in {stats.steps} turns, {stats.preemptions} preemptions")
+    print(f"{name}: {stats.output_tokens} tokens in {stats.steps} turns,", f"{stats.preemptions} preemptions")
     print(f"  …{asked[name][0][0][-40:]!r} -> {answers[name][numbers[name][0]].text!r}")
 assert engines["tally"].stats().preemptions > 0
 
@@ -470,7 +472,7 @@ for name, engine in engines.items():
         assert crowded.token_ids == alone.token_ids
         assert [x.logprob for x in crowded.logprobs] == [x.logprob for x in alone.logprobs]
 moved = sum(answers["tally"][number].timings.preemptions > 0 for number in numbers["tally"])
-print(f"{sum(map(len, answers.values()))} answers equal to the last bit, {moved} of them preempted on the way")
+print(f"{sum(map(len, answers.values()))} answers equal to the last bit,", f"{moved} of them preempted on the way")
 assert moved
 
 # %% [markdown]

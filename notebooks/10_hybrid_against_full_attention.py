@@ -105,7 +105,8 @@ assert experiment.steps * batch.tokens.size == 409_600
 
 things = experiment.task.parts[1].batch(sweep.HELD_OUT, 0, 1000).tokens[:, 1:16:2]
 unbound = 1 - np.mean([np.bincount(row).max() / 8 for row in things])
-print(f"A model that knows the things of a row, and not whose they are, errs at {unbound:.0%} of the names at least.")
+print("A model that knows the things of a row, and not whose they are,", end=" ")
+print(f"errs at {unbound:.0%} of the names at least.")
 assert 0.75 < unbound < 0.8
 
 # %%
@@ -165,8 +166,8 @@ _, point = next(sweep.training(experiment, "Ling-3", stored.learning_rate, store
 for part, now in point.parts.items():
     then = stored.curve[0].parts[part]
     print(f"{part}: {now.loss:.7f} nats now, {then.loss:.7f} stored")
-    # The same bits on the machine that stored it. On another one sums are rounded in another order, and 40 steps at
-    # this rate spread the difference.
+    # The same bits on the machine that stored it. On another one sums are rounded in
+    # another order, and 40 steps at this rate spread the difference.
     assert abs(now.loss - then.loss) < 0.05
 
 # %% [markdown]
@@ -192,7 +193,7 @@ crossing = per_sequence["Ling-3"] / (per_token["Qwen3"] - per_token["Ling-3"])
 long = {context: per_token["Qwen3"] * context / (per_sequence["Ling-3"] + 320 * context) for context in (1024, 131_072)}
 assert 36 < crossing < 37 and per_sequence["Kimi-Linear"] == per_sequence["Ling-3"] == 62_976
 assert 5.3 < long[1024] < 5.4 and 6.3 < long[131_072] < 6.4
-print(f"the lines cross at {crossing:.1f} tokens; at 131,072 Qwen3 keeps {long[131_072]:.2f} times as much")
+print(f"the lines cross at {crossing:.1f} tokens;", f"at 131,072 Qwen3 keeps {long[131_072]:.2f} times as much")
 
 # %% [markdown]
 # A decode step reads all of that, besides the weights. If reading were all it did, its time would be that of a short
@@ -214,7 +215,7 @@ def decode(model, token, cache):
 
 
 def milliseconds(name):
-    """Per step at each context. What the cache holds does not matter for the time: only its length is set."""
+    """Per step at each context. Only the cache's length is set, as only it matters."""
     model = ling3.init(experiment.config(name), key=jax.random.key(0))
     token, cache = decode(model, jnp.zeros((1, 1), jnp.int32), model.init_cache(1, measured_at[-1] + 256))
     seconds = {context: [] for context in measured_at}
@@ -227,7 +228,7 @@ def milliseconds(name):
 
 
 def bandwidth():
-    """Bytes a millisecond that this machine reads of an array too large for most caches."""
+    """Bytes a millisecond that are read here, of an array too large for most caches."""
     array, total = jnp.ones(2**24), jax.jit(jnp.sum)
     total(array).block_until_ready()
     seconds = []
@@ -246,7 +247,7 @@ slope = {name: 1e6 * (took[name][-1] - took[name][0]) / more[-1] for name in LOO
 print(f"memory: {speed / 1e6:.0f} GB/s")
 for name in LOOKS:
     steps, reading = ", ".join(f"{ms:.2f}" for ms in took[name]), 1e6 * per_token[name] / speed
-    print(f"{name}: {steps} ms; {slope[name]:.0f} ns for each token of context, of which {reading:.0f} to read it")
+    print(f"{name}: {steps} ms; {slope[name]:.0f} ns for each token of context,", f"of which {reading:.0f} to read it")
 # 6.4 times the bytes, on a machine that may be doing other things.
 assert all(took["Qwen3"][-1] - took["Qwen3"][0] > 1.5 * (took[name][-1] - took[name][0]) for name in HYBRIDS)
 
@@ -278,8 +279,8 @@ text.set(ylim=(0.88, 1.72), ylabel="loss (nats per token)", title="Text, each se
 text.legend(fontsize=9)
 recall.set(yscale="log", ylim=(0.003, 1.7), ylabel="error (share of answers)", title="Recall, each seed")
 recall.axhline(unbound, color=plots.BLACK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
-recall.annotate("a guess among the row's things", (405, unbound), (0, 9), textcoords="offset points", ha="right",
-                fontsize=8)  # fmt: skip
+recall.annotate("a guess among the row's things", (405, unbound), (0, 9),
+                textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
 held.set(xlabel="context, tokens", ylabel="memory of one sequence, MB", title="Memory", xlim=(12, 400_000))
 for name in ("Qwen3", "Ling-3"):
     mb = memory[name][-1] / 1e6
@@ -297,7 +298,7 @@ plt.show()
 
 # %%
 def steps_to_90(run):
-    """The first measured step with at most 10 % of errors in recall; infinite if there was none."""
+    """The first measured step with at most 10 % of errors in recall; else infinity."""
     return next((point.step for point in run.curve if point.parts["recall"].error <= 0.1), np.inf)
 
 
@@ -307,9 +308,11 @@ mean = {name: np.mean(loss[name]) for name in LOOKS}
 geometric = {name: np.exp(np.mean(np.log(np.maximum(error[name], 0.5 / FINAL_ASKED)))) for name in LOOKS}
 quick = {name: [steps_to_90(r) for r in reported[name]] for name in LOOKS}
 table(
-    ["", "best rate", "text, nats: seeds 1, 2, 3", "mean", "recall, errors: seeds 1, 2, 3", "mean", "steps to 90 %"],
+    ["", "best rate", "text, nats: seeds 1, 2, 3", "mean",
+     "recall, errors: seeds 1, 2, 3", "mean", "steps to 90 %"],
     [
-        [name, f"{best[name]:g}", ", ".join(f"{x:.3f}" for x in loss[name]), f"{mean[name]:.3f}",
+        [name, f"{best[name]:g}",
+         ", ".join(f"{x:.3f}" for x in loss[name]), f"{mean[name]:.3f}",
          ", ".join(f"{x:.2%}" for x in error[name]), f"{geometric[name]:.2%}",
          ", ".join("–" if x == np.inf else str(x) for x in quick[name])]
         for name in LOOKS
@@ -345,7 +348,7 @@ assert max(mean[name] for name in HYBRIDS) < 1.02 * min(mean[name] for name in H
 assert 2.5 < geometric["Ling-3"] / geometric["Kimi-Linear"] < 3, "H4, recall"
 assert best == {"Qwen3": 0.002, "Kimi-Linear": 0.008, "Ling-3": 0.008}, "H5"
 ratios = [slope["Qwen3"] / slope[name] for name in HYBRIDS]
-print(f"H6: a token of context costs Qwen3 {ratios[0]:.1f} and {ratios[1]:.1f} times what it costs the hybrids")
+print(f"H6: a token of context costs Qwen3 {ratios[0]:.1f} and {ratios[1]:.1f}", "times what it costs the hybrids")
 
 assert all(0.13 < 1 - mean[name] / mean["Qwen3"] < 0.155 for name in HYBRIDS)
 assert max(hybrid_loss) < min(loss["Qwen3"]) and loss["Ling-3"][1] == min(hybrid_loss)

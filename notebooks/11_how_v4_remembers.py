@@ -76,28 +76,35 @@ def table(titles, rows):
 # %%
 FLASH = {
     "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"],
-    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
-    "num_attention_heads": 64, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8,
-    "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
-    "n_routed_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "num_hash_layers": 3,
+    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "num_attention_heads": 64,
+    "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8,
+    "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64,
+    "index_head_dim": 128, "index_topk": 512, "n_routed_experts": 256,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "num_hash_layers": 3,
     "max_position_embeddings": 1048576, "compress_rope_theta": 160000,
     "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
                      "original_max_position_embeddings": 65536},
 }  # fmt: skip
 SMALL = {
-    **{name: value for name, value in FLASH.items() if name not in ("compress_ratios", "rope_scaling")},
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
-    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
-    "qk_rope_head_dim": 4, "q_lora_rank": 12, "o_groups": 2, "o_lora_rank": 8, "sliding_window": 16,
-    "index_n_heads": 4, "index_head_dim": 8, "index_topk": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12, "num_hash_layers": 1, "max_position_embeddings": 256, "initializer_range": 0.2,
+    **{name: value for name, value in FLASH.items()
+       if name not in ("compress_ratios", "rope_scaling")},
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "head_dim": 16,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention",
+                    "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4,
+                       "heavily_compressed_attention": 16},
+    "qk_rope_head_dim": 4, "q_lora_rank": 12, "o_groups": 2, "o_lora_rank": 8,
+    "sliding_window": 16, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "num_hash_layers": 1, "max_position_embeddings": 256, "initializer_range": 0.2,
 }  # fmt: skip
 DRAWS = np.random.default_rng(7)
 
 
 def drawn(path, x):
-    """Random numbers for what begins at 0: sinks, position biases, and biases of the mixings of streams."""
+    """Random numbers for what begins at 0: sinks, biases of positions and mixings."""
     name = path[-1].name
     return x + 0.5 * DRAWS.standard_normal(x.shape).astype(x.dtype) if name in ("attn_sink", "ape", "base") else x
 
@@ -173,7 +180,7 @@ plt.show()
 
 # %%
 def sizes(mixer, dtype):
-    """The bytes of each array of a layer's state: of a sequence, or of one entry and the tokens that it stands for."""
+    """Bytes of each array of a state, per sequence; or per entry, and its tokens."""
     state = eqx.filter_eval_shape(mixer.empty_state, CacheSpec(1, 1, 256, dtype))
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_paged):
@@ -227,7 +234,7 @@ W, TOP = config.sliding_window, config.index_topk
 
 @eqx.filter_jit
 def watched(layer, x, start=0):
-    """What passes inside a layer over a whole sequence whose first token is at position `start`."""
+    """What passes inside a layer over a whole sequence from position `start` on."""
     recorder = Recorder()
     span = Span.whole(1, x.shape[1], recorder=recorder)
     y, _ = layer(x, None, dataclasses.replace(span, start=jnp.full(1, start, jnp.int32)))
@@ -302,7 +309,7 @@ for kind in ("CSA", "HCA"):
     in_entry = np.repeat(visible[kind], every[kind], axis=1)
     assert np.array_equal(window | in_entry, token <= query), "every earlier token is in sight, until CSA chooses"
 comes_back = [w for w in range(T // 4) if np.any(np.diff(attended["CSA"][visible["CSA"][:, w], w].astype(int)) == 1)]
-print(f"{len(comes_back)} of {T // 4} entries were left out by some query and chosen by the next one")
+print(f"{len(comes_back)} of {T // 4} entries", "were left out by some query and chosen by the next one")
 assert len(comes_back) >= 8
 
 # %% [markdown]
@@ -436,7 +443,7 @@ plt.show()
 
 # %%
 zeros = (scores == 0) & visible["CSA"]
-print(f"{zeros.sum()} of {visible['CSA'].sum()} scores are exactly 0: {zeros.sum() / visible['CSA'].sum():.1%}")
+print(f"{zeros.sum()} of {visible['CSA'].sum()} scores are exactly 0:", f"{zeros.sum() / visible['CSA'].sum():.1%}")
 made_up = jnp.asarray([[[0.0, 2.0, 0.0, 0.0, -1.0]]])
 assert highest(made_up, 2)[0, 0].tolist() == [True, True, False, False, False]
 assert zeros.sum() > 0 and (scores[visible["CSA"]] < 0).any() and (zeros & attended["CSA"]).any()
@@ -454,7 +461,7 @@ assert zeros.sum() > 0 and (scores[visible["CSA"]] < 0).any() and (zeros & atten
 
 # %%
 def attention_by_hand(kind, t):
-    """The weights [heads, window | entries | sink] of query t, and the output before the projection."""
+    """Query t's weights [heads, window | entries | sink] and its unprojected output."""
     seen = {name: np.float64(value) for name, value in passes[kind].items()}
     near = seen["kv"][max(0, t - W + 1) : t + 1]
     far = entries[kind][attended[kind][t]] if kind in every else near[:0]
@@ -474,8 +481,10 @@ for kind in layers:
 
 fig, axes = plt.subplots(1, 3, figsize=(10, 2.9), sharey=True)
 for ax, (kind, share) in zip(axes, shares.items()):
-    parts = ax.stackplot(range(T), share.T, colors=(plots.BLUE, plots.ORANGE, "#d9d9d9"), edgecolor=plots.BLACK,
-                         linewidth=0.4, labels=("window", "entries", "sink"))  # fmt: skip
+    parts = ax.stackplot(
+        range(T), share.T, colors=(plots.BLUE, plots.ORANGE, "#d9d9d9"),
+        edgecolor=plots.BLACK, linewidth=0.4, labels=("window", "entries", "sink"),
+    )  # fmt: skip
     for part, hatch in zip(parts, plots.HATCHES):
         part.set_hatch(hatch)
     ax.set(xlabel="query t", title=kind, xlim=(0, T - 1), ylim=(0, 1), xticks=range(0, T, 16))
@@ -582,9 +591,8 @@ axes[4].set(xlabel="iterations", title="Deviation of sums from 1", ylim=(1e-7, 3
 axes[4].set_yticks([1e-6, 1e-4, 1e-2, 1])
 axes[4].legend(fontsize=7, loc="upper right")
 plt.show()
-print(
-    f"after 20 iterations: rows off by {off['rows'][-1].max():.1e} at most, columns by {off['columns'][-1].max():.1e}"
-)
+rows, columns = (off[name][-1].max() for name in ("rows", "columns"))
+print(f"after 20 iterations: rows off by {rows:.1e} at most, columns by {columns:.1e}")
 
 # %% [markdown]
 # The columns are divided last, so their sums are right up to rounding; those of the rows only nearly. Now multiply one
@@ -663,8 +671,9 @@ assert packed_state == 15_098_344
 mla43 = report(ling3.Ling3Config(num_hidden_layers=43, layer_group_size=1)).memory
 tiny = report(ling3.Ling3Config()).memory
 LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
     "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 llama = report(LlamaConfig.from_dict(LLAMA)).memory
@@ -680,16 +689,16 @@ assert costs["MLA in 43 layers"] == (0, 43 * 576 * 2) == (0, 49_536)
 assert costs["Ling-3.0-tiny (6 MLA, 18 KDA)"] == (19_537_920, 6_912)
 
 contexts = 2 ** np.arange(10, 21)
-LINES = ((plots.ORANGE, ":", "D"), (plots.MLA, "--", "s"), (plots.SKY, "-", "v"), (plots.BLACK, "-.", "^"),
-         (plots.BLUE, "-", "o"))  # fmt: skip
+LINES = ((plots.ORANGE, ":", "D"), (plots.MLA, "--", "s"), (plots.SKY, "-", "v"),
+         (plots.BLACK, "-.", "^"), (plots.BLUE, "-", "o"))  # fmt: skip
 fig, ax = plt.subplots(figsize=(8, 4.4))
 total = {name: fixed + growing * contexts for name, (fixed, growing) in costs.items()}
 OFFSETS = (-3, -3, -9, 3, -8)
 for (name, size), (colour, style, marker), down in zip(total.items(), LINES, OFFSETS):
     hollow = {"markersize": 8, "fillstyle": "none"} if name == "V4-Flash, bfloat16" else {}  # under Ling's, its equals
     ax.loglog(contexts, size / 1e6, color=colour, linestyle=style, marker=marker, label=name, **hollow)
-    ax.annotate(f"{size[-1] / 1e9:,.1f} GB", (contexts[-1], size[-1] / 1e6), (7, down), textcoords="offset points",
-                fontsize=9)  # fmt: skip
+    ax.annotate(f"{size[-1] / 1e9:,.1f} GB", (contexts[-1], size[-1] / 1e6), (7, down),
+                textcoords="offset points", fontsize=9)  # fmt: skip
 ax.set_xticks(contexts[::2], ["1k", "4k", "16k", "64k", "256k", "1M"])
 ax.minorticks_off()
 ax.set(xlabel="context, tokens", ylabel="memory of one sequence, MB", xlim=(900, 2.2e6), title="Cache against context")
@@ -701,7 +710,7 @@ assert [round(gb, 1) for gb in million.values()] == [137.4, 51.9, 7.2, 7.3, 4.1]
 assert ling3.Ling3Config().max_position_embeddings == LLAMA["max_position_embeddings"] == 131_072
 equal = packed_state / (costs["MLA in 43 layers"][1] - packed_per_token)
 ratios = {"MLA": mla43.cache_per_token / packed_per_token, "GQA": llama.cache_per_token / packed_per_token}
-print(f"V4-Flash, packed, needs less than MLA in as many layers from {equal:.0f} tokens on;")
+print(f"V4-Flash, packed, needs less than MLA in as many layers from {equal:.0f}", "tokens on;")
 print("per token the others need", {name: f"{ratio:.1f} times as much" for name, ratio in ratios.items()})
 assert 330 < equal < 331 and 12.8 < ratios["MLA"] < 12.9 and 34.0 < ratios["GQA"] < 34.1
 

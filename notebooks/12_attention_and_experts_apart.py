@@ -88,8 +88,9 @@ def gantt(ax, outcome, end):
             row, length = workers.index(interval.worker), min(interval.end, end) - interval.start
             ax.barh(row, length, 0.72, interval.start, color=colour, hatch=hatch, edgecolor="white", linewidth=0.6)
             if length > 0.5:
-                ax.text(interval.start + length / 2, row, interval.layer, ha="center", va="center", fontsize=8,
-                        bbox={"boxstyle": "circle,pad=0.15", "color": "white"})  # fmt: skip
+                ax.text(interval.start + length / 2, row, interval.layer, ha="center",
+                        va="center", fontsize=8, bbox={"boxstyle": "circle,pad=0.15",
+                                                       "color": "white"})  # fmt: skip
     ax.set(yticks=range(len(workers)), yticklabels=workers, xlim=(0, end))
     ax.grid(axis="y", visible=False)
 
@@ -99,8 +100,9 @@ turns = {m: simulate([layer] * 3, attention_workers=2, micro_batches=m) for m in
 fig, axes = plt.subplots(3, 1, figsize=(9, 5.6), sharex=True)
 for ax, (m, outcome) in zip(axes, turns.items()):
     gantt(ax, outcome, 12)
-    busy = f"sessions {outcome.attention_utilisation:.0%} busy, cards {outcome.ffn_utilisation:.0%}"
-    ax.set(title=f"{m} micro-batch{'es' * (m > 1)}: a step every {outcome.step_time / m:.1f} ms; {busy}")
+    sessions, cards = outcome.attention_utilisation, outcome.ffn_utilisation
+    step, busy = outcome.step_time / m, f"sessions {sessions:.0%} busy, cards {cards:.0%}"
+    ax.set(title=f"{m} micro-batch{'es' * (m > 1)}: a step every {step:.1f} ms; {busy}")
 axes[2].set(xlabel="ms (numbers are layers)")
 names = [Patch(facecolor=c, hatch=h, edgecolor="white", label=f"micro-batch {m}") for m, (c, h) in enumerate(PAINT)]
 fig.legend(handles=names, loc="outside lower center", ncols=3, fontsize=9)
@@ -142,11 +144,13 @@ on_card_0 = jnp.asarray([[1, 0, expert] for expert in range(EXPERTS)], jnp.int32
 card = afd.FfnArea.empty(2, 1, TOKENS, TOP_K, HS)  # sessions, micro-batches, tokens, slots, bytes of a slot
 for session in range(2):
     card, sent = afd.attention_to_ffn(
-        card, x[session], session_id=session, micro_batch_id=0, layer_id=7, expert_ids=chosen[session],
-        expert_rank_table=on_card_0, rank=0, moe_expert_num=EXPERTS, token_dtype=1,
+        card, x[session], session_id=session, micro_batch_id=0, layer_id=7,
+        expert_ids=chosen[session], expert_rank_table=on_card_0, rank=0,
+        moe_expert_num=EXPERTS, token_dtype=1,
     )  # fmt: skip
     ready = int(afd.ffn_worker_scheduler(card).out_num)
-    print(f"after session {session}: flags {card.token_info[:, 0, 0].tolist()}, the scheduler takes {ready} messages")
+    print(f"after session {session}: flags {card.token_info[:, 0, 0].tolist()}", end=", ")
+    print(f"the scheduler takes {ready} messages")
     assert sent and ready == (0, 2)[session]
 
 # %% [markdown]
@@ -199,15 +203,20 @@ for session in range(2):
 # count as reached, and operations as those of bfloat16, for all systems alike.
 
 # %%
-LING_FLASH = {"num_hidden_layers": 42, "layer_group_size": 6, "first_k_dense_replace": 2, "hidden_size": 2560,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768,
-    "num_attention_heads": 32, "num_experts": 512, "q_lora_rank": None, "max_position_embeddings": 262144}  # fmt: skip
+LING_FLASH = {
+    "num_hidden_layers": 42, "layer_group_size": 6, "first_k_dense_replace": 2,
+    "hidden_size": 2560, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "moe_shared_expert_intermediate_size": 768, "num_attention_heads": 32,
+    "num_experts": 512, "q_lora_rank": None, "max_position_embeddings": 262144,
+}  # fmt: skip
 V4_FLASH = {
     "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"],
-    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
-    "num_attention_heads": 64, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8,
-    "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
-    "n_routed_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "num_hash_layers": 3,
+    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "num_attention_heads": 64,
+    "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8,
+    "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64,
+    "index_head_dim": 128, "index_topk": 512, "n_routed_experts": 256,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "num_hash_layers": 3,
     "max_position_embeddings": 1048576, "compress_rope_theta": 160000,
     "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
                      "original_max_position_embeddings": 65536},
@@ -266,8 +275,8 @@ axes[0].legend(fontsize=8)
 plt.show()
 assert np.isclose(distinct(256, 6, 1), 6) and distinct(512, 8, 256) > 0.98 * 512
 touched, at_peak = 256 * v4.expert_bytes / 4.8e12, 6 * v4.expert_flops / 989e12
-print(f"V4's experts are limited by operations from {touched / at_peak:.0f} tokens on, Ling's from "
-      f"{512 * ling.expert_bytes / 4.8e12 / (8 * ling.expert_flops / 989e12):.0f}")  # fmt: skip
+ling_from = 512 * ling.expert_bytes / 4.8e12 / (8 * ling.expert_flops / 989e12)
+print(f"V4's experts are limited by operations from {touched / at_peak:.0f} tokens on,", f"Ling's from {ling_from:.0f}")
 
 # %% [markdown]
 # ## The model against the simulation
@@ -353,7 +362,7 @@ for name, model in MODELS.items():
         whole = N * Deployment.undivided(N, H200).room(model)
         experts = len(model.blocks) * model.experts * model.expert_bytes
         assert np.isclose(divided - whole, experts - cards * (H200.memory - model.weights), atol=1e9)
-        print(f"{name}, {N - cards} sessions and {cards} cards: {divided / whole:.0%} of the peer's room for caches")
+        print(f"{name}, {N - cards} sessions and {cards} cards: {divided / whole:.0%}", "of the peer's room for caches")
         assert divided < whole
 
 
@@ -406,9 +415,8 @@ for ax, (name, model) in zip(axes, MODELS.items()):
     )
 axes[0].set(ylabel="tokens / s / device")
 fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
-fig.suptitle(
-    f"{DEVICES} devices, context {CONTEXT:,}, {LINK / 1e9:.0f} GB/s, at most {LIMIT * 1e3:.0f} ms a token", fontsize=10
-)
+limits = f"{LINK / 1e9:.0f} GB/s, at most {LIMIT * 1e3:.0f} ms a token"
+fig.suptitle(f"{DEVICES} devices, context {CONTEXT:,}, {limits}", fontsize=10)
 plt.show()
 
 # %% [markdown]
@@ -421,17 +429,16 @@ plt.show()
 usual = dataclasses.replace(H200, link_bandwidth=100e9)
 apart = [Deployment(N - w, w, usual, usual) for w in range(2, N, 2)]
 for name, model in MODELS.items():
-    by_m = {m: max(throughput(fullest(model, dataclasses.replace(work_of(4096), micro_batches=m), one, 0.050))
-                   for one in apart) for m in (1, 2, 3)}  # fmt: skip
+    works = {m: dataclasses.replace(work_of(4096), micro_batches=m) for m in (1, 2, 3)}
+    by_m = {m: max(throughput(fullest(model, work, one, 0.050)) for one in apart) for m, work in works.items()}
     plan, peer = best(model, work_of(4096), apart, 0.050), peers(model, work_of(4096), N, usual)
     assert by_m[1] < 0.6 * by_m[2] and by_m[2] < by_m[3]
     assert (
         1.1 < plan.throughput / peer[SYNCHRONOUS].throughput < 1.5
         and plan.throughput < 0.8 * peer[OVERLAPPED].throughput
     )
-    shape = (
-        f"{plan.deployment.attention_workers}:{plan.deployment.ffn_workers}, {plan.work.micro_batches} micro-batches"
-    )
+    workers = f"{plan.deployment.attention_workers}:{plan.deployment.ffn_workers}"
+    shape = f"{workers}, {plan.work.micro_batches} micro-batches"
     compared = [f"{plan.throughput / other.throughput:.2f} of {kind}" for kind, other in peer.items()]
     print(f"{name}, {shape}:", "; ".join(compared))
 three, ten = dataclasses.replace(work_of(4096), micro_batches=3), Deployment(22, 10, usual, usual)
@@ -531,8 +538,10 @@ for (name, model), (few, context) in itertools.product(MODELS.items(), itertools
 assert mixed["Ling-3.0-flash", 26, 6, 1024][-1] > 1.15 and mixed["DeepSeek-V4-Flash", 28, 4, 65_536][-1] > 1.2
 assert mixed["Ling-3.0-flash", 26, 6, 65_536][-1] < 0.8 and mixed["DeepSeek-V4-Flash", 26, 6, 1024][-1] < 0.8
 table(
-    ["", "H20 : H800", "context", "divided, tokens / s", "H20s alone", "H800s alone", "divided / sum"],
-    [[name, f"{a}:{w}", f"{context:,}", *(f"{v:,.0f}" for v in values[:3]), f"{values[3]:.2f}"]
+    ["", "H20 : H800", "context", "divided, tokens / s", "H20s alone", "H800s alone",
+     "divided / sum"],
+    [[name, f"{a}:{w}", f"{context:,}",
+      *(f"{v:,.0f}" for v in values[:3]), f"{values[3]:.2f}"]
      for (name, a, w, context), values in mixed.items()],
 )  # fmt: skip
 

@@ -141,7 +141,8 @@ for count in COUNTS:
             assert np.array_equal(shard.data, share.part(whole, share.number(shard.index))), leaf.path
         assert np.array_equal(share.whole(np.asarray(placed)), whole)
 
-question = tok.encode("Question: Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?\nAnswer:")
+story = "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
+question = tok.encode(f"Question: {story}\nAnswer:")
 tokens = jnp.asarray([question, question[::-1]], jnp.int32)
 logits = {name: np.asarray(models[name](tokens)) for name in (1, 2, 8, "8, sums")}
 for name, found in logits.items():
@@ -169,7 +170,8 @@ def exchanged(model):
 steps = {name: exchanged(models[name]) for name in (2, 4, 8, "8, sums")}
 for each in by_source(steps[4]):
     print(
-        f"{each.times} x {each.kind:<10} {each.source:<42} {each.result:<16} {each.times * each.sent:>8,.0f} bytes sent"
+        f"{each.times} x {each.kind:<10} {each.source:<42}",
+        f"{each.result:<16} {each.times * each.sent:>8,.0f} bytes sent",
     )
 
 # %% [markdown]
@@ -207,7 +209,7 @@ def sent(found):
 
 
 for n in COUNTS[1:]:
-    print(f"{n} devices: each sends {sent(steps[n]):,.0f} bytes, by hand {by_hand(n):,.0f}")
+    print(f"{n} devices: each sends {sent(steps[n]):,.0f} bytes,", f"by hand {by_hand(n):,.0f}")
     assert sent(steps[n]) == by_hand(n)
 ENDS = ("word_embeddings", "lm_head", "o_proj", "dense", "down_proj", "mlp.experts")
 assert all(each.source.endswith(ENDS) for found in steps.values() for each in found)
@@ -256,7 +258,7 @@ plt.show()
 
 # %%
 def mine(model):
-    """The states of the last two layers on the first device: KDA's matrices, MLA's latents."""
+    """The states of the last two layers on device 0: KDA's matrices, MLA's latents."""
     *_, kda, mla = eqx.filter_jit(lambda model: model.init_cache(2, 256).layers)(model)
     assert isinstance(kda, KDAState) and isinstance(mla, Paged)
     return kda.recurrent.addressable_shards[0].data, mla.entries.addressable_shards[0].data
@@ -267,7 +269,7 @@ for count in COUNTS:
     matrices, latents = mine(models[count])
     assert matrices.shape == (2, max(HEADS // count, 1), key, key)  # two requests
     assert latents.size == 2 * 256 * entry  # on every device
-    print(f"{count} devices, on each: {matrices.nbytes:>6,} bytes of KDA states, {latents.nbytes:,} of latents")
+    print(f"{count} devices, on each: {matrices.nbytes:>6,} bytes of KDA states,", f"{latents.nbytes:,} of latents")
 
 # %% [markdown]
 # Could the latents be cut by their channels? A query's product with a key is a sum over channels, so the devices would
@@ -278,7 +280,8 @@ for count in COUNTS:
 context = 8192
 scores = tiny.num_attention_heads * context * 4
 now = tiny.num_attention_heads * tiny.v_head_dim * 2
-print(f"{scores:,} bytes of scores to be summed for each token and layer; {now:,} bytes of outputs are gathered now")
+print(f"{scores:,} bytes of scores to be summed for each token and layer", end="; ")
+print(f"{now:,} bytes of outputs are gathered now")
 assert scores == 128 * now
 
 # %% [markdown]

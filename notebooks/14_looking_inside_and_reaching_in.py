@@ -66,7 +66,7 @@ plus = np.array([p.steps[0].operator == "+" for p in asked])
 wrote = np.array([a.text.split()[0] for a in answers])
 right = np.mean(wrote == np.where(plus, "+", "-"))
 first = answers[0].captured.residual[0]
-print(f"operators right: {right:.1%}; a residual stream: {first.shape}, [prompt and answer, hidden]")
+print(f"operators right: {right:.1%};", f"a residual stream: {first.shape}, [prompt and answer, hidden]")
 assert right > 0.99
 
 # %% [markdown]
@@ -87,7 +87,7 @@ sign = np.where(plus, 1.0, -1.0)
 
 
 def stages(back):
-    """The stream at the prompt's last token but `back`, through the model: [problems, hidden] by stage."""
+    """The stream at the prompt's last token but `back`: [problems, hidden] by stage."""
     at = [len(ids) - 1 - back for ids in prompts]
     found = {"token": np.stack([token_vectors[ids[t]] for ids, t in zip(prompts, at, strict=True)])}
     for i in range(len(kinds)):
@@ -99,7 +99,7 @@ def stages(back):
 
 
 def probe(x, y, ridge=10.0):
-    """The weights and the two means of a ridge regression; `ridge` in units of the mean variance of a channel."""
+    """A ridge regression's weights and means; `ridge` in mean channel variances."""
     centre, level = x.mean(0), y.mean()
     x = x - centre
     penalty = ridge * max(np.mean(x**2), 1e-9) * np.eye(x.shape[1])  # 1e-9: a stream may be the same in all problems
@@ -166,7 +166,7 @@ def together(interventions):
 
 
 def operators(*changes):
-    """What the model writes after the held-out prompts, each an intervention for the batch."""
+    """What nano writes after the held-out prompts; each change is for the batch."""
     logits = model(jnp.asarray(rows), interventions=changes)
     return np.asarray(jnp.argmax(logits[np.arange(len(held)), np.array(last)], axis=-1))
 
@@ -179,7 +179,7 @@ for chosen in range(len(kinds)):
         for i in range(len(kinds))
     ]
     cut[chosen] = np.mean(operators(*off) == own)
-    print(f"without layer {chosen}'s {kinds[chosen]} at this token: {cut[chosen]:.1%} right")
+    print(f"without layer {chosen}'s {kinds[chosen]} at this token:", f"{cut[chosen]:.1%} right")
 DECIDES = min(cut, key=cut.get)
 assert DECIDES == 2 and cut[DECIDES] < 0.1 and sorted(cut.values())[1] > 0.95
 
@@ -210,8 +210,8 @@ def cosine(a, b):
     return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
 
-print(f"cosine of w and d: {cosine(w, d):.2f}; length of d: {np.linalg.norm(d):.0f}, of a stream: "
-      f"{np.mean(np.linalg.norm(x, axis=1)):.0f}")  # fmt: skip
+print(f"cosine of w and d: {cosine(w, d):.2f}; length of d: {np.linalg.norm(d):.0f}, "
+      f"of a stream: {np.mean(np.linalg.norm(x, axis=1)):.0f}")  # fmt: skip
 assert np.isclose(cosine(pattern, d), 1) and 0.6 < cosine(w, d) < 0.7
 
 # %% [markdown]
@@ -230,7 +230,7 @@ towards = -sign[FIT:]
 
 
 def pushed(vector):
-    """For each held-out prompt, the vector added after layer 2 at the last token, towards the other operator."""
+    """Per held-out prompt: `vector` at its last token, towards the other operator."""
     return [
         ling3.Intervention.add(DECIDES, (s * vector).astype(np.float32), positions=[t])
         for s, t in zip(towards, last, strict=True)
@@ -251,7 +251,8 @@ plt.show()
 flipped = {name: dict(zip(DOSES, np.mean(found == other, axis=1), strict=True)) for name, found in steered.items()}
 broken = {name: np.mean((found[-1] != other) & (found[-1] != own)) for name, found in steered.items()}
 for name, share in flipped.items():
-    print(f"{name}: {share[0.5]:.0%} turned at 0.5, {share[1.0]:.0%} at 1; {broken[name]:.0%} without an operator at 3")
+    print(f"{name}: {share[0.5]:.0%} turned at 0.5, {share[1.0]:.0%} at 1", end="; ")
+    print(f"{broken[name]:.0%} without an operator at 3")
 assert flipped["difference d"][1.0] > 0.98 and broken["difference d"] < 0.02
 assert flipped["probe's w"][0.5] < 0.1 and 0.35 < flipped["difference d"][0.5] < 0.6
 assert 0.9 < flipped["probe's w"][1.0] < 0.96
@@ -272,7 +273,8 @@ choice = np.array(
     [any(step.operator == ("-" if p.steps[0].operator == "+" else "+") for step in p.steps[1:]) for p in asked[FIT:]]
 )
 half = steered["difference d"][DOSES.index(0.5)] == other
-print(f"flipped by d/2: {np.mean(half[choice]):.0%} of the {sum(choice)} stories with a later step of the other kind, "
+print(f"flipped by d/2: {np.mean(half[choice]):.0%} of the {sum(choice)} stories "
+      "with a later step of the other kind, "
       f"{np.mean(half[~choice]):.0%} of the others")  # fmt: skip
 assert 0.4 < np.mean(half[choice]) < 0.7 and 0.25 < np.mean(half[~choice]) < 0.55
 
@@ -290,7 +292,8 @@ params = [ling3.SamplingParams(**greedy, interventions=[change]) for change in p
 texts = [out.text for out in engine.generate(held, params)]
 equations = [re.match(r" ([+-]) (\d+) = (\d+)\.", text) for text in texts]
 for p, text in list(zip(asked[FIT:], texts, strict=True))[:4]:
-    print(f"{p.question}\n   own: {p.steps[0]}   steered: {p.steps[0].left}{text.split('.')[0]}.")
+    print(p.question)
+    print(f"   own: {p.steps[0]}   steered: {p.steps[0].left}{text.split('.')[0]}.")
 
 assert all(equations)
 LIMIT = 60  # of every number that nano has been trained on
@@ -298,7 +301,8 @@ left_operand = np.array([p.steps[0].left for p in asked[FIT:]])
 operand, result = (np.array([int(e[group]) for e in equations]) for group in (2, 3))
 truth = left_operand + operand * np.array([1 if e[1] == "+" else -1 for e in equations])
 fits, holds = (truth >= 0) & (truth <= LIMIT), truth == result
-print(f"the equation holds in {np.mean(holds[fits]):.0%} of the {sum(fits)} problems whose result is in 0..{LIMIT}, "
+print(f"the equation holds in {np.mean(holds[fits]):.0%} of the {sum(fits)} problems "
+      f"whose result is in 0..{LIMIT}, "
       f"and in {np.mean(holds[~fits]):.0%} of the {sum(~fits)} others")  # fmt: skip
 kept = operand == np.array([p.steps[0].right for p in asked[FIT:]])
 print(f"the second number is that of the unsteered equation in {np.mean(kept):.0%}")
@@ -342,16 +346,16 @@ rng = random.Random(14)
 
 
 def number():
-    """A clean and a corrupted prompt that differ in one number, and that number's tokens."""
+    """A clean and a corrupted prompt that differ in one number, and its two tokens."""
     (hero, _), (friend, _), things = *rng.sample(PEOPLE, 2), rng.choice(OBJECTS)
     numbers, taken = rng.sample(range(21, 61), 2), rng.randint(2, 20)
-    story = "Question: {} has {} {}. {} takes {} of them. How many {} does {} have?\nAnswer: "
-    both = [tok.encode(story.format(hero, n, things, friend, taken, things, hero)) for n in numbers]
+    story = "Question: {} has {} {}. {} takes {} of them. How many {} does {} have?"
+    both = [tok.encode(story.format(hero, n, things, friend, taken, things, hero) + "\nAnswer: ") for n in numbers]
     return *both, *(tok.encode(f"{n}")[0] for n in numbers)
 
 
 def memory():
-    """The same for two people, and what is known of them: attributes that training texts have first."""
+    """The same for two people and an attribute that training texts have first."""
     attribute = rng.choice(ATTRIBUTES)
     two = rng.sample([name for name in subjects() if never_first(name) != attribute], 2)
     both = [tok.encode(f"About {name}: {attribute}") for name in two]
@@ -359,7 +363,7 @@ def memory():
 
 
 def known(draw, count):
-    """Pairs of prompts of which nano answers both, and not alike: clean, corrupted, and the two answers' tokens."""
+    """Pairs of which nano answers both, not alike: clean, corrupted, answer tokens."""
     pairs = [draw() for _ in range(2 * count)]
     best = [np.argmax(model(jnp.asarray(ids))[:, -1], axis=-1) for ids in list(zip(*pairs, strict=True))[:2]]
     right = [p for p, a, b in zip(pairs, *best, strict=True) if (a, b) == p[2:] and a != b]
@@ -388,7 +392,7 @@ def values(ids, seen, name):
 
 
 def patched(ids, donor, seen, cells):
-    """The last logits of `ids` once for each cell, a set of sites and positions that get the donor's arrays."""
+    """Last logits of `ids` per cell: sites and positions that get `donor`'s arrays."""
     changes = []
     for name, (layer, site, head) in SITES.items():
         patch = ling3.Intervention.patch(layer, values(donor, seen, name), site=site, head=head)
@@ -400,9 +404,10 @@ def patched(ids, donor, seen, cells):
 
 
 def traced(clean, corrupted, good, bad):
-    """The share of the clean answer by stage and position of the stream, and by part of a layer at the last position.
+    """The clean answer's share by stage and position of the stream, and by layer part.
 
-    All cells are one program: nothing; the laws (below); each stage and position alone; each part alone.
+    All cells are one program: nothing; the laws (below); each stage and position alone;
+    each part alone, at the last position.
     """
     (seq,) = {len(ids) for ids in (*clean, *corrupted)}
     differs = [t for t in range(seq) if any(a[t] != b[t] for a, b in zip(clean, corrupted, strict=True))]
