@@ -92,6 +92,16 @@ def test_a_notebooks_formulas_are_typeset(name):
     assert read(f"notebooks/{name}/index.html").formulas == len(re.findall(r"\$\$[^$]+\$\$|\$[^$]+\$", prose))
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebooks_code_fits_its_column_and_that_of_figures_is_folded(name):
+    cells = nbformat.read(SITE / "notebooks" / name / f"{name}.ipynb", as_version=4).cells
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    assert not [line for cell in code for line in cell.source.splitlines() if len(line) > 88]
+    drawn = [cell for cell in code if any("image/png" in output.get("data", {}) for output in cell.outputs)]
+    page = (SITE / "notebooks" / name / "index.html").read_text(encoding="utf-8")
+    assert page.count("<summary>The code of this figure</summary>") == len(drawn)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     for link in read(page).links:
