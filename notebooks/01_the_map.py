@@ -81,7 +81,8 @@ for ax, (name, c) in zip(axes, {"nano": config, "Ling-3.0-tiny": tiny}.items(), 
             i, 1, width=0.92, color="white" if dense else plots.YELLOW, hatch="" if dense else "...", ec="black", lw=0.5
         )
         ax.text(i, 2.1, "MLA" if mla else "KDA", ha="center", fontsize=6)
-    ax.set(xlim=(-0.7, 23.7), ylim=(0, 2.7), yticks=[0.5, 1.5], yticklabels=["MLP", "attention"], title=name)
+    ax.set(xlim=(-0.7, 23.7), ylim=(0, 2.7), yticks=[0.5, 1.5], yticklabels=["MLP", "attention"])
+    ax.set_title(f"The layers of {name}", fontsize=11)
     ax.set_xticks(range(c.num_hidden_layers), range(c.num_hidden_layers), fontsize=7)
     ax.grid(False)
 axes[1].set_xlabel("layer (dotted: experts, plain: dense MLP)")
@@ -224,11 +225,13 @@ for name in ("problems", "recall", "copying", "positions", "facts"):
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.2))
 for name, values in missed.items():
     left.semilogy(values, label=name)
-left.set(xticks=range(4), xlabel="read after layer", ylabel="1 - p(right token), mean", title="logit lens")
+left.set(xticks=range(4), xlabel="read after layer", ylabel="1 - p(right token), mean")
+left.set_title("Logit lens of nano, on five skills", fontsize=11)
 left.legend(fontsize=8)
 for values, label in zip(norms.values(), ("attention adds", "MLP adds", "the stream"), strict=True):
     right.semilogy(values, label=label)
-right.set(xlabel="layer", ylabel="norm, mean over tokens", xticks=range(4), title="residual stream, problems")
+right.set(xlabel="layer", ylabel="norm, mean over tokens", xticks=range(4))
+right.set_title("Residual stream of nano, on problems", fontsize=11)
 right.legend(fontsize=8)
 plt.show()
 print({name: [round(float(x), 3) for x in values] for name, values in missed.items()})
@@ -300,14 +303,15 @@ active = parts | {"routed experts": parts["routed experts"] * tiny.num_experts_p
 
 figure, ax = plt.subplots(figsize=(7, 2.8))
 place = np.arange(len(parts))
-stored = ax.barh(place + 0.2, [n / 1e9 for n in parts.values()], 0.38, color=plots.SKY, label="stored")
+stored = ax.barh(place + 0.2, [n / 1e6 for n in parts.values()], 0.38, color=plots.SKY, label="stored")
 used = ax.barh(
-    place - 0.2, [n / 1e9 for n in active.values()], 0.38, color=plots.ORANGE, hatch="///", label="used by a token"
+    place - 0.2, [n / 1e6 for n in active.values()], 0.38, color=plots.ORANGE, hatch="///", label="used by a token"
 )
-ax.bar_label(stored, [f"{n / 1e6:,.1f} M" for n in parts.values()], fontsize=7, padding=2)
-ax.bar_label(used, [f"{n / 1e6:,.1f} M" for n in active.values()], fontsize=7, padding=2)
+ax.bar_label(stored, [f"{n / 1e6:,.1f}" for n in parts.values()], fontsize=7, padding=2)
+ax.bar_label(used, [f"{n / 1e6:,.1f}" for n in active.values()], fontsize=7, padding=2)
 ax.set_yticks(place, list(parts))
-ax.set(xlabel="parameters, billions", xlim=(0, 8), title="Ling-3.0-tiny")
+ax.set(xlabel="parameters, millions", xlim=(0, 8000))
+ax.set_title("Parameters of Ling-3.0-tiny, stored and used by a token", fontsize=11)
 ax.invert_yaxis()
 ax.legend()
 plt.show()

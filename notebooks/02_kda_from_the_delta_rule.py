@@ -142,10 +142,13 @@ errors = {name: np.asarray(recall_error(S)) for name, S in errors.items()}
 fig, ax = plt.subplots()
 for name, error in errors.items():
     ax.plot(counts, error, label=name)
-ax.plot(counts, (counts - 1) / K, color=plots.BLACK, linestyle=":", linewidth=1, label=r"$(n-1)/K$", marker="")
+ax.plot(
+    counts, (counts - 1) / K, color=plots.BLACK, linestyle=":", linewidth=1, label=r"expected: $(n-1)/K$", marker=""
+)
 ax.axvline(K, color=plots.BLACK, linewidth=0.8)
-ax.annotate(f"$n = K = {K}$", (K, 2.6), xytext=(4, 0), textcoords="offset points")
-ax.set(xlabel="pairs written, n", ylabel="squared error of recall, relative", title="One 32 × 32 memory, random keys")
+ax.annotate(f"$n = K = {K}$: a pair for each channel", (K, 2.8), xytext=(4, 0), textcoords="offset points")
+ax.set(xlabel="pairs written, n", ylabel="squared error of recall / |value|²")
+ax.set_title(f"Errors of recall from a {K} × {V} memory of random pairs", fontsize=11)
 ax.legend(loc="upper left")
 plt.show()
 
@@ -270,6 +273,7 @@ ax.set(
 top = ax.secondary_xaxis("top", functions=(lambda r: np.log(2) / np.maximum(r, 1e-9),) * 2)
 top.set_xlabel("half-life, tokens")
 ax.legend(loc="upper left")
+fig.suptitle("Decays in nano's three KDA layers, over 24 word problems", fontsize=11)
 plt.show()
 slowest = []
 for i, rate in decays.items():
@@ -380,9 +384,11 @@ fig, axes = plt.subplots(1, 2, figsize=(7, 3.2))
 limit = float(jnp.max(jnp.abs(A)))
 for ax, matrix, name in zip(axes, (A, M - jnp.eye(32)), ("$A$", r"$M - I = (I + A)^{-1} - I$")):
     image = ax.imshow(matrix, vmin=-limit, vmax=limit, cmap="PuOr")
-    ax.set(title=name, xlabel="token j, written", ylabel="token i, writing")
+    ax.set(xlabel="token j, written", ylabel="token i, writing")
+    ax.set_title(name, fontsize=10)
     ax.grid(visible=False)
 fig.colorbar(image, ax=axes, shrink=0.85, label="coefficient")
+fig.suptitle("The two triangles of a chunk of 32 random tokens", fontsize=11)
 plt.show()
 
 # %% [markdown]
@@ -442,6 +448,7 @@ right.set(xlabel="chunk length C, tokens", ylabel="operations per byte of state"
 for ax in (left, right):
     ax.set_xticks(C, C)
     ax.minorticks_off()
+fig.suptitle(f"Operations of the chunk form, counted for one head of {K} channels", fontsize=11)
 plt.show()
 ratio = chunked[0] / recurrence
 print(f"C = 16: {ratio:.2f} × the operations of the recurrence,", f"{16 * ratio:.0f} × as many per byte of state")
@@ -509,6 +516,7 @@ ax.set(ylabel="largest exponent of a factor, nats")
 ax.set_xticks(C, C)
 ax.minorticks_off()
 ax.legend(loc="lower right", fontsize=9)
+ax.set_title("Exponents in the factored products of a chunk, by law of decay", fontsize=11)
 plt.show()
 assert SUB_CHUNK // 2 * 5 == MAX_NATS == 40 and 2 * MAX_NATS < limit < 5 * 18
 
@@ -586,6 +594,7 @@ for name, error in found.items():
 ax.axhline(2.0**-24, color=plots.BLACK, linewidth=1)
 ax.annotate("half a unit in the last place of 1", (0.0011, 2.0**-24 * 1.15), fontsize=9)
 ax.set(xscale="log", yscale="log", xlabel="typical decay, nats per token", ylabel="largest error / rms output")
+ax.set_title("Errors of KDA in float32 against float64, random inputs", fontsize=11)
 ax.legend()
 plt.show()
 # The largest of 262,144 outputs, each a sum of 64 products over a chain of

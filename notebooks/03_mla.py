@@ -65,7 +65,8 @@ bars = ax.barh(list(per_token), list(per_token.values()), color=colours, edgecol
 for bar, hatch in zip(bars, plots.HATCHES):
     bar.set_hatch(hatch)
 ax.bar_label(bars, [f"{b:,} B ({b / 6912:.1f} ×)" for b in per_token.values()], padding=4)
-ax.set(xlabel="cache of Ling-3.0-tiny's six full-attention layers, bytes per token", xlim=(0, 62_000))
+ax.set(xlabel="cache of six full-attention layers, bytes per token", xlim=(0, 62_000))
+ax.set_title("Cache of Ling-3.0-tiny, with MLA and with other attention", fontsize=11)
 ax.invert_yaxis()
 ax.grid(axis="y", visible=False)
 plt.show()
@@ -168,8 +169,9 @@ values = jnp.linalg.svd(mla.kv_b_proj(latents), compute_uv=False)
 fig, ax = plt.subplots(figsize=(7, 2.8))
 ax.semilogy(np.arange(1, len(values) + 1), values / values[0], color=plots.MLA, marker="")
 ax.axvline(R, color=plots.BLACK, linewidth=0.8)
-ax.annotate(f"R = {R}", (R, 1e-8), xytext=(4, 0), textcoords="offset points")
-ax.set(xlabel=f"singular value of the expanded cache, of H (N + V) = {H * (N + V)}", ylabel="relative size")
+ax.annotate(f"R = {R}, the channels of a latent", (R, 1e-8), xytext=(4, 0), textcoords="offset points")
+ax.set(xlabel=f"number of the singular value, of H (N + V) = {H * (N + V)}", ylabel="size / that of the largest")
+ax.set_title("Singular values of the expanded cache in nano's MLA layer", fontsize=11)
 plt.show()
 assert values[R] < 1e-12 * values[0] < 1e-3 * values[R - 1]
 
@@ -263,16 +265,21 @@ styles = (("expanded", plots.ORANGE, "--", "s"), ("absorbed", plots.MLA, "-", "o
 for (name, colour, style, marker), count in zip(styles, operations(1, contexts)):
     left.loglog(contexts, count, color=colour, linestyle=style, marker=marker, label=name)
 left.loglog(contexts, contexts * pair_expanded, color=plots.BLACK, linestyle=":", marker="", label="MHA, keys cached")
-left.set(xlabel="context L, tokens", ylabel="operations per head", title="decoding: n = 1")
+left.set(xlabel="context L, tokens", ylabel="operations per head")
+left.set_title("Decoding: n = 1", fontsize=10)
 left.legend()
 for L, colour, style in ((512, plots.SKY, ":"), (131072, plots.BLUE, "-")):
     one, other = operations(news, L)
     right.loglog(news, other / one, color=colour, linestyle=style, marker="", label=f"L = {L:,}")
 right.axhline(1, color=plots.BLACK, linewidth=1)
+right.annotate("equally many", (1, 1), xytext=(0, -12), textcoords="offset points", fontsize=9)
 right.axvline(crossing, color=plots.BLACK, linewidth=0.8)
-right.annotate(f"$n^* = {crossing:.0f}$", (crossing, 0.02), xytext=(4, 0), textcoords="offset points")
-right.set(xlabel="new tokens n", ylabel="absorbed / expanded", title="prefilling: which is cheaper?")
+meet = f"$n^* = {crossing:.0f}$:\nlong contexts\nmeet here"
+right.annotate(meet, (crossing, 0.012), xytext=(4, 0), textcoords="offset points", fontsize=9)
+right.set(xlabel="new tokens n", ylabel="operations, absorbed / expanded")
+right.set_title("Prefilling: which is cheaper?", fontsize=10)
 right.legend()
+fig.suptitle("Operations of one MLA head of Ling-3.0-tiny, counted", fontsize=11)
 plt.show()
 
 assert (change_sides, pair_expanded, pair_absorbed) == (262_144, 640, 2176) and pair_absorbed == 3.4 * pair_expanded
@@ -341,6 +348,7 @@ ax.semilogx(distances, change, color=plots.MLA)
 ax.axhline(np.sqrt(2), color=plots.BLACK, linewidth=0.8)
 ax.annotate(r"$\sqrt{2}$: unrelated", (1, 1.44))
 ax.set(xlabel="distance d, tokens", ylabel="relative change of the\nmatrix to absorb", ylim=(0, 1.7))
+ax.set_title("How the matrix to absorb would turn with distance, nano's MLA layer", fontsize=11)
 plt.show()
 assert 0.25 < change[0] < 0.35 and max(change) > 1.2
 
@@ -381,9 +389,11 @@ for ax, (name, back) in zip(axes, looked.items()):
         ax.plot(back[h], label=f"head {h}")
     ax.axvline(period - 1, color=plots.BLACK, linewidth=0.8)
     ax.annotate("the word that comes next", (period - 1, 0.9), xytext=(5, 0), textcoords="offset points", fontsize=8)
-    ax.set(ylim=(-0.03, 1), title=name, xlabel="distance, tokens", ylabel="mean weight")
+    ax.set(ylim=(-0.03, 1), xlabel="distance, tokens", ylabel="attention weight, mean")
+    ax.set_title(name, fontsize=10)
     ax.label_outer()
 axes[0].legend(loc="upper left")
+fig.suptitle(f"Where nano's MLA heads look in strings of period {period}", fontsize=11)
 plt.show()
 there = {name: back[:, period - 1].max() for name, back in looked.items()}
 print({name: f"{weight:.2f}" for name, weight in there.items()}, f"the best head's weight {period - 1} tokens back")
@@ -432,7 +442,8 @@ for ax, (name, own) in zip(axes, texts.items()):
     ax.set_xticks(range(len(row)), [tok.decode([t]).replace("\n", "⏎") for t in row], rotation=90, fontsize=7)
     ax.set(ylabel=f"{name}\nhead", yticks=range(H), xlim=(-0.5, T - 0.5))
     ax.grid(visible=False)
-fig.colorbar(image, ax=axes, label="gate")
+fig.colorbar(image, ax=axes, label="gate, from 0 (shut) to 1 (open)")
+fig.suptitle("Output gates of nano's MLA heads at each token of three texts", fontsize=11)
 plt.show()
 for name, gates in opened.items():
     print(f"{name}: {gates.min():.3f} to {gates.max():.3f}, on average {gates.mean():.2f}")
@@ -471,6 +482,7 @@ for k, ((cut, of), (colour, hatch)) in enumerate(zip(right.items(), looks)):
         bar.set(hatch=hatch, linewidth=0.4)
     ax.bar_label(bars, [f"{100 * share:.0f}" for share in of.values()], fontsize=8, padding=1)
 ax.set(xticks=range(len(exams)), xticklabels=list(exams), ylabel="right answers, %", ylim=(0, 112))
+ax.set_title("What nano gets right without parts of its MLA layer", fontsize=11)
 ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 ax.grid(axis="x", visible=False)
 plt.show()

@@ -100,13 +100,15 @@ c = scores[t] + bias
 fig, ax = plt.subplots(figsize=(9, 3))
 kept = np.argsort(-np.sort(c.reshape(8, 16), axis=1)[:, -2:].sum(axis=1))[:4]
 for group in kept:
-    ax.axvspan(16 * group - 0.5, 16 * group + 15.5, color=plots.SKY, alpha=0.3, linewidth=0)
+    label = "a group that stays" if group == kept[0] else None
+    ax.axvspan(16 * group - 0.5, 16 * group + 15.5, color=plots.SKY, alpha=0.3, linewidth=0, label=label)
 ax.bar(range(128), c, color="#999999", width=0.8)
 ax.bar(chosen[t], c[chosen[t]], color=plots.RED, width=0.8, hatch="////", label="chosen")
 lost = [e for e in range(128) if c[e] > c[chosen[t]].min() and e not in chosen[t]]
 ax.plot(lost, c[lost] + 0.04, "v", color=plots.BLACK, label="better, but in a group that is out")
-ax.set(xlabel="expert", ylabel="$c = s + b$", xticks=range(0, 129, 16), xlim=(-1, 128), ylim=(0, 1.45))
-ax.legend(loc="upper left", ncols=2)
+ax.set(xlabel="expert", ylabel="biased score $c = s + b$", xticks=range(0, 129, 16), xlim=(-1, 128), ylim=(0, 1.45))
+ax.legend(loc="upper left", ncols=3)
+ax.set_title("One token at a random router of Ling-3.0-tiny's 128 experts", fontsize=11)
 ax.grid(axis="x", visible=False)
 plt.show()
 assert lost and not set(kept) & {e // 16 for e in lost}
@@ -188,6 +190,7 @@ fig, ax = plt.subplots(figsize=(7, 3))
 for (name, rate), colour, style, marker in zip(rates.items(), (plots.BLUE, plots.RED), ("-", "--"), "os"):
     ax.plot(shifts, rate, color=colour, linestyle=style, marker=marker, label=name)
 ax.set(xlabel="added to every bias", ylabel="tokens with other experts, %")
+ax.set_title("Two ways to strike out a group, random router of 128 experts", fontsize=11)
 ax.invert_xaxis()
 ax.legend()
 plt.show()
@@ -250,15 +253,20 @@ for u, colour, style in zip(rates, (plots.BLACK, plots.BLUE, plots.ORANGE, plots
 chance = rng.multinomial(2048, np.full(32, 1 / 32), size=1000).max(axis=1).mean() * 32 / 2048 - 1
 left.axhline(chance, color=plots.BLACK, linewidth=0.8)
 left.annotate("even, but for chance", (180, chance), xytext=(0, -11), textcoords="offset points", fontsize=8)
-left.set(xlabel="step", ylabel="imbalance", ylim=(0, 4))
+left.set(xlabel="step", ylabel=r"imbalance, $\max_e f_e E - 1$", ylim=(0, 4))
 left.legend(ncols=2, fontsize=9)
 order = np.argsort(-np.asarray(loads(skewed)))
-for router, colour, style, name in ((skewed, plots.BLACK, ":", "before"), (runs[0.001][0], plots.BLUE, "-", "after")):
+for router, colour, style, name in (
+    (skewed, plots.BLACK, ":", "before"),
+    (runs[0.001][0], plots.BLUE, "-", "after, u = 0.001"),
+):
     load = 3200 * np.asarray(loads(router))[order]
     right.step(range(32), load, color=colour, linestyle=style, where="mid", marker="", label=name)
 right.axhline(100, color=plots.BLACK, linewidth=0.8)
+right.annotate("a fair share", (31, 100), xytext=(0, 7), textcoords="offset points", ha="right", fontsize=8)
 right.set(xlabel="expert, busiest first", ylabel="load, % of a fair share", ylim=(0, None))
 right.legend()
+fig.suptitle("A random router of 32 experts, balanced by its biases alone", fontsize=11)
 plt.show()
 final = {u: float(np.mean(run[1][-50:])) for u, run in runs.items()}
 print({u: f"{value:.2f}" for u, value in final.items()}, "mean imbalance of the last 50 steps")
@@ -317,9 +325,12 @@ for i, ax in enumerate(axes):
         look = {"color": colour, "linestyle": style, "marker": "", "label": f"{name}: {effective(load):.1f}"}
         ax.step(range(experts), 100 * experts * load, where="mid", **look)
     ax.axhline(100, color=plots.BLACK, linewidth=0.8)
-    ax.set(title=f"layer {i}", xlabel="expert, busiest first", ylim=(0, None))
+    ax.set(xlabel="expert, busiest first", ylim=(0, None))
+    ax.set_title(f"layer {i}", fontsize=10)
     ax.legend(fontsize=8, title="effective experts", title_fontsize=8)
 axes[0].set_ylabel("load, % of a fair share")
+axes[0].annotate("a fair share", (31, 100), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)
+fig.suptitle("Loads of nano's experts over texts of seven skills", fontsize=11)
 plt.show()
 sizes = []
 for i in range(layers):
@@ -379,9 +390,11 @@ for ax, title, values in zip(axes, titles, zip(*shares.values())):
     for bar, hatch in zip(bars, (*plots.HATCHES, "--")):
         bar.set_hatch(hatch)
     ax.bar_label(bars, [f"{100 * value:.0f} %" for value in values], padding=4)
-    ax.set(title=title, xlabel="right, %", xlim=(0, 118), xticks=range(0, 101, 25))
+    ax.set(xlabel="right answers, %", xlim=(0, 118), xticks=range(0, 101, 25))
+    ax.set_title(title, fontsize=10)
     ax.grid(axis="y", visible=False)
 axes[0].invert_yaxis()
+fig.suptitle("What nano gets right when its experts are exchanged or cut", fontsize=11)
 plt.show()
 whole, none, alone = (np.asarray(shares[name]) for name in ("as trained", "no routed experts", "no shared expert"))
 assert np.all(np.abs(whole - shares["biases zeroed"]) < 0.05) and np.all(whole - none > 0.3)
@@ -426,12 +439,14 @@ for i, ax in enumerate(axes):
     loads_of = np.asarray([tally / tally.sum() for tally in tallies])
     spread[i] = dict(zip(kinds, map(effective, loads_of)))
     image = ax.imshow(experts * loads_of, vmin=0, vmax=6, aspect="auto", interpolation="nearest")
-    ax.set(title=f"layer {i}", xlabel="expert", xticks=range(0, experts, 8))
+    ax.set(xlabel="expert", xticks=range(0, experts, 8))
+    ax.set_title(f"layer {i}", fontsize=10)
     ax.set_yticks(range(len(kinds)), [f"{name} ({mask.sum()})" for name, mask in kinds.items()])
     ax.grid(visible=False)
     for k, n in enumerate(spread[i].values()):
         ax.annotate(f"{n:.0f}", (experts, k), va="center", fontsize=8, annotation_clip=False)
 fig.colorbar(image, ax=axes, label="load, fair shares", extend="max")
+fig.suptitle("Which tokens nano's experts take (at the right: the effective number)", fontsize=11)
 plt.show()
 for i in range(layers):
     assert spread[i]["facts: likes, fears, owns, seeks"] > 2 * spread[i]["facts: About"]

@@ -134,12 +134,14 @@ for (layer, kda), style in zip(seen.kda.items(), ("-", "--", "-."), strict=True)
     gates.hist(np.asarray(kda.gate)[there].ravel(), **bins, ls=style, color=plots.KDA, label=f"KDA, layer {layer}")
 for layer, mla in seen.mla.items():
     gates.hist(np.asarray(mla.gate)[there].ravel(), **bins, color=plots.MLA, label=f"MLA, layer {layer}")
-decays.axvline(np.log(2) / 5, color="black", ls=":", label="the bound, -5")
-decays.set(xlim=(0.1, 1e4), xlabel="half-life of a channel, tokens", ylabel="share of (token, channel)", title="decay")
-betas.set(xlabel="writing strength", ylabel="density", title="beta")
-gates.set(xlabel="gate", title="output gates", yscale="log")
-for ax in (decays, betas, gates):
+decays.axvline(np.log(2) / 5, color="black", ls=":", label="the bound, -5 nats")
+decays.set(xlim=(0.1, 1e4), xlabel="half-life of a channel, tokens", ylabel="share of (token, channel)")
+betas.set(xlabel="writing strength", ylabel="density")
+gates.set(xlabel="gate", ylabel="density", yscale="log")
+for ax, title in ((decays, "Decay"), (betas, "Beta"), (gates, "Output gates")):
+    ax.set_title(title, fontsize=10)
     ax.legend(fontsize=7)
+figure.suptitle("Three kinds of gates in nano, over 32 texts", fontsize=11)
 plt.show()
 
 half_life = {}
@@ -184,13 +186,13 @@ for ax, skill in zip(panels, MEASURED, strict=True):
         (-0.2, 0, plots.SKY, "", "off"),
         (0.2, 1, plots.ORANGE, "///", "at its mean"),
     ):
-        values = [pair[part][skill][1] for pair in gate_results.values()]
+        values = [100 * pair[part][skill][1] for pair in gate_results.values()]
         ax.barh(place + shift, values, 0.38, color=colour, hatch=hatch, label=label)
-    ax.axvline(whole[skill][1], color="black", ls=":", label="whole model")
-    ax.set(xlabel=f"{skill}, right", xlim=(0, 1.02))
+    ax.axvline(100 * whole[skill][1], color="black", ls=":", label="whole model")
+    ax.set(xlabel=f"{skill}: right answers, %", xlim=(0, 102))
 panels[0].set_yticks(place, list(gate_results))
 panels[0].invert_yaxis()
-figure.suptitle("output gates", fontsize=10)
+figure.suptitle("What nano gets right with one output gate off, or at its mean", fontsize=11)
 figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
 plt.show()
 
@@ -250,12 +252,14 @@ print(f"softplus law       {words(softplus)}\nno decay           {words(no_decay
 figure, panels = plt.subplots(1, 2, figsize=(9.5, 3.3), sharey=True)
 size = [-bound for bound in BOUNDS]
 for ax, skill in zip(panels, MEASURED, strict=True):
-    ax.plot(size, [r[skill][1] for r in plain], label="bound changed")
-    ax.plot(size, [r[skill][1] for r in kept], label="bound changed, small decays kept")
-    ax.axhline(softplus[skill][1], color=plots.GREEN, ls="-.", marker="", label="softplus law")
-    ax.axhline(no_decay[skill][1], color="black", ls=":", marker="", label="no decay")
-    ax.set(xscale="log", xlabel="-lower_bound, nats a token", title=skill)
-panels[0].set_ylabel("right")
+    ax.plot(size, [100 * r[skill][1] for r in plain], label="bound changed")
+    ax.plot(size, [100 * r[skill][1] for r in kept], label="bound changed, small decays kept")
+    ax.axhline(100 * softplus[skill][1], color=plots.GREEN, ls="-.", marker="", label="softplus law")
+    ax.axhline(100 * no_decay[skill][1], color="black", ls=":", marker="", label="no decay")
+    ax.set(xscale="log", xlabel="-lower_bound, nats a token")
+    ax.set_title(skill, fontsize=10)
+panels[0].set_ylabel("right answers, %")
+figure.suptitle("What nano gets right with another bound or law of its decay", fontsize=11)
 figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
 plt.show()
 
@@ -301,11 +305,12 @@ for name in ("nano_relied_on", "nano_relied_on_long"):
 cuts, skills = [name for name in right if name != "whole"], [name for name in SKILLS if name in right["whole"]]
 lost = {cut: {skill: right["whole"][skill] - right[cut][skill] for skill in skills} for cut in cuts}
 
-columns = [f"{skill} ({right['whole'][skill]:.2f})" for skill in skills]
+columns = [f"{skill} ({100 * right['whole'][skill]:.0f} %)" for skill in skills]
 figure, ax = plt.subplots(figsize=(8.6, 7.6))
 image = draw_losses(ax, cuts, columns, np.array([[lost[cut][skill] for skill in skills] for cut in cuts]))
 ax.grid(False)
-figure.colorbar(image, label="answers lost, as a share of all")
+ax.set_title("What nano loses when a mechanism is cut (beside a skill: what it has)", fontsize=11)
+figure.colorbar(image, label="right answers lost, of 100")
 plt.show()
 
 # %% [markdown]
@@ -348,7 +353,7 @@ assert "KDA: no short convolution" in fatal
 #   layers above have never seen anything like what comes out without them. So all falls at once, and the row cannot
 #   tell the skills that use them from the others.
 # - **A column can lose no more than it has.** What the whole model gets right stands beside each skill's name. Of
-#   `long_recall` that is 0.13, 8 of 60 texts, so its column says nothing about any mechanism.
+#   `long_recall` that is 13 %, 8 of 60 texts, so its column says nothing about any mechanism.
 # - **One at a time.** Two parts that can stand in for each other both look idle when each is cut alone.
 #
 # And the table is one of *this* model. Nano's first edition had the same mechanisms, but had learned the word problems

@@ -112,15 +112,15 @@ def table(results):
     return Markdown("\n".join(lines))
 
 
-def picture(results):
+def picture(results, task, by):
     """Final errors, a point per seed; errors on the way; sweep of learning rates."""
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.6), width_ratios=(1.1, 1.2, 1))
     for i, (variant, (colour, marker, dashes)) in enumerate(zip(results.variants, LOOKS)):
         errors, runs = results.errors(variant), results.reported[variant]
-        left.plot(i + np.linspace(-0.18, 0.18, len(errors)), errors, marker, color=colour, markersize=6)
-        left.hlines(results.error(variant), i - 0.3, i + 0.3, color=colour, linewidth=1)
+        left.plot(i + np.linspace(-0.18, 0.18, len(errors)), 100 * errors, marker, color=colour, markersize=6)
+        left.hlines(100 * results.error(variant), i - 0.3, i + 0.3, color=colour, linewidth=1)
         for run in runs:
-            wrong = [max(point.error, 0.5 / results.asked) for point in run.curve]
+            wrong = [100 * max(point.error, 0.5 / results.asked) for point in run.curve]
             label = variant if run is runs[0] else None
             middle.plot(
                 [p.step for p in run.curve],
@@ -143,20 +143,21 @@ def picture(results):
         best = min(sweeps, key=lambda run: run.curve[-1].loss)
         right.plot(best.learning_rate, best.curve[-1].loss, "o", color=colour, markersize=11, fillstyle="none")
     for ax, asked in ((left, results.asked_finally), (middle, results.asked)):
-        ax.axhline(1 / asked, color=BLACK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
+        ax.axhline(100 / asked, color=BLACK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
         end, side = (0.98, "right") if ax is left else (0.02, "left")
-        where = ((end, 1 / asked), (0, 2), ("axes fraction", "data"), "offset points")
+        where = ((end, 100 / asked), (0, 2), ("axes fraction", "data"), "offset points")
         ax.annotate("one wrong answer", *where, ha=side, fontsize=7)
-    left.set(xticks=range(len(results.variants)), ylabel="final error (share of answers)", yscale="log")
+    left.set(xticks=range(len(results.variants)), ylabel="wrong answers at the end, %", yscale="log")
     left.set_xticklabels(results.variants, rotation=35, ha="right")
-    middle.set(xlabel="step", ylabel="error (share of answers)", yscale="log")
-    right.set(xlabel="learning rate", ylabel="final loss (nats per answer)", yscale="log", xscale="log")
+    middle.set(xlabel="step", ylabel="wrong answers, %", yscale="log")
+    right.set(xlabel="learning rate", ylabel="final loss, nats per answer", yscale="log", xscale="log")
     rates = sorted({run.learning_rate for runs in results.swept.values() for run in runs})
     right.set_xticks(rates, [f"{rate:g}" for rate in rates], fontsize=8)
     right.minorticks_off()
-    left.set_title("each seed, and their geometric mean", fontsize=9)
-    middle.set_title("on the way, each seed", fontsize=9)
-    right.set_title("the sweep, seed 0; circled: chosen", fontsize=9)
+    left.set_title("Each seed, and their geometric mean", fontsize=9)
+    middle.set_title("On the way, each seed", fontsize=9)
+    right.set_title("The sweep, seed 0; circled: chosen", fontsize=9)
+    fig.suptitle(f"{task}: small Ling-3s trained from scratch, by {by}", fontsize=11)
     fig.legend(
         *middle.get_legend_handles_labels(),
         loc="outside lower center",
@@ -220,13 +221,16 @@ def recall_rows(task):
 
 
 segment_reset = Results("segment_reset")
-tokens(recall_rows(segment_reset.experiment.task), "R: reset; letters: keys; numbers: values; ∅: NULL")
+tokens(
+    recall_rows(segment_reset.experiment.task),
+    "A row of segment reset\nR: reset; letters: keys; numbers: values; ∅: NULL",
+)
 
 # %%
 predicted("segment_reset")
 
 # %%
-picture(segment_reset)
+picture(segment_reset, "Segment reset", by="law of decay")
 
 # %%
 table(segment_reset)
@@ -290,7 +294,8 @@ image = ax.imshow(g[0][:, order].T, aspect="auto", vmin=-5, vmax=0)
 ax.set_xticks(range(51), [symbol for line in recall_rows(short.task) for symbol, _, _ in line], fontsize=7)
 ax.set(xlabel="token", ylabel="key channel of either head, sorted")
 ax.grid(visible=False)
-fig.colorbar(image, ax=ax, label="log decay g (nats)")
+fig.colorbar(image, ax=ax, label="log decay g, nats a token")
+ax.set_title("Decays in the first layer of the small Ling-3 trained above", fontsize=11)
 plt.show()
 
 # %%
@@ -327,13 +332,13 @@ def mqar_row(task):
 
 
 mqar = Results("mqar")
-tokens(mqar_row(mqar.experiment.task), "letters: keys; numbers: values; ·: blank")
+tokens(mqar_row(mqar.experiment.task), "A row of MQAR; letters: keys; numbers: values; ·: blank")
 
 # %%
 predicted("mqar")
 
 # %%
-picture(mqar)
+picture(mqar, "MQAR", by="ratio of KDA to MLA layers")
 
 # %%
 table(mqar)
@@ -383,7 +388,7 @@ batch = parity.experiment.task.batch(sweep.HELD_OUT, 0, 1)
 line = [
     (str(token), SKY if token else "white", str(target)) for token, target in zip(batch.tokens[0], batch.targets[0])
 ]
-tokens([line], "bits, and whether the ones so far are odd")
+tokens([line], "A row of parity: bits, and whether the ones so far are odd")
 
 # %% [markdown]
 # One channel is enough, by hand: $k = q = 1$, $v = \tfrac12$, no decay, and $\beta = 2$ at each 1, $\beta = 0$ at each
@@ -399,7 +404,7 @@ assert np.array_equal(o[..., 0, 0], batch.targets)
 predicted("parity")
 
 # %%
-picture(parity)
+picture(parity, "Parity", by="mixer and range of β")
 
 # %%
 table(parity)
@@ -439,7 +444,7 @@ line = [
     (LETTERS[token - 1] if token else "|", SKY if token else ORANGE, LETTERS[target - 1] if asked else "")
     for token, target, asked in zip(batch.tokens[0], batch.targets[0], batch.mask[0])
 ]
-tokens([line], "a string, the separator, the string backwards")
+tokens([line], "A row of palindrome: a string, the separator, the string backwards")
 
 # %% [markdown]
 # There is a short cut: look for the letter shown last in the string, and answer the one before it. With letters that
@@ -467,7 +472,7 @@ for n, wrong in lookup.items():
 predicted("palindrome")
 
 # %%
-picture(palindrome)
+picture(palindrome, "Palindrome", by="mixer")
 
 # %%
 table(palindrome)

@@ -33,6 +33,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import ling3
+from ling3.bench.report import machine
 from ling3.cache import Cache, CacheSpec, KDAState, Span
 from ling3.interpret.inspect import report
 from ling3.ops.kda import kda_step
@@ -83,6 +84,7 @@ for name, at in crossing.items():
     ax.plot(at, growing[name] * at / 1e6, marker="o", markersize=11, fillstyle="none", color=plots.BLACK)
     ax.annotate(f"{at:,.0f}", (at, growing[name] * at / 1e6), xytext=(-6, 10), textcoords="offset points", fontsize=9)
 ax.set(xlabel="context, tokens", ylabel="memory of one sequence, MB", xlim=(14, 600_000), ylim=(0.3, 60_000))
+ax.set_title("Memory of Ling-3.0-tiny, and if all its layers were of one kind", fontsize=11)
 ax.legend(fontsize=9)
 plt.show()
 assert {name: round(at) for name, at in crossing.items()} == {"all MLA": 942, "all MHA": 103}
@@ -133,11 +135,14 @@ measured = {
     "one KDA layer": milliseconds(kda, kda.empty_state(CacheSpec(1, PAGES, 256, jnp.float32))),
     "one MLA layer": milliseconds(mla, mla.empty_state(CacheSpec(1, PAGES, 256, jnp.float32))),
 }
-stored = json.loads(pathlib.Path("../benchmarks/results/decode_latency.json").read_text())["running_requests"]["16"]
+record = json.loads(pathlib.Path("../benchmarks/results/decode_latency.json").read_text())
+stored = record["running_requests"]["16"]
+here, there = (f"{where['cpu']}, {where['cores']} cores" for where in (machine(), record["machine"]))
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
 for (name, ms), colour, style, marker in zip(measured.items(), (plots.KDA, plots.MLA), ("-.", "--"), "^s"):
     left.loglog(contexts, ms, color=colour, linestyle=style, marker=marker, label=name)
-left.set(title="here, one request", xlabel="context, tokens", ylabel="time per decode step, ms")
+left.set(xlabel="context, tokens", ylabel="time per decode step, ms")
+left.set_title(f"Layers of nano, one request\n{here}", fontsize=10)
 looks = {
     "whole step": (plots.BLACK, "-", "o"),
     "MLA layers": (plots.MLA, "--", "s"),
@@ -146,9 +151,11 @@ looks = {
 for name, (colour, style, marker) in looks.items():
     ms = {int(c): t["median"] for c, t in stored[name]["ms_per_step"].items()}
     right.loglog(list(ms), list(ms.values()), color=colour, linestyle=style, marker=marker, label=name)
-right.set(title="recorded, 16 requests", xlabel="context, tokens per request")
+right.set(xlabel="context, tokens per request", ylabel="time per decode step, ms")
+right.set_title(f"A model of nano's widths, 16 requests\n{there}", fontsize=10)
 for ax in (left, right):
     ax.legend(fontsize=9)
+fig.suptitle("Time of a decode step against context, measured here and recorded", fontsize=11)
 plt.show()
 growth = {name: ms[-1] / ms[0] for name, ms in measured.items()}
 print({name: f"{times:.1f} times as long at 16,384 tokens as at 256" for name, times in growth.items()})
@@ -263,6 +270,7 @@ for head, error in enumerate(errors.T):
 ax.axhline(1, color=plots.BLACK, linewidth=1)
 ax.annotate("nothing is right", (49, 2.0), ha="right", fontsize=9)
 ax.set(xlabel="tokens undone", ylabel="relative error of the state", ylim=(1e-8, None))
+ax.set_title("Undoing tokens in float32, state of nano's first KDA layer", fontsize=11)
 ax.legend(fontsize=9, loc="upper left")
 plt.show()
 lost = [int(np.argmax(error > 1)) + 1 if np.any(error > 1) else len(longest) for error in errors.T]
@@ -337,11 +345,13 @@ assert right["stale states S"] > 3 * max(right["fresh cache"], 3)
 # %%
 fig, ax = plt.subplots(figsize=(7, 2.6))
 colours = (plots.SKY, plots.MLA, plots.YELLOW, plots.KDA, plots.ORANGE)
-bars = ax.barh(list(right), list(right.values()), color=colours, edgecolor=plots.BLACK, linewidth=0.6)
+shares = [100 * count / BATCH for count in right.values()]
+bars = ax.barh(list(right), shares, color=colours, edgecolor=plots.BLACK, linewidth=0.6)
 for bar, hatch in zip(bars, plots.HATCHES):
     bar.set_hatch(hatch)
-ax.bar_label(bars, padding=4)
-ax.set(xlabel=f"unanswerable questions answered right, of {BATCH}", xlim=(0, BATCH))
+ax.bar_label(bars, [f"{count} of {BATCH}" for count in right.values()], padding=4)
+ax.set(xlabel="right answers to unanswerable questions, %", xlim=(0, 100))
+ax.set_title("What nano tells the second user of a slot, by what is stale", fontsize=11)
 ax.invert_yaxis()
 ax.grid(axis="y", visible=False)
 plt.show()

@@ -162,8 +162,10 @@ slots.set_yticks([0, 1, 2, 3, *range(5, 5 + waits)], [*(f"slot {i}" for i in ran
 slots.invert_yaxis()
 slots.grid(visible=False)
 pages.axhline(26, color=plots.BLACK, linewidth=1)
+pages.annotate("all 26 pages", (len(log), 26), xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=9)
 pages.set(xlabel="turn of the loop  (▼ a preemption)", ylabel="pages held", ylim=(0, 32), xlim=(0, len(log)))
 pages.grid(visible=False)
+fig.suptitle("Eleven requests in four slots of an engine that serves nano", fontsize=11)
 plt.show()
 
 # %% [markdown]
@@ -303,7 +305,8 @@ for bar, hatch in zip(bars, plots.HATCHES):
     bar.set_hatch(hatch)
 used = [f"{n}: {100 * decoded / (16 * n):.0f} % of 16 tokens a call" for n in counted.values()]
 ax.bar_label(bars, used, padding=4)
-ax.set(xlabel="decode calls for 24 requests, four rows and up to four steps each", xlim=(0, 1.7 * static))
+ax.set(xlabel="decode calls, four rows and up to four steps each", xlim=(0, 1.7 * static))
+ax.set_title("Decode calls for 24 requests to nano, by way of batching", fontsize=11)
 ax.invert_yaxis()
 ax.grid(axis="y", visible=False)
 plt.show()

@@ -371,7 +371,8 @@ guessing = 10 * np.log(20) / 32
 ax.axhline(guessing, color=plots.BLACK, linewidth=1)
 ax.annotate("knows the form of an answer, guesses the numbers", (300, guessing), (0, 3),
             textcoords="offset points", ha="right", fontsize=9)  # fmt: skip
-ax.set(xlabel="step", ylabel="loss (nats per token of an answer)")
+ax.set(xlabel="step", ylabel="loss, nats per token of an answer")
+ax.set_title("Training the Gated DeltaNet of this notebook on tallies", fontsize=11)
 plt.show()
 assert curve[0].loss > guessing > 20 * curve[-1].loss
 
@@ -389,11 +390,13 @@ trained.watched(jnp.asarray([ids], jnp.int32), ling3.Span.whole(1, len(ids), rec
 beta, g = (np.asarray(seen.of("layers.0.attention")[name][0]) for name in ("beta", "decay"))
 deeper = np.asarray(seen.of("layers.1.attention")["decay"][0])
 fig, axes = plt.subplots(2, 1, figsize=(11, 4.6), sharex=True)
-for ax, values, label in zip(axes, (beta, g), (r"writing strength $\beta$", "log decay g (nats)")):
+for ax, values, label in zip(axes, (beta, g), (r"writing strength $\beta$", "log decay g, nats a token")):
     ax.plot(values, label=("head 0", "head 1"))
     ax.set(ylabel=label, xlim=(-1, len(ids)))
 axes[0].legend(fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 axes[1].set_xticks(range(len(ids)), [word or "␣" for word in words], rotation=90, fontsize=7)
+axes[1].set_xlabel("token")
+fig.suptitle("First layer of the Gated DeltaNet trained here, reading one tally", fontsize=11)
 plt.show()
 names, numbers = ([i for i, word in enumerate(words) if kind(word)] for kind in (str.isalpha, str.isdigit))
 print(f"mean β of each head at names {beta[names].mean(axis=0)},", f"at numbers {beta[numbers].mean(axis=0)}")

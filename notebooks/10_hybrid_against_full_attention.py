@@ -39,6 +39,7 @@ import numpy as np
 from IPython.display import Markdown
 
 import ling3
+from ling3.bench.report import machine
 from ling3.interpret.inspect import report
 from ling3.runtime import plots
 
@@ -139,19 +140,19 @@ fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2))
 for name, look in LOOKS.items():
     rates, ends = [r.learning_rate for r in swept[name]], [r.curve[-1].parts for r in swept[name]]
     chosen = rates.index(best[name])
-    text, recall = [end["text"].loss for end in ends], [max(end["recall"].error, 0.5 / ASKED) for end in ends]
+    text, recall = [end["text"].loss for end in ends], [100 * max(end["recall"].error, 0.5 / ASKED) for end in ends]
     for ax, values in ((left, text), (right, recall)):
         ax.plot(rates, values, **look, label=name)
         ax.plot(rates[chosen], values[chosen], "o", color=look["color"], markersize=11, fillstyle="none")
-left.set(ylabel="text: loss (nats per token)", xscale="log")
-right.set(ylabel="recall: error (share of answers)", xscale="log", yscale="log")
+left.set(ylabel="text: loss, nats per token", xscale="log")
+right.set(ylabel="recall: wrong answers, %", xscale="log", yscale="log")
 rates = sorted({r.learning_rate for r in runs})
 for ax in (left, right):
     ax.set_xlabel("learning rate")
     ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
     ax.minorticks_off()
 left.legend(fontsize=9)
-fig.suptitle("the sweep, seed 0; circled: chosen", fontsize=10)
+fig.suptitle("The sweep at 1.3 million parameters, seed 0; circled: chosen", fontsize=11)
 plt.show()
 
 
@@ -263,11 +264,11 @@ for i, (name, look) in enumerate(LOOKS.items()):
         steps = [point.step for point in r.curve]
         thin = look | {"markersize": 3, "linewidth": 0.9}
         text.plot(steps, [point.parts["text"].loss for point in r.curve], **thin, label=label)
-        recall.plot(steps, [max(point.parts["recall"].error, 0.5 / ASKED) for point in r.curve], **thin)
+        recall.plot(steps, [100 * max(point.parts["recall"].error, 0.5 / ASKED) for point in r.curve], **thin)
         end = look | {"linestyle": "none", "markersize": 7, "markeredgecolor": "white", "zorder": 5}
         at = 428 + 16 * i
         text.plot(at, r.final.parts["text"].loss, **end)
-        recall.plot(at, max(r.final.parts["recall"].error, 0.5 / FINAL_ASKED), **end)
+        recall.plot(at, 100 * max(r.final.parts["recall"].error, 0.5 / FINAL_ASKED), **end)
     hollow = {"markersize": 8, "fillstyle": "none"} if name == "Kimi-Linear" else {}  # under Ling-3's, its equals
     held.loglog(contexts, memory[name] / 1e6, **look | hollow)
     times.loglog(measured_at, took[name], **look)
@@ -275,24 +276,31 @@ for i, (name, look) in enumerate(LOOKS.items()):
 for ax in (text, recall):
     ax.set_xticks([0, 100, 200, 300, 400, 444], [0, 100, 200, 300, 400, "final"])
     ax.set_xlabel("step")
-text.set(ylim=(0.88, 1.72), ylabel="loss (nats per token)", title="Text, each seed")
+text.set(ylim=(0.88, 1.72), ylabel="loss, nats per token")
+text.set_title("Text, each seed", fontsize=10)
 text.legend(fontsize=9)
-recall.set(yscale="log", ylim=(0.003, 1.7), ylabel="error (share of answers)", title="Recall, each seed")
-recall.axhline(unbound, color=plots.BLACK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
-recall.annotate("a guess among the row's things", (405, unbound), (0, 9),
+recall.set(yscale="log", ylim=(0.3, 170), ylabel="wrong answers, %")
+recall.set_title("Recall, each seed", fontsize=10)
+recall.axhline(100 * unbound, color=plots.BLACK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
+recall.annotate("a guess among the row's things", (405, 100 * unbound), (0, 9),
                 textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
-held.set(xlabel="context, tokens", ylabel="memory of one sequence, MB", title="Memory", xlim=(12, 400_000))
+held.set(xlabel="context, tokens", ylabel="memory of one sequence, MB", xlim=(12, 400_000))
+held.set_title("Memory, from shapes", fontsize=10)
 for name in ("Qwen3", "Ling-3"):
     mb = memory[name][-1] / 1e6
     held.annotate(f"{mb:.0f} MB", (contexts[-1], mb), (6, -3), textcoords="offset points", fontsize=9)
 at = (crossing, per_token["Qwen3"] * crossing / 1e6)
 held.annotate("37 tokens", at, (6, -12), textcoords="offset points", fontsize=9)
-times.set(xlabel="context, tokens", ylabel="time per decode step, ms", title="Decode time (thin: if only reading grew)")
+times.set(xlabel="context, tokens", ylabel="time per decode step, ms")
+where = machine()
+on = f"{where['cpu']}, {where['cores']} cores"
+times.set_title(f"Decode time (thin: if only reading grew)\n{on}", fontsize=10)
 times.set_xticks(measured_at, [f"{context:,}" for context in measured_at])
 ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if min(map(min, took.values())) / 2 < tick]
 ticks = [tick for tick in ticks if tick < 1.5 * max(map(max, took.values()))]
 times.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
 times.minorticks_off()
+fig.suptitle("Qwen3, Kimi-Linear and Ling-3 at 1.3 million parameters", fontsize=11)
 plt.show()
 
 

@@ -168,7 +168,8 @@ fig, ax = plt.subplots(figsize=(9, 2.9))
 for row, ((kind, _), when) in enumerate(changed.items()):
     ax.scatter(t[when], np.full(when.sum(), row), s=16, color=LOOKS[kind]["color"], marker=LOOKS[kind]["marker"])
 ax.set_yticks(range(len(changed)), [f"{kind} {name}" for kind, name in changed], fontsize=9)
-ax.set(xlabel="token", title="Which arrays a token changes", xticks=range(0, T + 1, 4))
+ax.set(xlabel="token", xticks=range(0, T + 1, 4))
+ax.set_title("Which arrays a token changes in a small random DeepSeek-V4", fontsize=11)
 ax.invert_yaxis()
 plt.show()
 
@@ -280,10 +281,11 @@ for (top, bottom), kind in zip(axes.T, layers):
         for edge in range(every[kind], T, every[kind]):
             top.axvline(edge - 0.5, color="white", linewidth=0.4)
     top.imshow(cells, cmap=COLOURS, vmin=0, vmax=4, interpolation="nearest")
-    top.set_title(f"{kind}: the rule")
+    top.set_title(f"{kind}: the rule", fontsize=10)
     with np.errstate(divide="ignore"):
         image = bottom.imshow(np.log10(measured[kind]), vmin=-3, vmax=1, interpolation="nearest")
-    bottom.set(xlabel="earlier token u", title=f"{kind}: the gradient")
+    bottom.set_xlabel("earlier token u")
+    bottom.set_title(f"{kind}: the gradient", fontsize=10)
     for ax in (top, bottom):
         ax.set(xticks=range(0, T, 16), yticks=range(0, T, 16))
         ax.grid(visible=False)
@@ -294,6 +296,7 @@ handles = [
     Patch(facecolor=COLOURS(i), edgecolor=plots.BLACK, linewidth=0.5, label=name) for i, name in enumerate(CELLS)
 ]
 fig.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9)
+fig.suptitle("What a query may see in a small random DeepSeek-V4", fontsize=11)
 plt.show()
 
 # %% [markdown]
@@ -383,12 +386,13 @@ for ax, name, w in zip(axes, ("CSA", "HCA"), (3, 1)):
     ax.set(
         xlabel="token of the slot",
         ylabel="channel",
-        title=f"{name}, entry {w}" + ": previous | own block" * (slots > m),
         yticks=range(0, 16, 5),
     )
+    ax.set_title(f"{name}, entry {w}" + ": previous | own block" * (slots > m), fontsize=10)
     ax.grid(visible=False)
 axes[0].axvline(3.5, color="white", linewidth=2)
 fig.colorbar(image, ax=axes, label="weight of the slot")
+fig.suptitle("What two entries are made of in a small random DeepSeek-V4", fontsize=11)
 plt.show()
 
 # %% [markdown]
@@ -430,7 +434,8 @@ shown = np.ma.masked_invalid(scores.T)
 limit = float(np.abs(shown).max())
 image = ax.imshow(shown, aspect="auto", cmap="PuOr_r", vmin=-limit, vmax=limit, interpolation="nearest")
 ax.scatter(*np.nonzero(attended["CSA"]), s=9, color=plots.BLACK, label="chosen")
-ax.set(xlabel="query t", ylabel="entry w", title="The indexer's scores", xticks=range(0, T, 8), yticks=range(0, 16, 5))
+ax.set(xlabel="query t", ylabel="entry w", xticks=range(0, T, 8), yticks=range(0, 16, 5))
+ax.set_title("The indexer's scores in a small random DeepSeek-V4", fontsize=11)
 ax.grid(visible=False)
 ax.legend(loc="lower left")
 fig.colorbar(image, label="score")
@@ -487,9 +492,11 @@ for ax, (kind, share) in zip(axes, shares.items()):
     )  # fmt: skip
     for part, hatch in zip(parts, plots.HATCHES):
         part.set_hatch(hatch)
-    ax.set(xlabel="query t", title=kind, xlim=(0, T - 1), ylim=(0, 1), xticks=range(0, T, 16))
+    ax.set(xlabel="query t", xlim=(0, T - 1), ylim=(0, 1), xticks=range(0, T, 16))
+    ax.set_title(kind, fontsize=10)
 axes[0].set_ylabel("share of the weight,\nmean of the heads")
 axes[0].legend(loc="lower right", fontsize=9)
+fig.suptitle("Where attention's weight goes in a small random DeepSeek-V4", fontsize=11)
 plt.show()
 
 # %% [markdown]
@@ -524,7 +531,8 @@ assert max(with_it) < 1e-4 and min(without) > 0.05
 fig, ax = plt.subplots(figsize=(7, 3))
 ax.loglog(list(moved), without, label="heads, not turned back")
 ax.loglog(list(moved), with_it, label="output, turned back")
-ax.set(xlabel="all positions moved by, tokens", ylabel="relative change", title="A sliding-window layer, moved")
+ax.set(xlabel="all positions moved by, tokens", ylabel="relative change")
+ax.set_title("A sliding-window layer of a small random DeepSeek-V4, moved", fontsize=11)
 ax.legend(loc="center right", fontsize=9)
 plt.show()
 
@@ -577,8 +585,8 @@ for ax, i in zip(axes, (1, 2, 5, 20)):
     for j, k in np.ndindex(n, n):
         colour = plots.BLACK if matrix[j, k] > 0.55 else "white"
         ax.text(k, j, f"{matrix[j, k]:.2f}", ha="center", va="center", fontsize=7, color=colour)
-    ax.set(title=f"{i} iteration" + "s" * (i > 1), xticks=range(n), yticks=[0, 1, 2, 3] if i == 1 else [])
-    ax.set_xlabel("to stream k")
+    ax.set(xlabel="to stream k", xticks=range(n), yticks=[0, 1, 2, 3] if i == 1 else [])
+    ax.set_title(f"{i} iteration" + "s" * (i > 1), fontsize=10)
     ax.grid(visible=False)
 axes[0].set_ylabel("from stream j")
 for label, deviation in {
@@ -587,9 +595,11 @@ for label, deviation in {
     f"columns, worst of {SUBLAYERS}": off["columns"].max(axis=1),
 }.items():
     axes[4].semilogy(iterations, deviation, label=label, markersize=3)
-axes[4].set(xlabel="iterations", title="Deviation of sums from 1", ylim=(1e-7, 3000), xticks=(1, 5, 10, 15, 20))
+axes[4].set(xlabel="iterations", ylim=(1e-7, 3000), xticks=(1, 5, 10, 15, 20))
+axes[4].set_title("Deviation of sums from 1", fontsize=10)
 axes[4].set_yticks([1e-6, 1e-4, 1e-2, 1])
 axes[4].legend(fontsize=7, loc="upper right")
+fig.suptitle("Balancing the mixing matrices of a small random DeepSeek-V4", fontsize=11)
 plt.show()
 rows, columns = (off[name][-1].max() for name in ("rows", "columns"))
 print(f"after 20 iterations: rows off by {rows:.1e} at most, columns by {columns:.1e}")
@@ -617,10 +627,13 @@ fig, axes = plt.subplots(1, 2, figsize=(9, 3))
 for ax in axes:
     for name, colour, style in zip(largest, (plots.RED, plots.ORANGE, plots.BLUE), ("--", "-.", "-")):
         ax.plot(range(1, SUBLAYERS + 1), largest[name], color=colour, linestyle=style, marker="", label=name)
-    ax.set(xlabel="sublayers")
-axes[0].set(ylabel="largest singular value", yscale="log", title="The product of the mixing matrices")
-axes[1].set(ylim=(0.9, 2.1), title="The same, near 1")
+    ax.set(xlabel="sublayers", ylabel="largest singular value")
+axes[0].set(yscale="log")
+axes[0].set_title("All of it", fontsize=10)
+axes[1].set(ylim=(0.9, 2.1))
+axes[1].set_title("The same, near 1", fontsize=10)
 axes[1].legend(fontsize=9)
+fig.suptitle("Product of the mixing matrices of a small random DeepSeek-V4", fontsize=11)
 plt.show()
 for name in variants:
     print(f"{name}: {largest[name][-1]:.3g}; column sums", np.array2string(totals[name], precision=2))
@@ -696,12 +709,13 @@ total = {name: fixed + growing * contexts for name, (fixed, growing) in costs.it
 OFFSETS = (-3, -3, -9, 3, -8)
 for (name, size), (colour, style, marker), down in zip(total.items(), LINES, OFFSETS):
     hollow = {"markersize": 8, "fillstyle": "none"} if name == "V4-Flash, bfloat16" else {}  # under Ling's, its equals
-    ax.loglog(contexts, size / 1e6, color=colour, linestyle=style, marker=marker, label=name, **hollow)
-    ax.annotate(f"{size[-1] / 1e9:,.1f} GB", (contexts[-1], size[-1] / 1e6), (7, down),
+    ax.loglog(contexts, size / 1e9, color=colour, linestyle=style, marker=marker, label=name, **hollow)
+    ax.annotate(f"{size[-1] / 1e9:,.1f} GB", (contexts[-1], size[-1] / 1e9), (7, down),
                 textcoords="offset points", fontsize=9)  # fmt: skip
 ax.set_xticks(contexts[::2], ["1k", "4k", "16k", "64k", "256k", "1M"])
 ax.minorticks_off()
-ax.set(xlabel="context, tokens", ylabel="memory of one sequence, MB", xlim=(900, 2.2e6), title="Cache against context")
+ax.set(xlabel="context, tokens", ylabel="memory of one sequence, GB", xlim=(900, 2.2e6))
+ax.set_title("Cache against context: DeepSeek-V4-Flash and others", fontsize=11)
 ax.legend(fontsize=9)
 plt.show()
 

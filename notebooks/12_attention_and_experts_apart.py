@@ -102,10 +102,11 @@ for ax, (m, outcome) in zip(axes, turns.items()):
     gantt(ax, outcome, 12)
     sessions, cards = outcome.attention_utilisation, outcome.ffn_utilisation
     step, busy = outcome.step_time / m, f"sessions {sessions:.0%} busy, cards {cards:.0%}"
-    ax.set(title=f"{m} micro-batch{'es' * (m > 1)}: a step every {step:.1f} ms; {busy}")
-axes[2].set(xlabel="ms (numbers are layers)")
+    ax.set_title(f"{m} micro-batch{'es' * (m > 1)}: a step every {step:.1f} ms; {busy}", fontsize=10)
+axes[2].set(xlabel="time, ms (numbers are layers)")
 names = [Patch(facecolor=c, hatch=h, edgecolor="white", label=f"micro-batch {m}") for m, (c, h) in enumerate(PAINT)]
 fig.legend(handles=names, loc="outside lower center", ncols=3, fontsize=9)
+fig.suptitle("Taking turns, simulated: two sessions, one card, three made-up layers", fontsize=11)
 plt.show()
 
 # %% [markdown]
@@ -266,12 +267,14 @@ for ax, (name, model) in zip(axes, MODELS.items()):
     }
     for (label, seconds), colour in zip(per_token.items(), (plots.BLACK, plots.SKY, plots.BLUE, plots.PINK)):
         ax.loglog(batches, seconds / batches * 1e6, color=colour, label=label)
-    ax.set(title=name, xlabel="tokens at once on one device")
+    ax.set(xlabel="tokens at once on one device")
+    ax.set_title(name, fontsize=10)
     assert per_token["experts"][-1] / batches[-1] < 0.02 * per_token["experts"][0]
     longest = per_token["attention at 128k"] / batches
     assert longest[-1] > 0.9 * longest[9]  # from 512 sequences on, more of them gain a tenth at most
 axes[0].set(ylabel="device time a token, all layers, µs")
 axes[0].legend(fontsize=8)
+fig.suptitle("Time of attention and of experts on one H200, computed", fontsize=11)
 plt.show()
 assert np.isclose(distinct(256, 6, 1), 6) and distinct(512, 8, 256) > 0.98 * 512
 touched, at_peak = 256 * v4.expert_bytes / 4.8e12, 6 * v4.expert_flops / 989e12
@@ -323,9 +326,9 @@ for m, group in cases:
     options = {"attention_workers": 4, "micro_batches": m, "sync_group_size": group, "steps": 24}
     kept[m, group] = [simulate([stage] * 2, **options, jitter=sigma).attention_utilisation for sigma in sigmas]
     who = "all sessions together" if group is None else "groups of two"
-    ax.plot(sigmas, kept[m, group], label=f"{m} micro-batches, {who}")
-ax.set(xlabel="σ of a stage's time, of its mean", ylabel="sessions busy", ylim=(0.78, 1.01))
-ax.set(title="Chance, and who waits for whom")
+    ax.plot(sigmas, 100 * np.asarray(kept[m, group]), label=f"{m} micro-batches, {who}")
+ax.set(xlabel="σ of a stage's time, as a share of its mean", ylabel="sessions busy, %", ylim=(78, 101))
+ax.set_title("Chance, and who waits for whom: four sessions, simulated", fontsize=11)
 ax.legend(fontsize=8)
 plt.show()
 assert all(np.isclose(shares[0], 1) for shares in kept.values()) and kept[2, None][-1] < 0.85
@@ -407,16 +410,16 @@ for ax, (name, model) in zip(axes, MODELS.items()):
         ax.axhline(throughput(plan), color=LOOKS[kind]["color"], linestyle=LOOKS[kind]["linestyle"], label=kind)
     ticks = [w for w in cards if w % 6 == 2]
     ax.set(
-        title=name,
         xlabel="sessions : cards",
         xticks=ticks,
         xticklabels=[f"{DEVICES - w}:{w}" for w in ticks],
         ylim=(0, None),
     )
+    ax.set_title(name, fontsize=10)
 axes[0].set(ylabel="tokens / s / device")
 fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
 limits = f"{LINK / 1e9:.0f} GB/s, at most {LIMIT * 1e3:.0f} ms a token"
-fig.suptitle(f"{DEVICES} devices, context {CONTEXT:,}, {limits}", fontsize=10)
+fig.suptitle(f"Throughput of {DEVICES} H200s, computed\ncontext {CONTEXT:,}, {limits}", fontsize=11)
 plt.show()
 
 # %% [markdown]
@@ -469,7 +472,8 @@ for ax, ((name, kind), values) in zip(axes.T.flat, ratio.items()):
     for i, j in np.ndindex(values.shape):
         ink = "white" if abs(np.log2(values[i, j])) > 0.5 else plots.BLACK
         ax.text(j + 0.5, i + 0.5, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=9, color=ink)
-    ax.set(title=f"{name} / {kind.split(', ')[1]} peer", xticks=np.arange(5) + 0.5, yticks=np.arange(5) + 0.5)
+    ax.set(xticks=np.arange(5) + 0.5, yticks=np.arange(5) + 0.5)
+    ax.set_title(f"{name}, {kind.split(', ')[1]} peer", fontsize=10)
     ax.set(xticklabels=[f"{link / 1e9:.0f}" for link in LINKS], yticklabels=["512", "2k", "8k", "32k", "128k"])
     ax.grid(visible=False)
     ax.tick_params(length=0)
@@ -477,7 +481,9 @@ for ax in axes[1]:
     ax.set(xlabel="link, GB/s a direction")
 for ax in axes[:, 0]:
     ax.set(ylabel="context, tokens")
-fig.colorbar(picture, ax=axes, ticks=[-0.8, 0, 0.8], shrink=0.6).ax.set_yticklabels(["0.57", "1", "1.74"])
+bar = fig.colorbar(picture, ax=axes, ticks=[-0.8, 0, 0.8], shrink=0.6, label="divided / peer")
+bar.ax.set_yticklabels(["0.57", "1", "1.74"])
+fig.suptitle(f"Throughput of {N} H200s, divided and as an undivided peer, computed", fontsize=11)
 plt.show()
 
 # %%

@@ -109,12 +109,14 @@ for ax, (title, found) in zip(axes, pictures.items(), strict=True):
             ax.add_patch(
                 Rectangle((cell[0], cell[1] + 0.8 * start), 0.84, height, facecolor=colour, linewidth=0, **look)
             )
-    ax.set(xlim=(0, len(spans)), ylim=(0, len(found)), title=title)
+    ax.set(xlim=(0, len(spans)), ylim=(0, len(found)))
+    ax.set_title(title, fontsize=10)
     ax.set(xticks=np.arange(len(spans)) + 0.5, xticklabels=range(len(spans)))
     ax.set(yticks=np.arange(len(found)) + 0.5, yticklabels=reversed(found))
     ax.grid(visible=False)
     ax.tick_params(length=0)
 fig.supxlabel("device (hatched: it has the whole)", fontsize=10)
+fig.suptitle("Which part of nano's arrays each device has", fontsize=11)
 plt.show()
 
 # %% [markdown]
@@ -238,7 +240,8 @@ for (label, ends), hatch, colour in zip(KINDS.items(), plots.HATCHES, COLOURS, s
     left += bytes_sent
 assert np.allclose(left * ROWS * 1e3, [sent(steps[name]) for name in names])
 ax.set(yticks=range(4), yticklabels=[f"{name} devices" if name in COUNTS else "8, Rules(sums=True)" for name in names])
-ax.set(xlabel="kB that a device sends for each token of a decode step")
+ax.set(xlabel="sent by a device for each token of a decode step, kB")
+ax.set_title(f"What a device sends in a decode step of nano, {ROWS} rows", fontsize=11)
 ax.grid(axis="y", visible=False)
 ax.invert_yaxis()
 fig.legend(loc="outside lower center", ncols=5, fontsize=9)
@@ -296,15 +299,17 @@ contexts = np.asarray([2**k for k in range(8, 18)])
 fig, axes = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
 for ax, (data, tensor) in zip(axes, ((1, 16), (4, 4), (16, 1)), strict=True):
     states, latents = np.full(len(contexts), 64 / data * a_state / tensor), 64 / data * a_token * contexts
-    ax.stackplot(
-        contexts, states / 1e9, latents / 1e9, labels=("KDA states", "MLA latents"), colors=(plots.KDA, plots.MLA)
-    )
-    ax.set(title=f"{data} x {tensor} (data x tensor)", xscale="log", yscale="log", xlabel="tokens of each request")
+    ax.loglog(contexts, (states + latents) / 1e9, color=plots.BLACK, linestyle="-", marker="", label="their sum")
+    ax.loglog(contexts, latents / 1e9, color=plots.MLA, linestyle="--", marker="", label="MLA latents")
+    ax.loglog(contexts, states / 1e9, color=plots.KDA, linestyle="-.", marker="", label="KDA states")
+    ax.set_xlabel("tokens of each request")
+    ax.set_title(f"{data} x {tensor} (data x tensor)", fontsize=10)
     ax.axhline(32, color=plots.BLACK, linestyle=":", linewidth=1)
     assert states[0] == 64 * a_state / 16  # however the devices are arranged
-axes[0].set(ylabel="GB on each device", ylim=(0.01, 100))
-axes[0].text(300, 36, "a TPU v6e has 32", fontsize=8)
+axes[0].set(ylabel="memory on each device, GB", ylim=(0.001, 100))
+axes[0].text(300, 36, "a TPU v6e has 32 GB", fontsize=8)
 axes[2].legend(loc="lower right", fontsize=9)
+fig.suptitle("Caches of 64 requests to Ling-3.0-tiny on 16 devices", fontsize=11)
 plt.show()
 assert 64 * a_token * 131072 > 32e9 > 64 / 4 * a_token * 131072
 

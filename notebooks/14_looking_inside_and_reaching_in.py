@@ -119,11 +119,13 @@ majority = max(np.mean(plus[FIT:]), 1 - np.mean(plus[FIT:]))
 
 figure, ax = plt.subplots(figsize=(7.5, 3.6))
 for name, found in read.items():
-    ax.plot(range(len(found)), found.values(), label=f"at “{name}”" if name.endswith(":") else f"at {name}")
-ax.axhline(majority, color=plots.BLACK, ls=":", marker="", label="majority")
+    shares = [100 * share for share in found.values()]
+    ax.plot(range(len(found)), shares, label=f"at “{name}”" if name.endswith(":") else f"at {name}")
+ax.axhline(100 * majority, color=plots.BLACK, ls=":", marker="", label="guessing the majority")
 labels = ["token"] + [f"{kind}\n{i}" if part else f"MoE\n{i}" for i, kind in enumerate(kinds) for part in (1, 0)]
 ax.set_xticks(range(len(labels)), labels)
-ax.set(xlabel="the residual stream after …", ylabel="operator read correctly", ylim=(0.45, 1.03))
+ax.set(xlabel="the residual stream after …", ylabel="right answers of the probe, %", ylim=(45, 103))
+ax.set_title("Where a probe reads the operator in nano's residual stream", fontsize=11)
 ax.legend(fontsize=8, loc="lower right")
 plt.show()
 number = read["the number"]
@@ -240,13 +242,14 @@ def pushed(vector):
 steered = {name: np.stack([operators(together(pushed(dose * v))) for dose in DOSES]) for name, v in directions.items()}
 figure, (turned, lost) = plt.subplots(1, 2, figsize=(9.5, 3.3), sharey=True)
 for name, found in steered.items():
-    turned.plot(DOSES, np.mean(found == other, axis=1), label=name)
-    lost.plot(DOSES, np.mean((found != other) & (found != own), axis=1), label=name)
-turned.set(
-    title="writes the other operator", ylabel="share of problems", xlabel="length of the vector, in lengths of d"
-)
-lost.set(title="writes no operator", xlabel="length of the vector, in lengths of d")
+    turned.plot(DOSES, 100 * np.mean(found == other, axis=1), label=name)
+    lost.plot(DOSES, 100 * np.mean((found != other) & (found != own), axis=1), label=name)
+turned.set(ylabel="problems, %", xlabel="length of the vector, in lengths of d")
+turned.set_title("Writes the other operator", fontsize=10)
+lost.set(xlabel="length of the vector, in lengths of d")
+lost.set_title("Writes no operator", fontsize=10)
 turned.legend(fontsize=8)
+figure.suptitle(f"What nano writes in {len(held)} held-out problems when steered", fontsize=11)
 plt.show()
 flipped = {name: dict(zip(DOSES, np.mean(found == other, axis=1), strict=True)) for name, found in steered.items()}
 broken = {name: np.mean((found[-1] != other) & (found[-1] != own)) for name, found in steered.items()}
@@ -434,7 +437,8 @@ def draw(ids, grid, parts, title):
     image = stream.imshow(grid, aspect="auto", vmin=0, vmax=1)
     stream.set_xticks(range(len(words)), words, rotation=70 if len(words) > 8 else 0, fontsize=8)
     stream.set_yticks(range(len(STREAM)), ["embeddings", *(f"after layer {i}, {kind}" for i, kind in enumerate(kinds))])
-    stream.set(title=f"{title}: the stream from the clean run, at one position")
+    stream.set_xlabel("token")
+    stream.set_title("The stream from the clean run, at one position", fontsize=10)
     stream.grid(visible=False)
     figure.colorbar(image, ax=stream, label="share of the clean answer")
     carrier = max(range(len(kinds)), key=lambda i: parts[f"attended {i}"])
@@ -445,7 +449,9 @@ def draw(ids, grid, parts, title):
     bars |= {f"{kinds[carrier]} {carrier}, head {name[-1]}": (parts[name], plots.SKY) for name in of_heads}
     last_token.barh(list(bars), [x for x, _ in bars.values()], color=[colour for _, colour in bars.values()])
     last_token.tick_params(axis="y", labelsize=8)
-    last_token.set(title="parts, at the last position", xlabel="share of the clean answer", xlim=(-0.1, 1.05))
+    last_token.set(xlabel="share of the clean answer", xlim=(-0.1, 1.05))
+    last_token.set_title("Parts, at the last position", fontsize=10)
+    figure.suptitle(title, fontsize=11)
     last_token.invert_yaxis()
     plt.show()
     print({name: round(x, 2) for name, x in parts.items() if abs(x) > 0.01})
@@ -466,7 +472,7 @@ assert laws[0] > 1 and laws[1] == 0 and np.max(laws[1:]) < 1e-3
 # Now the map of the number, the mean over twelve pairs.
 
 # %%
-draw(numbers[0][0], grid, parts, "a number")
+draw(numbers[0][0], grid, parts, "Patching nano: what brings a number of the prompt back")
 (source,) = differs
 assert np.all(grid[:3, source] > 0.95) and np.all(grid[3:, -1] > 0.95)
 assert np.max(np.abs(grid[3:, :-1])) < 0.05 and np.max(np.abs(grid[:3, -1])) < 0.05
@@ -481,7 +487,7 @@ assert parts["attended 2"] > 0.95 and parts["head 2.0"] > 0.95
 
 # %%
 differs, laws, grid, parts = traced(*memories)
-draw(memories[0][0], grid, parts, "a fact")
+draw(memories[0][0], grid, parts, "Patching nano: what brings a learned fact back")
 
 assert laws[0] > 1 and laws[1] == 0 and np.max(laws[1:]) < 1e-3
 assert np.all(grid[1:3, -1] > 0.6) and np.all(grid[1:3, -1] < 0.9) and np.all(grid[3:, -1] > 0.95)
