@@ -268,9 +268,9 @@ def pick(raw: Mapping[str, Any], names: Sequence[str], problems: list[str]) -> A
     """The value under whichever of `names` are present, which must agree; null counts as absent."""
     said = {}
     for name in names:
-        outer, _, inner = name.partition(".")
-        value = raw.get(outer)
-        value = value.get(inner) if inner and isinstance(value, Mapping) else None if inner else value
+        value: Any = raw
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None:
             said[name] = value
     values = list(said.values())

@@ -64,15 +64,7 @@ def _rope_dim(raw: Mapping[str, Any], problems: list[str]) -> Any:
 
 
 def _theta(own: str, kind: str) -> Any:
-    return lambda raw, problems: pick(_with_nested(raw), (own, f"rope_parameters.{kind}.rope_theta"), problems)
-
-
-def _with_nested(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The file, with the two parts of transformers' `rope_parameters` as objects of their own."""
-    parts = raw.get("rope_parameters")
-    parts = parts if isinstance(parts, Mapping) else {}
-    nested = {f"rope_parameters.{kind}": parts.get(kind) for kind in ("main", "compress")}
-    return {**raw, **nested}
+    return lambda raw, problems: pick(raw, (own, f"rope_parameters.{kind}.rope_theta"), problems)
 
 
 def _scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:

@@ -150,7 +150,13 @@ def test_other_spellings():
         "num_hash_layers",
         "qk_rope_head_dim",
     )
-    assert DeepseekV4Config.from_dict({name: value for name, value in raw.items() if name not in gone}) == CONFIG
+    raw = {name: value for name, value in raw.items() if name not in gone}
+    assert DeepseekV4Config.from_dict(raw) == CONFIG
+    raw["rope_parameters"] = {
+        kind: {**nested[kind], "rope_theta": theta} for kind, theta in {"main": 12345.0, "compress": 99999.0}.items()
+    }
+    config = DeepseekV4Config.from_dict(raw)
+    assert (config.rope_theta, config.compress_rope_theta) == (12345.0, 99999.0)
 
 
 @pytest.mark.parametrize(
